@@ -293,10 +293,14 @@ int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool output_check(const char *path);
 /* A result for other programs; NULL path: none is wanted. */
 bool json_write(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the program at once, with exit code 128 + number and no temporary
- * file. */
-void output_end_on_signals(void);
 /* The exit code, or 3 where standard output could not be written. */
 int output_finish(int code);
+
+/* signals.c: from signals_end_program on, SIGINT, SIGTERM, SIGHUP and SIGPIPE end the program at once, with
+ * exit code 128 + number and no temporary file. Between the two calls they wait. A thread that starts there
+ * never takes them: it would take a file away while the main thread finishes it, and that one would report an
+ * error. */
+void signals_hold(void);
+void signals_end_program(void);
 
 #endif

@@ -78,7 +78,8 @@ static int run_verb(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
-    output_end_on_signals();
+    signals_hold();
     threads_start();
+    signals_end_program();
     return output_finish(run_verb(argc, argv));
 }

@@ -6,12 +6,8 @@
 #include <quern/file.h>
 
 #include <ctype.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
-#include <unistd.h>
 
 int failure(const char *format, ...)
 {
@@ -45,34 +41,6 @@ bool json_write(const char *path, const char *format, ...)
     if (ok) (void)quern_file_write(file, text, (size_t)size); /* an error of it is one of the commit too */
     ok = ok && quern_file_commit(file) == QUERN_OK;
     return ok || failure("%s", quern_last_error(NULL)) == 0;
-}
-
-static pthread_t main_thread;
-
-/* Ends the program in its main thread, which writes the files: another thread would take a file away while
- * the main thread finishes it, and that one would report an error. */
-static void end(int number)
-{
-    if (!pthread_equal(pthread_self(), main_thread)) {
-        pthread_kill(main_thread, number);
-        return;
-    }
-    quern_file_discard_all();
-    _exit(128 + number);
-}
-
-void output_end_on_signals(void)
-{
-    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
-    struct sigaction action = {.sa_handler = end}, before;
-    main_thread = pthread_self();
-    sigfillset(&action.sa_mask);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        if (numbers[i] == SIGHUP && sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN)
-            continue; /* nohup */
-        sigaction(numbers[i], &action, NULL);
-    }
-    signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
 }
 
 int output_finish(int code)
