@@ -6,9 +6,9 @@
 
 enum { THREADS = 256, CHUNKS = 4 /* blocks of threads for a listed block */ };
 enum {
-    FILL = 528,
-    FINER = 4
-}; /* blocks of threads that fill a large GPU four times; of compressed entries */
+    FILL = 528, /* blocks of threads that fill a large GPU four times */
+    FINER = 4   /* compressed entries have so many times as many */
+};
 
 /* The shares that left something of a piece. All threads of the block call. */
 __device__ __forceinline__ tile_range left_shares(const attend_kernel &a, const key_block &b, int keys)
