@@ -118,6 +118,12 @@ __device__ __forceinline__ void async_fence()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* The same, of global memory and what others did there. */
+__device__ __forceinline__ void async_fence_global()
+{
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 /* A counter in global memory that orders what threads of different blocks do: everything before an addition
  * comes before what follows a load that saw it. */
 __device__ __forceinline__ int32_t load_acquire(const int32_t *p)

@@ -101,6 +101,36 @@ template <> __device__ __forceinline__ float2 unpack2<__half>(uint32_t x)
     return __half22float2(*(__half2 *)&x);
 }
 
+/* x[j] of each of four lanes that follow one another becomes what lane j of them has in x[lane & 3]. */
+__device__ __forceinline__ void transpose_by_four(uint32_t (&x)[4])
+{
+#pragma unroll
+    for (int by = 1; by <= 2; by *= 2) {
+        const bool upper = (threadIdx.x & by) != 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int low = by == 1 ? i * 2 : i, high = low + by;
+            const uint32_t other = __shfl_xor_sync(~0u, upper ? x[low] : x[high], by);
+            if (upper) x[low] = other;
+            else x[high] = other;
+        }
+    }
+}
+
+/* Eight 16-bit elements that follow one another; wide: `to` is aligned to 16 bytes. */
+template <typename T> __device__ __forceinline__ void store_eight(T *to, const uint32_t (&x)[4], bool wide)
+{
+    if (wide) {
+        __stcs((uint4 *)to, make_uint4(x[0], x[1], x[2], x[3]));
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        ((uint16_t *)to)[i * 2] = (uint16_t)x[i];
+        ((uint16_t *)to)[i * 2 + 1] = (uint16_t)(x[i] >> 16);
+    }
+}
+
 __device__ __forceinline__ float exp2_fast(float x)
 {
     float y;

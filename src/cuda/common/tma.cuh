@@ -51,6 +51,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap &map, uint32_t from,
         "r"(from), "r"(column), "r"(head), "r"(token), "r"(batch)
         : "memory");
 }
+/* `bytes` in a row; they and both addresses are multiples of 16. `bar` counts them. */
+__device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t bar)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(bar)
+        : "memory");
+}
 /* Both, of `bytes` in a row; they and both addresses are multiples of 16. */
 __device__ __forceinline__ void bulk_add(float *to, uint32_t from, uint32_t bytes)
 {

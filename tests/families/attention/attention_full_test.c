@@ -129,6 +129,21 @@ static void random_cases(void **state)
     }
 }
 
+/* More blocks of few keys each than any GPU runs at once. */
+static void many_sequences(void **state)
+{
+    enum { SEQUENCES = 200 };
+    test_random random = {test_seed("many_sequences", 1)};
+    int32_t cu[SEQUENCES + 1] = {0};
+    (void)state;
+    for (int b = 0; b < SEQUENCES; b++) cu[b + 1] = cu[b] + (int32_t)test_random_int(&random, 0, 30);
+    for (int64_t d = 64; d <= 128; d += 64) {
+        const oracle_dense dense = {SEQUENCES, cu[SEQUENCES], cu[SEQUENCES], 9, 9, d, d, true, 9, -1, 0,
+                                    cu,        NULL};
+        for (int i = 1; i < 3; i++) check_case(&dense, dtypes[i], TEST_CONTIGUOUS, 2, &random);
+    }
+}
+
 /* A few rows over many keys: the error must not grow with the length. */
 static void long_rows(void **state)
 {
@@ -167,6 +182,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_head_dim),
         cmocka_unit_test(random_cases),
+        cmocka_unit_test(many_sequences),
         cmocka_unit_test(long_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

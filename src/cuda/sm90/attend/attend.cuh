@@ -93,6 +93,12 @@ struct sm90_backward_plan {
     int32_t *turns;        /* [heads][tiles]: how many key blocks have added to a tile of dQ */
     float *sums;           /* dQ's, as dq_sums.cuh lays them out; NULL: d_q has them */
     bool fresh;            /* the first to come to a tile of dQ finds nothing to add to */
+    int32_t blocks;        /* of threads that own keys */
+    int32_t *done;         /* ADDERS for each of them that has added its dQ; NULL: no block stores d_q */
+    int32_t *stored;       /* tiles of heads of d_q that were taken */
+    bool wide;             /* rows of d_q are aligned to 16 bytes */
+    /* Blocks that store d_q: beside the others, from block number beside_from on; once no keys are left. */
+    uint32_t beside_from, beside, behind;
     sm90_lists lists;
 };
 

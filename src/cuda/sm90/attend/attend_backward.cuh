@@ -71,6 +71,7 @@ template <int DK, int DV> struct layout {
     static constexpr bool RATIO = APART;         /* its delta is of rows without row_scale */
     static constexpr bool KEYS_OF_ROWS = !APART; /* its first step masks by them, and steps with a part do */
     static constexpr bool HALVES = DK > 64;      /* at D 64 steps are too short for it to pay */
+    static_assert(store_ring<DK, THREADS / 128 - 1>::BYTES <= BLOCK, "the ring reaches into key_block");
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
 
@@ -84,7 +85,15 @@ __global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
     extern __shared__ __align__(1024) char smem[];
     const uint32_t base = smem_address(smem);
     key_block &b = *(key_block *)(smem + at::BLOCK);
-    if (threadIdx.x < 32 && !find_keys<KEYS, ROWS>(a, plan, &b) && threadIdx.x == 0) b.key_end = b.tiles = -1;
+    if (threadIdx.x < 32) {
+        const int ticket = take_ticket(plan);
+        const bool stores = ticket >= plan.blocks,
+                   found = !stores && find_keys<KEYS, ROWS>(a, plan, ticket, &b);
+        if (threadIdx.x == 0 && !found) {
+            b.tiles = -1;
+            b.stores = stores;
+        }
+    }
     if (threadIdx.x == 0) {
         mbar_init(base + at::OWN_FULL, 1);
         for (int i = 0; i < at::STAGES; i++) {
@@ -98,7 +107,11 @@ __global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
         mbar_init_done();
     }
     __syncthreads();
-    if (b.tiles < 0) return;
+    if (b.tiles < 0) {
+        if (b.stores) store_beside<T, DK, at::THREADS / 128 - 1>(a, plan, smem, base);
+        else if (plan.done != NULL && threadIdx.x == 0) add_release(plan.done, ADDERS);
+        return;
+    }
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
         registers_down<at::FEED>();
@@ -128,9 +141,7 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
     if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, box);
     if (status == QUERN_OK && plan.sums == NULL) status = tma_describe(&m.d_q, d_q, 1, ROWS);
     if (status != QUERN_OK) return status;
-    const unsigned of_head = plan.lists.clean != NULL ? (unsigned)plan.lists.rows * (unsigned)plan.lists.per
-                                                      : (unsigned)plan.pieces * (unsigned)l.kernel.splits,
-                   blocks = of_head * (unsigned)plan.kv_heads;
+    const unsigned blocks = (unsigned)plan.blocks + plan.beside + plan.behind;
     return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks),
                          layout<DK, DV>::THREADS, layout<DK, DV>::BYTES, "attend_backward_sm90", l.kernel,
                          plan, m);

@@ -46,8 +46,9 @@ struct key_block {
     int32_t whole_first, whole_end;    /* the queries that see all of its keys */
     int32_t half_tile[2], half_end[2]; /* of each half of the keys: the tiles whose rows may see some of it */
     int32_t first[MOST_KEYS / RUN];    /* the first key of each run of RUN that follow one another */
-    int32_t pad;
-    int64_t slot;                         /* of the partial sums */
+    int32_t last_end;                  /* no later block of keys comes to the tiles before this one */
+    int32_t stores, pad;               /* without tiles: it stores d_q */
+    int64_t slot;                      /* of the partial sums */
     const float *lse, *delta, *row_scale; /* of the sequence's first row of head 0 */
 };
 
@@ -119,6 +120,8 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
         if (b->first[i] + RUN > end) end = b->first[i] + RUN;
     }
     if (b->first[0] == NO_KEY && (b->place > 0 || !plan.fresh)) return false; /* fresh: dQ is 0 */
+    const int next = (int)quotient((uint32_t)(b->place + 1) * KEYS, a.by_block);
+    b->last_end = next < a.list_k && list[next] >= 0 ? 0 : INT32_MAX;
     enter_sequence(a, seq, b);
     b->head0 = b->kvh * a.group;
     b->key0 = b->first[0];
@@ -148,23 +151,18 @@ __device__ __forceinline__ key_rows find_key_rows(const attend_kernel &a, const 
     return r;
 }
 
-/* Takes a ticket (without a counter, the block's own number) and finds what it is for, a piece of KEYS keys;
- * a whole warp calls. Tickets go through sections of SECTION key/value heads, whose rows L2 serves to many
- * blocks at once; in a section through the shares of the rows; in a share through the keys of all heads, from
- * the first to the last. */
+/* Finds what a ticket is for, a piece of KEYS keys; a whole warp calls. Tickets go through sections of
+ * KEY_SECTION key/value heads, whose rows L2 serves to many blocks at once; in a section through the shares
+ * of the rows; in a share through the keys of all heads, from the first to the last. */
 template <int KEYS, int ROWS>
-__device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_backward_plan &plan,
+__device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_backward_plan &plan, int ticket,
                                           key_block *b)
 {
-    constexpr int SECTION = 8;
-    const int lane = threadIdx.x & 31;
-    int ticket = (int)blockIdx.x;
-    if (plan.taken != NULL) ticket = __shfl_sync(~0u, lane == 0 ? atomicAdd(plan.taken, 1) : 0, 0);
-    const int per_head = plan.pieces * a.splits;
+    const int lane = threadIdx.x & 31, per_head = plan.pieces * a.splits;
     if (plan.lists.clean != NULL)
         return __shfl_sync(~0u, lane == 0 && find_listed<KEYS, ROWS>(a, plan, ticket, b), 0);
-    const int unit0 = ticket / (per_head * SECTION) * SECTION,
-              width = plan.kv_heads - unit0 < SECTION ? plan.kv_heads - unit0 : SECTION;
+    const int unit0 = ticket / (per_head * KEY_SECTION) * KEY_SECTION,
+              width = plan.kv_heads - unit0 < KEY_SECTION ? plan.kv_heads - unit0 : KEY_SECTION;
     const int in_section = ticket - unit0 * per_head, share = in_section / (plan.pieces * width),
               rest = in_section - share * plan.pieces * width;
     const int split = a.splits - 1 - share, piece = rest / width;
@@ -191,6 +189,9 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     b->odd = 0;
     find_whole(a, seq, key0, key0 + KEYS - 1, b); /* none where keys past the last are to be hidden */
     for (int i = 0; i < KEYS / RUN; i++) b->first[i] = key0 + i * RUN;
+    int next_first = (int)seq.nq, other;
+    if (key_end < nk) key_queries(a, seq, key_end, &next_first, &other);
+    b->last_end = next_first < seq.nq ? next_first / ROWS : INT32_MAX;
     b->up = in_section / plan.wave & 1;
     for (int h = 0; h < 2; h++) {
         b->half_tile[h] = half[h].from;
@@ -422,9 +423,10 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
             tma_wait_read();
             mbar_arrive(base + AT::DQ_FREE + 8 * buffer);
             tma_wait_written();
-            add_release(turn, 1);
+            add_release(turn, tile < b.last_end ? SUMS_WHOLE : 1);
         }
     }
+    if (plan.done != NULL && (threadIdx.x & 31) == 0) add_release(plan.done, 1);
 }
 
 } // namespace sm90_backward

@@ -217,8 +217,9 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     extern __shared__ __align__(1024) char smem[];
     const uint32_t base = smem_address(smem);
     key_block &b = *(key_block *)(smem + at::BLOCK);
-    if (threadIdx.x < 32 && !find_keys<at::KEYS, at::ROWS>(a, plan, &b) && threadIdx.x == 0)
-        b.key_end = b.tiles = -1;
+    if (threadIdx.x < 32 && !find_keys<at::KEYS, at::ROWS>(a, plan, take_ticket(plan), &b) &&
+        threadIdx.x == 0)
+        b.tiles = -1;
     if (threadIdx.x == 0) {
         mbar_init(base + at::OWN_FULL, 1);
         for (int i = 0; i < at::STAGES; i++) {

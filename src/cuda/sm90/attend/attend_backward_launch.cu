@@ -15,7 +15,7 @@
 #include "sm90/attend/dq_sums.cuh"
 
 static const size_t MOST_SUMS = (size_t)2 << 30;
-enum { ROWS = 16, CHUNKS = 16, STORERS = 256 };
+enum { ROWS = 16, CHUNKS = 16, BESIDE_KEYS = 1024, BESIDE_WAVES = 8 };
 
 struct room {
     int64_t tiles;         /* of 64 queries, of all sequences */
@@ -36,7 +36,7 @@ static room room_of(const attend_args *args)
     const int64_t heads = args->q.shape[2], kv_heads = args->k.shape[2];
     room r = {piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1), 0, 0, kv_heads, {}};
     const size_t one = sums_of_a_head(args, r.tiles);
-    r.counters = sm90_whole_lines((size_t)(kv_heads + heads * r.tiles) * sizeof(int32_t));
+    r.counters = sm90_whole_lines((size_t)(3 * kv_heads + heads * r.tiles) * sizeof(int32_t));
     if (kv_heads == 0 || one == 0) return r;
     const bool in_place = args->d_q.dtype == QUERN_F32;
     int64_t most = in_place ? kv_heads : one < MOST_SUMS ? (int64_t)(MOST_SUMS / one) : 1;
@@ -100,56 +100,6 @@ static quern_status clear_rows(const attend_args *args, cudaStream_t stream)
     return LAUNCHED("attention's backward: dQ");
 }
 
-/* Heads head0 ... of d_q from their sums: a block has a tile of one head. A thread has 8 columns of two rows,
- * which 64 bytes of the sums hold; four neighbours store 64 bytes of each row. */
-template <typename T, int DIM>
-__global__ void __launch_bounds__(STORERS)
-    attend_store_sums(const __grid_constant__ attend_kernel a, view4 to, const float *sums, int head0,
-                      int heads, bool wide)
-{
-    const int piece = (int)(blockIdx.x / (unsigned)heads), head = (int)(blockIdx.x - (unsigned)piece * heads);
-    sequence seq;
-    int64_t query;
-    if (!piece_at(a.sq, piece, SM90_BACKWARD_ROWS, 1, &seq, &query)) return;
-    const int tile = sm90_backward::first_tile(a.sq, seq) + (int)(query / SM90_BACKWARD_ROWS),
-              rows = (int)(seq.nq - query);
-    sums += sm90_backward::sums_at(tile, head, heads, DIM);
-    T *const first = (T *)to.p + seq.view_b * to.s[0] + (seq.q0 + query) * to.s[1] + (head0 + head) * to.s[2];
-#pragma unroll
-    for (int i = threadIdx.x; i < SM90_BACKWARD_ROWS / 2 * DIM / 8; i += STORERS) {
-        const int eight = (i & 3) + (i >> 7) * 4, warp = i >> 5 & 3, in_eight = i >> 2 & 7,
-                  row = warp * 16 + in_eight;
-        const float4 *held =
-            (const float4 *)(sums + sm90_backward::held_at(eight)) + warp * 32 + in_eight * 4;
-        chunk x[2];
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const float4 v = __ldcs(held + c);
-            /* A zero's sign may come from a row that is not seen. */
-            x[0].x[2 * c] = v.x + 0.0f;
-            x[0].x[2 * c + 1] = v.y + 0.0f;
-            x[1].x[2 * c] = v.z + 0.0f;
-            x[1].x[2 * c + 1] = v.w + 0.0f;
-        }
-        for (int h = 0; h < 2; h++)
-            if (eight * 8 < a.dim_k && row + h * 8 < rows)
-                store_chunk(first + (row + h * 8) * to.s[1] + eight * 8, x[h], wide);
-    }
-}
-
-template <typename T>
-static quern_status store_sums(const attend_args *args, const attend_kernel &a,
-                               const sm90_backward_plan &plan, cudaStream_t stream)
-{
-    const int64_t heads = (int64_t)plan.kv_heads * a.group, head0 = (int64_t)plan.kv0 * a.group,
-                  blocks = plan.tiles * heads;
-    const auto kernel = sm90_padded_dim(args) > 64 ? attend_store_sums<T, 128> : attend_store_sums<T, 64>;
-    if (blocks > 0)
-        kernel<<<(unsigned)blocks, STORERS, 0, stream>>>(a, view4_of(args->d_q), plan.sums, (int)head0,
-                                                         (int)heads, rows_aligned16(args->d_q));
-    return LAUNCHED("attention's backward: dQ");
-}
-
 static bool is_windowed(const attend_kernel &a)
 {
     return a.mask == ATTEND_RANGE && a.window > 0;
@@ -166,9 +116,13 @@ static quern_status backward_wide(const attend_args *args, const attend_launch &
     const quern_status status = rows[half][most](args, l, call.device, call.workspace, stream);
     if (status != QUERN_OK) return status;
     const attend_kernel &a = l.kernel;
-    return keys[half][most](
-        args, l, {(int32_t)pieces, 0, a.kv_heads, 0, INT32_MAX, is_windowed(a), NULL, NULL, NULL, false, {}},
-        stream);
+    sm90_backward_plan plan = {};
+    plan.pieces = (int32_t)pieces;
+    plan.kv_heads = a.kv_heads;
+    plan.wave = INT32_MAX;
+    plan.head_first = is_windowed(a);
+    plan.blocks = (int32_t)(pieces * a.splits * a.kv_heads);
+    return keys[half][most](args, l, plan, stream);
 }
 
 /* Tiles of dQ's sums, or of d_q (f32), whose first query sees nothing become 0: no block of keys may come to
@@ -207,13 +161,32 @@ static quern_status clear_unseen(const attend_kernel &a, const sm90_backward_pla
     return LAUNCHED("attention's backward: dQ of rows that see nothing");
 }
 
+/* Which blocks store d_q, if plan->done counts those that own keys. Behind these as many as run at once.
+ * Beside them it pays where few pieces of keys come to a tile, so that storing takes long by the products,
+ * and blocks of keys come in many waves. */
+static void let_blocks_store(const attend_kernel &a, const sm90_device &device, sm90_backward_plan *plan)
+{
+    const int64_t tiles = (int64_t)plan->tiles * plan->kv_heads * a.group,
+                  keys = plan->lists.clean != NULL ? (int64_t)a.list_k * a.list_block
+                         : is_windowed(a)          ? a.window
+                                                   : a.sq.n_kv / (a.causal ? 2 : 1);
+    const int all = device.multiprocessors;
+    if (plan->done == NULL) return;
+    plan->behind = (uint32_t)(tiles < all ? tiles : all);
+    plan->beside_from = (uint32_t)all / 2;
+    plan->beside = keys <= BESIDE_KEYS && plan->blocks >= BESIDE_WAVES * all ? (uint32_t)all / 32 : 0;
+    if (plan->wave != INT32_MAX) plan->wave = all - (int32_t)plan->beside;
+}
+
 /* The launches of lists, for the key/value heads that `plan` names: the shares of as many list rows as there
  * is room for, and their sum. */
-static quern_status backward_lists(const attend_args *args, attend_launch l, const sm90_lists_room &room,
-                                   sm90_backward_plan plan, const quern_tensor &d_q, sm90_attend_back *back,
-                                   char *memory, cudaStream_t stream)
+static quern_status backward_lists(const attend_args *args, attend_launch l, const sm90_device &device,
+                                   const sm90_lists_room &room, sm90_backward_plan plan,
+                                   const quern_tensor &d_q, sm90_attend_back *back, char *memory,
+                                   cudaStream_t stream)
 {
     float *const sums = (float *)(memory + room.shares);
+    int32_t *const done = plan.done;
     quern_status status = QUERN_OK;
     l.kernel.part = (float *)memory;
     l.kernel.splits = 0; /* no block's gradients are whole */
@@ -224,6 +197,9 @@ static quern_status backward_lists(const attend_args *args, attend_launch l, con
         if (row > 0)
             status = cuda_report(cudaMemsetAsync(plan.taken, 0, sizeof *plan.taken, stream),
                                  "attention's backward: its tickets");
+        plan.blocks = plan.lists.rows * plan.lists.per * plan.kv_heads;
+        plan.done = row + room.rows < room.all_rows ? NULL : done; /* the last has dQ whole */
+        let_blocks_store(l.kernel, device, &plan);
         if (status == QUERN_OK) status = back(args, l, plan, d_q, stream);
         if (status == QUERN_OK) status = sm90_lists_sum(l, plan.lists, plan.kv0, plan.kv_heads, sums, stream);
     }
@@ -244,18 +220,15 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     /* Causal blocks that begin together end one after the other at the diagonal, and those that follow begin
      * so: walking away from it they stay beside each other, and L2 serves them all. */
     const bool windowed = is_windowed(a);
-    const int32_t wave = a.causal && !windowed && a.splits == 1 ? call.device.multiprocessors : INT32_MAX;
-    sm90_backward_plan plan = {(int32_t)pieces,
-                               0,
-                               0,
-                               (int32_t)r.tiles,
-                               wave,
-                               windowed,
-                               (int32_t *)counters,
-                               (int32_t *)counters + a.kv_heads,
-                               in_place ? NULL : sums,
-                               false,
-                               {}};
+    sm90_backward_plan plan = {};
+    plan.pieces = (int32_t)pieces;
+    plan.tiles = (int32_t)r.tiles;
+    plan.wave = a.causal && !windowed && a.splits == 1 ? call.device.multiprocessors : INT32_MAX;
+    plan.head_first = windowed;
+    plan.taken = (int32_t *)counters;
+    plan.turns = plan.taken + 3 * a.kv_heads;
+    plan.sums = in_place ? NULL : sums;
+    plan.wide = rows_aligned16(args->d_q);
     sm90_attend_back *const back = table[l.dtype == QUERN_F16][l.dim > 64];
     char *const lists = (char *)sums + r.sums;
     quern_status status =
@@ -288,13 +261,14 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
             status = cuda_report(cudaMemsetAsync(sums, 0, r.sums, stream), "attention's backward: its sums");
         }
         if (status == QUERN_OK && plan.fresh && !l.listed) status = clear_unseen(a, plan, d_q, dim, stream);
+        plan.done = in_place ? NULL : (int32_t *)counters + a.kv_heads + kv0 / r.per;
+        plan.stored = (int32_t *)counters + 2 * a.kv_heads + kv0 / r.per;
+        plan.blocks = (int32_t)(pieces * a.splits * plan.kv_heads);
+        if (!l.listed) let_blocks_store(a, call.device, &plan);
         if (status == QUERN_OK)
-            status = l.listed
-                         ? backward_lists(args, l, r.lists, plan, d_q, back, lists + r.lists.clean, stream)
-                         : back(args, l, plan, d_q, stream);
-        if (status == QUERN_OK && !in_place)
-            status = l.dtype == QUERN_BF16 ? store_sums<bf16>(args, a, plan, stream)
-                                           : store_sums<f16>(args, a, plan, stream);
+            status = l.listed ? backward_lists(args, l, call.device, r.lists, plan, d_q, back,
+                                               lists + r.lists.clean, stream)
+                              : back(args, l, plan, d_q, stream);
     }
     return status;
 }

@@ -91,22 +91,6 @@ __device__ __forceinline__ void add_by_key(float (&dq)[QT][4], const float (&ds)
             }
 }
 
-/* x[j] of each of four lanes that follow one another becomes what lane j of them has in x[lane & 3]. */
-__device__ __forceinline__ void transpose_by_four(uint32_t (&x)[4])
-{
-#pragma unroll
-    for (int by = 1; by <= 2; by *= 2) {
-        const bool upper = (threadIdx.x & by) != 0;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int low = by == 1 ? i * 2 : i, high = low + by;
-            const uint32_t other = __shfl_xor_sync(~0u, upper ? x[low] : x[high], by);
-            if (upper) x[low] = other;
-            else x[high] = other;
-        }
-    }
-}
-
 /* A thread's two rows of dQ in 16 bits, where rows are aligned to 16 bytes: four lanes exchange their columns
  * of four tiles, so that each stores eight that follow one another. All lanes of the warp call. */
 template <typename T, int QT>
