@@ -22,7 +22,8 @@
  * only for blocks that took a lower ticket, so some block can always go on. First keys, which see most rows,
  * go first. Blocks that start together walk the rows from the end, one step apart; those that follow
  * (sm90_backward_plan's wave) begin one after the other, at their diagonals, and walk the other way: so they
- * stay beside each other, too, and L2 serves them all.
+ * stay beside each other, too, and L2 serves them all. Sums in workspace are stored in d_q by blocks without
+ * keys (dq_sums.cuh).
  *
  * Above D = 64, where no row of a tile sees one half of the keys, as at both ends of a window, that half's
  * warpgroup leaves zeros for dQ and has nothing else to do.

@@ -3,12 +3,13 @@
 /*
  * attend_backward_launch.cu - the launches of attention's backward on Hopper. Above head dim 128 one kernel
  * writes dQ, one dK and dV. Up to 128 one kernel makes all three, and dQ is summed in f32: in place where d_q
- * is f32, else in workspace (dq_sums.cuh), as many key/value heads at a time as MOST_SUMS bytes hold, and
- * then stored in d_q's dtype.
+ * is f32, else in workspace (dq_sums.cuh), as many key/value heads at a time as MOST_SUMS bytes hold, from
+ * where blocks of the same launch store it in d_q's dtype.
  *
- * Workspace: the counters (tickets, a word for each key/value head; turns, a word for each tile and head),
- * then the sums, then what lists need, each from a line of L2 on: with sums and shares 16 bytes off it lists
- * took 4% longer. Limit of the kernel here: bandwidth.
+ * Workspace: the counters (of tickets, of blocks that are done and of tiles stored, each a word for each
+ * key/value head; of turns, a word for each tile and head), then the sums, then what lists need, each from a
+ * line of L2 on: with sums and shares 16 bytes off it lists took 4% longer. Limit of the kernels here:
+ * bandwidth.
  */
 #include "common/chunk.cuh"
 #include "common/tma.cuh"
