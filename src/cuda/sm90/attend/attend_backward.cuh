@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
     }
     __syncthreads();
     if (b.tiles < 0) {
-        if (b.stores) store_beside<T, DK, at::THREADS / 128 - 1>(a, plan, smem, base);
+        if (b.stores) store_tiles<T, DK, at::THREADS / 128 - 1>(a, plan, smem, base);
         else if (plan.done != NULL && threadIdx.x == 0) add_release(plan.done, ADDERS);
         return;
     }

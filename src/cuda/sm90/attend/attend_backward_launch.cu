@@ -122,7 +122,6 @@ static quern_status backward_wide(const attend_args *args, const attend_launch &
     plan.kv_heads = a.kv_heads;
     plan.wave = INT32_MAX;
     plan.head_first = is_windowed(a);
-    plan.blocks = (int32_t)(pieces * a.splits * a.kv_heads);
     return keys[half][most](args, l, plan, stream);
 }
 
@@ -226,8 +225,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     plan.tiles = (int32_t)r.tiles;
     plan.wave = a.causal && !windowed && a.splits == 1 ? call.device.multiprocessors : INT32_MAX;
     plan.head_first = windowed;
-    plan.taken = (int32_t *)counters;
-    plan.turns = plan.taken + 3 * a.kv_heads;
+    plan.turns = (int32_t *)counters + 3 * a.kv_heads;
     plan.sums = in_place ? NULL : sums;
     plan.wide = rows_aligned16(args->d_q);
     sm90_attend_back *const back = table[l.dtype == QUERN_F16][l.dim > 64];
@@ -252,7 +250,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
         status = clear_rows(args, stream);
     quern_tensor d_q = args->d_q;
     const int dim = in_place ? (int)d_q.shape[3] : sm90_padded_dim(args);
-    for (int64_t kv0 = 0; kv0 < a.kv_heads && status == QUERN_OK; kv0 += r.per, plan.taken++) {
+    for (int64_t kv0 = 0; kv0 < a.kv_heads && status == QUERN_OK; kv0 += r.per) {
         plan.kv0 = (int32_t)kv0;
         plan.kv_heads = (int32_t)(a.kv_heads - kv0 < r.per ? a.kv_heads - kv0 : r.per);
         if (in_place) {
@@ -262,8 +260,9 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
             status = cuda_report(cudaMemsetAsync(sums, 0, r.sums, stream), "attention's backward: its sums");
         }
         if (status == QUERN_OK && plan.fresh && !l.listed) status = clear_unseen(a, plan, d_q, dim, stream);
-        plan.done = in_place ? NULL : (int32_t *)counters + a.kv_heads + kv0 / r.per;
-        plan.stored = (int32_t *)counters + 2 * a.kv_heads + kv0 / r.per;
+        plan.taken = (int32_t *)counters + kv0 / r.per;
+        plan.done = in_place ? NULL : plan.taken + a.kv_heads;
+        plan.stored = plan.taken + 2 * a.kv_heads;
         plan.blocks = (int32_t)(pieces * a.splits * plan.kv_heads);
         if (!l.listed) let_blocks_store(a, call.device, &plan);
         if (status == QUERN_OK)

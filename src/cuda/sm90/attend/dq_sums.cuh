@@ -215,8 +215,8 @@ __device__ __forceinline__ void store_sums(const attend_kernel &a, const sm90_ba
 
 /* What a block does that owns no keys. */
 template <typename T, int DIM, int PAIRS>
-__device__ __forceinline__ void store_beside(const attend_kernel &a, const sm90_backward_plan &plan,
-                                             char *smem, uint32_t base)
+__device__ __forceinline__ void store_tiles(const attend_kernel &a, const sm90_backward_plan &plan,
+                                            char *smem, uint32_t base)
 {
     typedef store_ring<DIM, PAIRS> ring;
     if (threadIdx.x == 0) {
