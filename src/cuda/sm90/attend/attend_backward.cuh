@@ -23,7 +23,7 @@
  * go first. Blocks that start together walk the rows from the end, one step apart; those that follow
  * (sm90_backward_plan's wave) begin one after the other, at their diagonals, and walk the other way: so they
  * stay beside each other, too, and L2 serves them all. Sums in workspace are stored in d_q by blocks without
- * keys (dq_sums.cuh).
+ * keys (dq_sums.cuh); above D = 64, a tile to which one block of keys alone comes is stored by that block.
  *
  * Above D = 64, where no row of a tile sees one half of the keys, as at both ends of a window, that half's
  * warpgroup leaves zeros for dQ and has nothing else to do.
@@ -72,6 +72,7 @@ template <int DK, int DV> struct layout {
     static constexpr bool RATIO = APART;         /* its delta is of rows without row_scale */
     static constexpr bool KEYS_OF_ROWS = !APART; /* its first step masks by them, and steps with a part do */
     static constexpr bool HALVES = DK > 64;      /* at D 64 steps are too short for it to pay */
+    static constexpr bool ALONE = APART; /* dQ's warpgroup stores tiles that no other block comes to */
     static_assert(store_ring<DK, THREADS / 128 - 1>::BYTES <= BLOCK, "the ring reaches into key_block");
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };

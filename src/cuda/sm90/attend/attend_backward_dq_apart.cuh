@@ -149,17 +149,39 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
     store_keys<T, KEYS>(dv, a, b, place, d_v_of(a));
 }
 
+/* Half of the columns of dQ of a tile to which no other block of keys comes. */
+template <typename T, int NQ>
+__device__ __forceinline__ void store_dq(const float (&dq)[NQ / 8][4], const attend_kernel &a,
+                                         const sm90_backward_plan &plan, const key_block &b, int tile,
+                                         int head, int half)
+{
+    const int query = tile * ROWS, row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7);
+    uint32_t x[2][NQ / 8];
+#pragma unroll
+    for (int i = 0; i < NQ / 8; i++) {
+        /* A zero's sign may come from a row that is not seen. */
+        x[0][i] = pack2<T>(dq[i][0] * a.scale + 0.0f, dq[i][1] * a.scale + 0.0f);
+        x[1][i] = pack2<T>(dq[i][2] * a.scale + 0.0f, dq[i][3] * a.scale + 0.0f);
+    }
+    store_eights(
+        x, (T *)a.d_q.p + b.view * a.d_q.s[0] + (int64_t)(b.q0 + query) * a.d_q.s[1] + head * a.d_q.s[2],
+        half * (NQ / 8), row, b.nq - query, a, plan.wide);
+}
+
 /* The warpgroup that makes dQ, one half of its columns after the other. */
 template <typename T, typename AT>
 __device__ __forceinline__ void make_dq(const attend_kernel &a, const sm90_backward_plan &plan, key_block &b,
                                         char *smem, uint32_t base)
 {
     computing<T, AT> halves[2] = {{a, plan, b, smem, base, 0}, {a, plan, b, smem, base, 1}};
+    const int alone_end = b.alone_end;
 #pragma unroll 1
     for (int t = 0; t < halves[0].steps; t++) {
         const int buffer = t % AT::DS_BUFFERS;
         named_sync(DS_FULL + buffer, 128 * (GROUPS + 1));
         const bool odd = b.odd != 0, unclean = odd && ((const int32_t *)(smem + AT::DS_PART))[buffer] != 0;
+        int head = 0;
+        const int tile = alone_end > 0 ? tile_at_step(a, plan, b, t, &head) : 0;
         halves[0].wait_to_put_dq(t);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -173,7 +195,8 @@ __device__ __forceinline__ void make_dq(const attend_kernel &a, const sm90_backw
                 halves[half].poison(dq, t);
             }
             if (half == 1 && odd) mbar_arrive(base + AT::KEYS_BACK);
-            halves[half].put_dq(dq, t);
+            if (tile < alone_end) store_dq<T, AT::DIM_K / 2>(dq, a, plan, b, tile, head, half);
+            else halves[half].put_dq(dq, t);
         }
         async_fence();
         named_arrive(DQ_FULL + t % BUFFERS, AT::DQ_THREADS + 32);

@@ -47,7 +47,8 @@ struct key_block {
     int32_t half_tile[2], half_end[2]; /* of each half of the keys: the tiles whose rows may see some of it */
     int32_t first[MOST_KEYS / RUN];    /* the first key of each run of RUN that follow one another */
     int32_t last_end;                  /* no later block of keys comes to the tiles before this one */
-    int32_t stores, pad;               /* without tiles: it stores d_q */
+    int32_t stores;                    /* without tiles: it stores d_q */
+    int32_t alone_end;                 /* no other block of keys comes to the tiles before this one */
     int64_t slot;                      /* of the partial sums */
     const float *lse, *delta, *row_scale; /* of the sequence's first row of head 0 */
 };
@@ -119,9 +120,11 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
         b->first[i] = block < 0 ? NO_KEY : block * a.list_block + (slot - e * a.list_block);
         if (b->first[i] + RUN > end) end = b->first[i] + RUN;
     }
-    if (b->first[0] == NO_KEY && (b->place > 0 || !plan.fresh)) return false; /* fresh: dQ is 0 */
+    /* Where d_q has its sums and is not cleared, dQ of an empty list is 0. */
+    if (b->first[0] == NO_KEY && (b->place > 0 || plan.sums != NULL || !plan.fresh)) return false;
     const int next = (int)quotient((uint32_t)(b->place + 1) * KEYS, a.by_block);
     b->last_end = next < a.list_k && list[next] >= 0 ? 0 : INT32_MAX;
+    b->alone_end = b->place == 0 && plan.sums != NULL ? b->last_end : 0;
     enter_sequence(a, seq, b);
     b->head0 = b->kvh * a.group;
     b->key0 = b->first[0];
@@ -192,6 +195,7 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     int next_first = (int)seq.nq, other;
     if (key_end < nk) key_queries(a, seq, key_end, &next_first, &other);
     b->last_end = next_first < seq.nq ? next_first / ROWS : INT32_MAX;
+    b->alone_end = b->place == 0 && plan.sums != NULL && !plan.head_first ? b->last_end : 0;
     b->up = in_section / plan.wave & 1;
     for (int h = 0; h < 2; h++) {
         b->half_tile[h] = half[h].from;
@@ -200,6 +204,7 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     const tile_range tiles = tiles_of_share(a, seq, KEYS, {half[0].from, max(half[0].to, half[1].to)}, split);
     b->tile = tiles.from;
     b->tiles = tiles.to > tiles.from ? tiles.to - tiles.from : 0;
+    if (b->alone_end <= b->tile) b->alone_end = 0;
     return b->tiles > 0 || a.splits == 1; /* a share that sees nothing leaves nothing */
 }
 
@@ -406,7 +411,9 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
         if ((threadIdx.x & 31) == 0) {
             const int to_head = head - plan.kv0 * a.group, query = b.q0 + tile * AT::ROWS;
             const uint32_t from = base + AT::DQ + buffer * AT::DQ_BYTES;
-            if (plan.sums != NULL) {
+            const bool stored = AT::ALONE && tile < b.alone_end;
+            if (stored) { /* by dQ's warpgroup */
+            } else if (plan.sums != NULL) {
                 float *to = plan.sums + sums_at(b.turns + tile, to_head, plan.kv_heads * a.group, AT::DIM_K);
                 if (store) bulk_store(to, from, AT::DQ_BYTES);
                 else bulk_add(to, from, AT::DQ_BYTES);
@@ -423,7 +430,7 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
             tma_wait_read();
             mbar_arrive(base + AT::DQ_FREE + 8 * buffer);
             tma_wait_written();
-            add_release(turn, tile < b.last_end ? SUMS_WHOLE : 1);
+            add_release(turn, stored ? TILE_STORED : tile < b.last_end ? SUMS_WHOLE : 1);
         }
     }
     if (plan.done != NULL && (threadIdx.x & 31) == 0) add_release(plan.done, 1);

@@ -125,10 +125,9 @@ static quern_status backward_wide(const attend_args *args, const attend_launch &
     return keys[half][most](args, l, plan, stream);
 }
 
-/* Tiles of dQ's sums, or of d_q (f32), whose first query sees nothing become 0: no block of keys may come to
- * them. A block has a tile of every gridDim.y-th head: few blocks, since most have nothing to do. */
-__global__ void attend_clear_unseen(const __grid_constant__ attend_kernel a, view4 to, float *sums, int heads,
-                                    int dim)
+/* Tiles of d_q (f32) whose first query sees nothing become 0: no block of keys may come to them. A block has
+ * a tile of every gridDim.y-th head: few blocks, since most have nothing to do. */
+__global__ void attend_clear_unseen(const __grid_constant__ attend_kernel a, view4 to, int heads, int dim)
 {
     sequence seq;
     int64_t from;
@@ -136,28 +135,23 @@ __global__ void attend_clear_unseen(const __grid_constant__ attend_kernel a, vie
     if (!piece_at(a.sq, blockIdx.x, SM90_BACKWARD_ROWS, 1, &seq, &from)) return;
     row_keys(a, seq, (int)from, &lo, &hi);
     if (lo < hi) return;
-    const int left = (int)(seq.nq - from),
-              tile = sm90_backward::first_tile(a.sq, seq) + (int)(from / SM90_BACKWARD_ROWS);
-    const int64_t row_stride = sums != NULL ? dim : to.s[1];
-    const int rows = sums != NULL || left > SM90_BACKWARD_ROWS ? SM90_BACKWARD_ROWS : left;
+    const int left = (int)(seq.nq - from), rows = left < SM90_BACKWARD_ROWS ? left : SM90_BACKWARD_ROWS;
     for (int head = blockIdx.y; head < heads; head += gridDim.y) {
-        float *const p =
-            sums != NULL ? sums + sm90_backward::sums_at(tile, head, heads, dim)
-                         : (float *)to.p + seq.view_b * to.s[0] + (seq.q0 + from) * to.s[1] + head * to.s[2];
+        float *const p = (float *)to.p + seq.view_b * to.s[0] + (seq.q0 + from) * to.s[1] + head * to.s[2];
         for (int i = threadIdx.x; i < rows * dim; i += blockDim.x) {
             const int n = i / dim;
-            p[n * row_stride + i - n * dim] = 0.0f;
+            p[n * to.s[1] + i - n * dim] = 0.0f;
         }
     }
 }
 
 static quern_status clear_unseen(const attend_kernel &a, const sm90_backward_plan &plan,
-                                 const quern_tensor &d_q, int dim, cudaStream_t stream)
+                                 const quern_tensor &d_q, cudaStream_t stream)
 {
-    const int heads = plan.kv_heads * a.group;
+    const int heads = plan.kv_heads * a.group, dim = (int)d_q.shape[3];
     const dim3 grid((unsigned)plan.tiles, heads < 8 ? (unsigned)heads : 8);
     if (plan.tiles > 0 && heads > 0)
-        attend_clear_unseen<<<grid, 256, 0, stream>>>(a, view4_of(d_q), plan.sums, heads, dim);
+        attend_clear_unseen<<<grid, 256, 0, stream>>>(a, view4_of(d_q), heads, dim);
     return LAUNCHED("attention's backward: dQ of rows that see nothing");
 }
 
@@ -245,21 +239,18 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     }
     /* In d_q a tile of a varlen sequence may reach into the next one, where nothing may be stored. Lists
      * leave no tile out. */
-    plan.fresh = (!in_place || (a.sq.cu_q == NULL && !args->accumulate_q)) && (!l.listed || r.lists.per > 0);
+    plan.fresh = !in_place || (a.sq.cu_q == NULL && !args->accumulate_q && (!l.listed || r.lists.per > 0));
     if (status == QUERN_OK && in_place && !args->accumulate_q && !plan.fresh)
         status = clear_rows(args, stream);
     quern_tensor d_q = args->d_q;
-    const int dim = in_place ? (int)d_q.shape[3] : sm90_padded_dim(args);
     for (int64_t kv0 = 0; kv0 < a.kv_heads && status == QUERN_OK; kv0 += r.per) {
         plan.kv0 = (int32_t)kv0;
         plan.kv_heads = (int32_t)(a.kv_heads - kv0 < r.per ? a.kv_heads - kv0 : r.per);
         if (in_place) {
             d_q.data = (float *)args->d_q.data + kv0 * a.group * d_q.strides[2];
             d_q.shape[2] = plan.kv_heads * a.group;
-        } else if (!plan.fresh) {
-            status = cuda_report(cudaMemsetAsync(sums, 0, r.sums, stream), "attention's backward: its sums");
+            if (plan.fresh && !l.listed) status = clear_unseen(a, plan, d_q, stream);
         }
-        if (status == QUERN_OK && plan.fresh && !l.listed) status = clear_unseen(a, plan, d_q, dim, stream);
         plan.taken = (int32_t *)counters + kv0 / r.per;
         plan.done = in_place ? NULL : plan.taken + a.kv_heads;
         plan.stored = plan.taken + 2 * a.kv_heads;

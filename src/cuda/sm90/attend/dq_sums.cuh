@@ -5,9 +5,9 @@
  * eight columns four values a thread, thread after thread. So they write it to shared memory 16 bytes at a
  * time without bank conflicts, and one bulk copy adds it.
  *
- * Blocks of threads without keys store the sums in d_q as tiles become whole: warps copy them in bulk to
- * rings in shared memory, warpgroups empty these. A multiprocessor reads 71 GB/s so, and 52 beside the
- * products; limit: the copy rate. */
+ * Blocks of threads without keys store the sums in d_q as tiles become whole, and 0 where no keys came: warps
+ * copy them in bulk to rings in shared memory, warpgroups empty these. A multiprocessor reads 71 GB/s so, and
+ * 52 beside the products; limit: the copy rate. */
 #ifndef QUERN_CUDA_SM90_ATTEND_DQ_SUMS_CUH
 #define QUERN_CUDA_SM90_ATTEND_DQ_SUMS_CUH
 
@@ -44,6 +44,9 @@ __device__ __forceinline__ int held_at(int i)
 
 /* What a turn's counter holds at least once all keys that its tile's rows see have been added. */
 enum { SUMS_WHOLE = 1 << 30 };
+
+/* What is added instead where the one block of keys that comes to a tile stores it in d_q. */
+enum { TILE_STORED = SUMS_WHOLE | 1 << 29 };
 
 /* Warps of a block that add. */
 enum { ADDERS = 2 };
@@ -120,9 +123,9 @@ template <int DIM, int PAIRS> struct store_ring {
 
 /* What a slot of a ring holds. */
 struct stored_rows {
-    void *to;     /* the first row in d_q */
-    int32_t rows; /* 0: no tile; < 0: the last slot */
-    int32_t pad;
+    void *to;       /* the first row in d_q */
+    int32_t rows;   /* 0: no tile; < 0: the last slot */
+    int32_t unseen; /* no sums: no keys came to the tile */
 };
 
 /* A warp copies tiles that nobody has taken yet into its ring, as they become whole. It takes up to TOGETHER
@@ -142,23 +145,27 @@ __device__ __forceinline__ void fetch_sums(const attend_kernel &a, const sm90_ba
         if (lane == 0) next = atomicAdd(plan.stored, together);
         stored_tile<T> tile = {};
         tile.rows = -1;
-        bool whole = true;
+        int32_t turn = TILE_STORED;
         if (lane < together && ticket < all) {
             tile = find_stored<T, DIM>(a, plan, ticket);
-            whole = tile.sums == NULL || load_acquire(tile.turn) >= SUMS_WHOLE;
+            if (tile.sums != NULL) turn = load_acquire(tile.turn);
         }
         for (int i = 0; i < together; i++) {
             if (lane == i) {
-                /* All blocks have added theirs: no keys may come to a tile. */
-                while (!whole && load_acquire(tile.turn) < SUMS_WHOLE &&
-                       load_acquire(plan.done) < ADDERS * plan.blocks)
-                    __nanosleep(100);
+                /* All blocks have added theirs: no keys came to the tile. */
+                for (bool done = false; turn < SUMS_WHOLE && !done;) {
+                    done = load_acquire(plan.done) >= ADDERS * plan.blocks;
+                    turn = load_acquire(tile.turn);
+                    if (!done) __nanosleep(100);
+                }
+                const bool unseen = turn < SUMS_WHOLE, stored = turn >= TILE_STORED;
                 const int slot = pair * ring::SLOTS + (k + i) % ring::SLOTS;
                 const uint32_t full = base + ring::FULL + 8 * slot;
                 mbar_wait(base + ring::FREE + 8 * slot, ((k + i) / ring::SLOTS & 1) ^ 1);
                 of[slot].to = tile.to;
-                of[slot].rows = tile.rows;
-                if (tile.sums == NULL) {
+                of[slot].rows = stored && tile.rows > 0 ? 0 : tile.rows;
+                of[slot].unseen = unseen;
+                if (unseen || stored) {
                     mbar_arrive(full);
                 } else {
                     async_fence_global();
@@ -171,8 +178,27 @@ __device__ __forceinline__ void fetch_sums(const attend_kernel &a, const sm90_ba
     }
 }
 
-/* A warpgroup stores what comes to its ring, half of the columns at a time. Four neighbours exchange theirs,
- * so that each stores eight that follow one another. */
+/* Stores what a thread has of a tile of `rows` rows: x[h][i] is two columns, of the i-th eight after eight
+ * `at`, of row `row` + 8 h. Four neighbours exchange theirs, so that each stores eight that follow one
+ * another. */
+template <typename T, int EIGHTS>
+__device__ __forceinline__ void store_eights(const uint32_t (&x)[2][EIGHTS], T *to, int at, int row, int rows,
+                                             const attend_kernel &a, bool wide)
+{
+#pragma unroll
+    for (int i = 0; i < EIGHTS; i += 4) {
+        const int column = (at + i + (threadIdx.x & 3)) * 8;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint32_t y[4] = {x[h][i], x[h][i + 1], x[h][i + 2], x[h][i + 3]};
+            transpose_by_four(y);
+            if (column < a.dim_k && row + h * 8 < rows)
+                store_eight(to + (row + h * 8) * a.d_q.s[1] + column, y, wide);
+        }
+    }
+}
+
+/* A warpgroup stores what comes to its ring, half of the columns at a time. */
 template <typename T, int DIM, int PAIRS>
 __device__ __forceinline__ void store_sums(const attend_kernel &a, const sm90_backward_plan &plan,
                                            const char *smem, uint32_t base, int pair)
@@ -194,21 +220,11 @@ __device__ __forceinline__ void store_sums(const attend_kernel &a, const sm90_ba
             for (int i = 0; i < EIGHTS; i++) {
                 const float4 v = *(const float4 *)(held + held_at(half * EIGHTS + i));
                 /* A zero's sign may come from a row that is not seen. */
-                x[0][i] = pack2<T>(v.x + 0.0f, v.y + 0.0f);
-                x[1][i] = pack2<T>(v.z + 0.0f, v.w + 0.0f);
+                x[0][i] = tile.unseen ? 0 : pack2<T>(v.x + 0.0f, v.y + 0.0f);
+                x[1][i] = tile.unseen ? 0 : pack2<T>(v.z + 0.0f, v.w + 0.0f);
             }
             if (half == 1) mbar_arrive(base + ring::FREE + 8 * slot);
-#pragma unroll
-            for (int i = 0; i < EIGHTS; i += 4) {
-                const int column = (half * EIGHTS + i + (lane & 3)) * 8;
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    uint32_t y[4] = {x[h][i], x[h][i + 1], x[h][i + 2], x[h][i + 3]};
-                    transpose_by_four(y);
-                    if (column < a.dim_k && row + h * 8 < tile.rows)
-                        store_eight((T *)tile.to + (row + h * 8) * a.d_q.s[1] + column, y, plan.wide);
-                }
-            }
+            store_eights(x, (T *)tile.to, half * EIGHTS, row, tile.rows, a, plan.wide);
         }
     }
 }
