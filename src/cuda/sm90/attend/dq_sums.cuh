@@ -158,7 +158,7 @@ __device__ __forceinline__ void fetch_sums(const attend_kernel &a, const sm90_ba
                     turn = load_acquire(tile.turn);
                     if (!done) __nanosleep(100);
                 }
-                const bool unseen = turn < SUMS_WHOLE, stored = turn >= TILE_STORED;
+                const bool unseen = turn == 0, stored = turn >= TILE_STORED;
                 const int slot = pair * ring::SLOTS + (k + i) % ring::SLOTS;
                 const uint32_t full = base + ring::FULL + 8 * slot;
                 mbar_wait(base + ring::FREE + 8 * slot, ((k + i) / ring::SLOTS & 1) ^ 1);
