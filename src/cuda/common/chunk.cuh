@@ -13,6 +13,14 @@ struct chunk {
     float x[CHUNK];
 };
 
+__device__ __forceinline__ float dot_of(const chunk &x, const chunk &y)
+{
+    float dot = 0.0f;
+#pragma unroll
+    for (int e = 0; e < CHUNK; e++) dot = fmaf(x.x[e], y.x[e], dot);
+    return dot;
+}
+
 /* ONCE: nobody reads it again, so it need not stay in a cache. */
 template <typename T, bool ONCE = false> __device__ __forceinline__ chunk load_chunk(const T *p, bool vec)
 {

@@ -16,9 +16,7 @@ enum { THREADS = 256, WARPS = THREADS / 32, BLOCKS = 4096 };
 /* The sum over a warp, the same in each lane. */
 __device__ __forceinline__ float warp_dot(const chunk &x, const chunk &y)
 {
-    float sum = 0.0f;
-#pragma unroll
-    for (int e = 0; e < CHUNK; e++) sum = fmaf(x.x[e], y.x[e], sum);
+    float sum = dot_of(x, y);
     for (int w = 16; w > 0; w /= 2) sum += __shfl_xor_sync(~0u, sum, w);
     return sum;
 }

@@ -19,14 +19,6 @@ struct rowdot_kernel {
     bool vec;
 };
 
-__device__ __forceinline__ float dot_of(const chunk &x, const chunk &y)
-{
-    float dot = 0.0f;
-#pragma unroll
-    for (int e = 0; e < CHUNK; e++) dot = fmaf(x.x[e], y.x[e], dot);
-    return dot;
-}
-
 template <typename T, int LPR>
 __global__ void __launch_bounds__(THREADS) rowdot(const __grid_constant__ rowdot_kernel a)
 {

@@ -120,7 +120,7 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
         b->first[i] = block < 0 ? NO_KEY : block * a.list_block + (slot - e * a.list_block);
         if (b->first[i] + RUN > end) end = b->first[i] + RUN;
     }
-    /* Where d_q has its sums and is not cleared, dQ of an empty list is 0. */
+    /* An empty list has a block only where d_q has the sums and nobody clears it: the block stores 0. */
     if (b->first[0] == NO_KEY && (b->place > 0 || plan.sums != NULL || !plan.fresh)) return false;
     const int next = (int)quotient((uint32_t)(b->place + 1) * KEYS, a.by_block);
     b->last_end = next < a.list_k && list[next] >= 0 ? 0 : INT32_MAX;
