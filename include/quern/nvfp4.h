@@ -167,7 +167,8 @@ QUERN_API quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quer
 /*
  * MXFP4 (OCP Microscaling: E2M1 codes, a power of two for each 32) to NVFP4. Codes stay as they are, and the
  * values too, where the exponents of blocks that are not zero span at most 17 binades; blocks below that are
- * rounded and counted. An exponent byte 0xFF, or 0xFE with a code of magnitude 4 or 6, is an error.
+ * rounded and counted. An exponent byte 0xFF is an error, and so is a value beyond f32: 0xFD with a code of
+ * magnitude 4 or 6, 0xFE with one of 2, 3, 4 or 6.
  */
 typedef struct quern_nvfp4_from_mxfp4_params {
     size_t size;

@@ -32,12 +32,14 @@ static bool is_zero(const uint8_t *codes)
     return any == 0;
 }
 
-/* Exponent byte 0xFF is NaN; 0xFE with a code of magnitude 4 or 6 is beyond f32. */
+/* Exponent byte 0xFF is NaN. Values of 2^128 and more are beyond f32: 4 and 6 (codes 6 and 7) with 0xFD,
+ * 2^126, and 2 to 6 (codes 4 to 7) with 0xFE, 2^127. */
 static bool is_bad(const uint8_t *codes, uint8_t exponent)
 {
-    if (exponent < 0xFE) return false;
+    if (exponent < 0xFD) return false;
+    const int least = exponent == 0xFD ? 6 : 4;
     for (int i = 0; i < MX_BYTES; i++)
-        if (exponent == 0xFF || (codes[i] & 7) >= 6 || (codes[i] >> 4 & 7) >= 6) return true;
+        if (exponent == 0xFF || (codes[i] & 7) >= least || (codes[i] >> 4 & 7) >= least) return true;
     return false;
 }
 
@@ -67,10 +69,11 @@ static quern_status report(const mx_job *job)
         const uint8_t exponent = ((const uint8_t *)view_row(&job->args->exponents, i / blocks))[i % blocks];
         if (is_bad((const uint8_t *)view_row(&job->args->codes_in, i / blocks) + i % blocks * MX_BYTES,
                    exponent))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "exponents[%lld] is 0x%02X: 0x00 to 0xFD, and 0xFE without codes of magnitude 4 "
-                             "or 6, are accepted",
-                             (long long)i, exponent);
+            return error_set(
+                QUERN_ERR_INVALID_ARGUMENT,
+                "exponents[%lld] is 0x%02X: 0x00 to 0xFC, 0xFD with codes of magnitude up to 3 and "
+                "0xFE with codes of magnitude up to 1.5 (less than 2^128) are accepted",
+                (long long)i, exponent);
     }
 }
 

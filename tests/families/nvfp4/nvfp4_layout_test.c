@@ -6,6 +6,7 @@
 #include "nvfp4_case.h"
 #include "nvfp4_golden.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -283,6 +284,50 @@ static void from_mxfp4(void **state)
     }
 }
 
+/* Every exponent with every magnitude, in the second block beside zeros: the value comes back exactly, or it
+ * is no finite f32 and the call is refused. */
+static void mxfp4_values_are_exact_or_refused(void **state)
+{
+    enum { CODES = 32, SCALES = 4 };
+    quern_context *ctx = test_context(quern_cpu_level_detect(), 1);
+    const int64_t bytes = CODES, blocks = 2, pairs = SCALES;
+    uint8_t mx[CODES], powers[2], codes[CODES], scales[SCALES];
+    float global;
+    const quern_tensor mx_view = quern_tensor_contiguous(mx, QUERN_U8, 1, &bytes),
+                       powers_view = quern_tensor_contiguous(powers, QUERN_U8, 1, &blocks),
+                       codes_view = quern_tensor_contiguous(codes, QUERN_U8, 1, &bytes),
+                       scales_view = quern_tensor_contiguous(scales, QUERN_U8, 1, &pairs),
+                       global_view = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
+    const quern_nvfp4_from_mxfp4_params p = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
+    quern_nvfp4_from_mxfp4_tensors t = QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT;
+    t.mx_codes = &mx_view, t.exponents = &powers_view;
+    t.codes = &codes_view, t.scales = &scales_view, t.global = &global_view;
+    (void)state;
+    for (int exponent = 0; exponent < 256; exponent++)
+        for (int code = 0; code < 16; code++)
+            for (int nibble = 0; nibble < 2; nibble++) {
+                const int at = 16 + (code + exponent) % 16;
+                const double value = ldexp(oracle_e2m1(code), exponent - 127);
+                const bool accepted = exponent < 255 && fabs(value) <= FLT_MAX;
+                memset(mx, 0, sizeof mx), memset(codes, 0x5a, sizeof codes);
+                mx[at] = (uint8_t)(code << 4 * nibble);
+                powers[0] = 0, powers[1] = (uint8_t)exponent;
+                const quern_status status = quern_nvfp4_from_mxfp4(ctx, NULL, &p, &t, NULL, 0);
+                if (status != (accepted ? QUERN_OK : QUERN_ERR_INVALID_ARGUMENT))
+                    fail_msg("exponent 0x%02X, code %d: status %d", exponent, code, (int)status);
+                if (accepted) {
+                    const float back = oracle_e2m1(codes[at] >> 4 * nibble & 15) *
+                                       oracle_e4m3(scales[2 + (at - 16) / 8]) * global;
+                    if ((double)back != value)
+                        fail_msg("exponent 0x%02X, code %d: %g is %g", exponent, code, (double)back, value);
+                } else {
+                    assert_non_null(strstr(quern_last_error(ctx), "exponents[1] is 0xF"));
+                    for (int i = 0; i < CODES; i++) assert_int_equal(codes[i], 0x5a);
+                }
+            }
+    quern_context_destroy(ctx);
+}
+
 static quern_status swizzle(quern_context *ctx, bool inverse, bool weight, const quern_tensor *linear,
                             const quern_tensor *swizzled, const quern_tensor *tokens,
                             const quern_tensor *offsets)
@@ -443,9 +488,13 @@ static void bad_calls(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(fused_quantisers),          cmocka_unit_test(from_mxfp4),
-        cmocka_unit_test(swizzle_there_and_back),    cmocka_unit_test(assembled_scales_match_the_vectors),
-        cmocka_unit_test(interleave_there_and_back), cmocka_unit_test(bad_calls),
+        cmocka_unit_test(fused_quantisers),
+        cmocka_unit_test(from_mxfp4),
+        cmocka_unit_test(mxfp4_values_are_exact_or_refused),
+        cmocka_unit_test(swizzle_there_and_back),
+        cmocka_unit_test(assembled_scales_match_the_vectors),
+        cmocka_unit_test(interleave_there_and_back),
+        cmocka_unit_test(bad_calls),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
