@@ -16,6 +16,7 @@
  *   int 8, 16, 32, 64; uint 8, 16, 32, 64     QUERN_I8 ... I64; U8 ... U64
  *   bool 8; complex 64                        QUERN_BOOL; C64
  *   float8_e4m3fn, float8_e5m2, float8_e8m0fnu  QUERN_E4M3, E5M2, E8M0
+ *   float8_e4m3fnuz, float8_e5m2fnuz          QUERN_E4M3FNUZ, E5M2FNUZ
  *   float4_e2m1fn of 2 lanes                  QUERN_E2M1X2
  *   device cpu, cuda host                     QUERN_CPU, ordinal 0
  *   device cuda, cuda managed                 QUERN_CUDA and the ordinal

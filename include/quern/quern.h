@@ -87,7 +87,10 @@ typedef enum quern_dtype {
     QUERN_U32 = 14,
     QUERN_U64 = 15,
     QUERN_BOOL = 16, /* a byte, 0 or 1 */
-    QUERN_C64 = 17   /* two f32: real, imaginary */
+    QUERN_C64 = 17,  /* two f32: real, imaginary */
+    /* AMD's 8-bit floats, in files only: biases 8 and 16, no infinities, no -0, whose byte is NaN */
+    QUERN_E4M3FNUZ = 18,
+    QUERN_E5M2FNUZ = 19
 } quern_dtype;
 
 typedef enum quern_device { QUERN_CPU = 0, QUERN_CUDA = 1 } quern_device;

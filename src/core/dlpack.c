@@ -16,18 +16,32 @@ typedef struct dl_tensor {
 
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
-enum { DL_E4M3FN = 10, DL_E5M2 = 12, DL_E8M0FNU = 14, DL_E2M1FN = 17 };
+enum { DL_E4M3FN = 10, DL_E4M3FNUZ = 11, DL_E5M2 = 12, DL_E5M2FNUZ = 13, DL_E8M0FNU = 14, DL_E2M1FN = 17 };
 
 static const struct {
     quern_dtype dtype;
     uint8_t code, bits, lanes;
 } dtypes[] = {
-    {QUERN_F32, DL_FLOAT, 32, 1}, {QUERN_F16, DL_FLOAT, 16, 1},   {QUERN_BF16, DL_BFLOAT, 16, 1},
-    {QUERN_F64, DL_FLOAT, 64, 1}, {QUERN_I8, DL_INT, 8, 1},       {QUERN_I16, DL_INT, 16, 1},
-    {QUERN_I32, DL_INT, 32, 1},   {QUERN_I64, DL_INT, 64, 1},     {QUERN_U8, DL_UINT, 8, 1},
-    {QUERN_U16, DL_UINT, 16, 1},  {QUERN_U32, DL_UINT, 32, 1},    {QUERN_U64, DL_UINT, 64, 1},
-    {QUERN_BOOL, DL_BOOL, 8, 1},  {QUERN_C64, DL_COMPLEX, 64, 1}, {QUERN_E4M3, DL_E4M3FN, 8, 1},
-    {QUERN_E5M2, DL_E5M2, 8, 1},  {QUERN_E8M0, DL_E8M0FNU, 8, 1}, {QUERN_E2M1X2, DL_E2M1FN, 4, 2},
+    {QUERN_F32, DL_FLOAT, 32, 1},
+    {QUERN_F16, DL_FLOAT, 16, 1},
+    {QUERN_BF16, DL_BFLOAT, 16, 1},
+    {QUERN_F64, DL_FLOAT, 64, 1},
+    {QUERN_I8, DL_INT, 8, 1},
+    {QUERN_I16, DL_INT, 16, 1},
+    {QUERN_I32, DL_INT, 32, 1},
+    {QUERN_I64, DL_INT, 64, 1},
+    {QUERN_U8, DL_UINT, 8, 1},
+    {QUERN_U16, DL_UINT, 16, 1},
+    {QUERN_U32, DL_UINT, 32, 1},
+    {QUERN_U64, DL_UINT, 64, 1},
+    {QUERN_BOOL, DL_BOOL, 8, 1},
+    {QUERN_C64, DL_COMPLEX, 64, 1},
+    {QUERN_E4M3, DL_E4M3FN, 8, 1},
+    {QUERN_E5M2, DL_E5M2, 8, 1},
+    {QUERN_E8M0, DL_E8M0FNU, 8, 1},
+    {QUERN_E2M1X2, DL_E2M1FN, 4, 2},
+    {QUERN_E4M3FNUZ, DL_E4M3FNUZ, 8, 1},
+    {QUERN_E5M2FNUZ, DL_E5M2FNUZ, 8, 1},
 };
 enum { DTYPES = sizeof dtypes / sizeof *dtypes };
 

@@ -8,14 +8,15 @@
 
 size_t quern_dtype_size(quern_dtype dtype)
 {
-    static const size_t sizes[] = {4, 2, 2, 4, 1, 8, 8, 1, 1, 1, 1, 1, 2, 2, 4, 8, 1, 8};
+    static const size_t sizes[] = {4, 2, 2, 4, 1, 8, 8, 1, 1, 1, 1, 1, 2, 2, 4, 8, 1, 8, 1, 1};
     return (unsigned)dtype < sizeof sizes / sizeof *sizes ? sizes[dtype] : 0;
 }
 
 const char *quern_dtype_name(quern_dtype dtype)
 {
-    static const char *const names[] = {"f32",  "f16",    "bf16", "i32", "u8",  "i64", "f64", "e4m3", "e5m2",
-                                        "e8m0", "e2m1x2", "i8",   "i16", "u16", "u32", "u64", "bool", "c64"};
+    static const char *const names[] = {"f32",  "f16",  "bf16", "i32",    "u8",       "i64",     "f64",
+                                        "e4m3", "e5m2", "e8m0", "e2m1x2", "i8",       "i16",     "u16",
+                                        "u32",  "u64",  "bool", "c64",    "e4m3fnuz", "e5m2fnuz"};
     return (unsigned)dtype < sizeof names / sizeof *names ? names[dtype] : "?";
 }
 

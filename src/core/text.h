@@ -29,17 +29,6 @@ static inline size_t text_character(const unsigned char *text, const unsigned ch
     return n;
 }
 
-static inline bool text_is_utf8(const char *text)
-{
-    const unsigned char *at = (const unsigned char *)text, *end = at + strlen(text);
-    while (at < end) {
-        const size_t n = text_character(at, end);
-        if (n == 0) return false;
-        at += n;
-    }
-    return true;
-}
-
 /* Copies `text`, with control characters and invalid UTF-8 as \xNN, cut at a character where `room` ends. */
 static inline void text_escape(const char *text, char *out, size_t room)
 {

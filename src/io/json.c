@@ -45,22 +45,25 @@ static int32_t hexadecimal(json_reader *r)
     return value;
 }
 
-/* What follows \u, and the second half of a pair; 0 where it is no character that a string may hold. */
-static uint32_t unicode(json_reader *r)
+/* What follows \u, and the second half of a pair; -1 where it is no character. */
+static int32_t unicode(json_reader *r)
 {
     const int32_t first = hexadecimal(r);
-    if (first <= 0 || (first >= 0xdc00 && first <= 0xdfff)) return 0;
-    if (first < 0xd800 || first > 0xdbff) return (uint32_t)first;
-    if (r->end - r->at < 2 || r->at[0] != '\\' || r->at[1] != 'u') return 0;
+    if (first >= 0xdc00 && first <= 0xdfff) return -1;
+    if (first < 0xd800 || first > 0xdbff) return first;
+    if (r->end - r->at < 2 || r->at[0] != '\\' || r->at[1] != 'u') return -1;
     r->at += 2;
     const int32_t second = hexadecimal(r);
-    if (second < 0xdc00 || second > 0xdfff) return 0;
-    return 0x10000 + ((uint32_t)first - 0xd800) * 0x400 + ((uint32_t)second - 0xdc00);
+    if (second < 0xdc00 || second > 0xdfff) return -1;
+    return 0x10000 + (first - 0xd800) * 0x400 + (second - 0xdc00);
 }
 
 static char *encode(uint32_t code, char *out)
 {
-    if (code < 0x80) {
+    if (code == 0) {
+        memcpy(out, JSON_ZERO, 2);
+        out += 2;
+    } else if (code < 0x80) {
         *out++ = (char)code;
     } else if (code < 0x800) {
         *out++ = (char)(0xc0 | code >> 6);
@@ -97,11 +100,9 @@ bool json_string(json_reader *r, const char **out)
         const int letter = ++r->at < r->end ? *r->at : 0;
         const char *found = letter != 0 ? strchr(letters, letter) : NULL;
         r->at += r->at < r->end;
-        const uint32_t code = letter == 'u'   ? unicode(r)
-                              : found != NULL ? (uint32_t)characters[found - letters]
-                                              : 0;
-        if (code == 0) return bad(r, "an escape that is none, or no character of a string");
-        to = encode(code, to);
+        const int32_t code = letter == 'u' ? unicode(r) : found != NULL ? characters[found - letters] : -1;
+        if (code < 0) return bad(r, "an escape that is none, or no character of a string");
+        to = encode((uint32_t)code, to);
     }
     if (r->at == r->end) return bad(r, "a string without end");
     r->at++;

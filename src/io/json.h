@@ -14,6 +14,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* U+0000 in two bytes that no UTF-8 has: such a string still ends at its first zero byte. */
+#define JSON_ZERO "\xc0\x80"
+
 typedef struct json_reader {
     const unsigned char *begin, *at, *end;
     char *strings; /* where the next decoded string goes; as many bytes as the text has are enough for all */
@@ -25,7 +28,7 @@ typedef struct json_reader {
 
 /* The next character, without taking it; 0 at the end. */
 int json_peek(json_reader *r);
-/* Takes a string that is valid UTF-8 without U+0000. */
+/* Takes a string that is valid UTF-8. An escaped U+0000 comes out as JSON_ZERO. */
 bool json_string(json_reader *r, const char **out);
 /* Takes any number. *integer: it is one, without fraction or exponent, and stands in *out. */
 bool json_number(json_reader *r, bool *integer, int64_t *out);

@@ -9,18 +9,15 @@
  * open, because a view's data is aligned to its element.
  */
 #include "io/json.h"
+#include "io/map.h"
 #include "io/safetensors.h"
 
 #include "core/error.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 typedef struct entry {
     const char *name;
@@ -28,10 +25,10 @@ typedef struct entry {
     const void *data;
     void *copy; /* of misaligned data */
     int64_t begin, end;
-    size_t ndim;
-    int64_t shape[QUERN_MAX_DIMS]; /* valid where ndim <= QUERN_MAX_DIMS */
-    int64_t elements;              /* product of the extents > 0, so that strides cannot overflow either */
+    size_t ndim, first_extent; /* its shape is extents[first_extent ...] of the file */
+    int64_t elements;          /* product of the extents > 0, so that strides cannot overflow either */
     bool empty;
+    bool pairs; /* of 4-bit elements, which the shape counts by two */
 } entry;
 
 typedef struct pair {
@@ -49,9 +46,11 @@ struct quern_safetensors {
     entry *entries;
     pair *pairs;             /* of the metadata */
     named *by_name, *by_key; /* sorted by name */
-    size_t count, pair_count;
+    int64_t *extents;        /* of all tensors */
+    size_t count, pair_count, extent_count;
     bool has_metadata;
-    void *mapping; /* NULL when the bytes are the caller's */
+    const unsigned char *data; /* what data_offsets count from */
+    void *mapping;             /* NULL when the bytes are the caller's */
     size_t mapping_size;
 };
 
@@ -88,25 +87,29 @@ static const format_dtype *dtype_named(const char *name)
     return NULL;
 }
 
-/* An array of integers >= 0. */
+/* An array of integers >= 0, appended to the file's extents. */
 typedef struct integers {
-    int64_t *out; /* the first `room` of them */
-    size_t room, count;
+    quern_safetensors *file;
+    size_t count;
     int64_t product; /* of those > 0; -1 where it overflows */
     bool zero;       /* one is 0 */
     bool good;       /* it is such an array */
+    bool no_room;    /* no memory */
 } integers;
 
-/* Reads one element. False where the JSON itself is bad. */
+/* Reads one element. False where the JSON itself is bad, or there is no memory. */
 static bool read_integer(json_reader *r, integers *list)
 {
+    quern_safetensors *f = list->file;
     const int next = json_peek(r);
     bool integer = false;
     int64_t value = 0;
     const bool number = next == '-' || (next >= '0' && next <= '9');
     if (!(number ? json_number(r, &integer, &value) : json_skip(r))) return false;
     list->good = list->good && integer && value >= 0;
-    if (list->count < list->room) list->out[list->count] = value;
+    list->no_room = !grow((void **)&f->extents, f->extent_count, sizeof *f->extents);
+    if (list->no_room) return false;
+    f->extents[f->extent_count++] = value;
     list->count++;
     list->zero = list->zero || value == 0;
     if (value > 0 && list->product > 0 && __builtin_mul_overflow(list->product, value, &list->product))
@@ -127,32 +130,36 @@ static bool read_integers(json_reader *r, integers *list)
     return true;
 }
 
-static quern_status read_shape(json_reader *r, entry *e)
+static quern_status read_shape(quern_safetensors *f, json_reader *r, entry *e)
 {
-    integers list = {.out = e->shape, .room = QUERN_MAX_DIMS};
-    if (!read_integers(r, &list)) return bad_json(r);
-    if (!list.good) return bad_tensor(e->name, "shape must be an array of integers >= 0");
+    integers list = {.file = f};
+    e->first_extent = f->extent_count;
+    if (!read_integers(r, &list)) return list.no_room ? no_memory("the shapes") : bad_json(r);
+    if (!list.good || list.count > INT32_MAX)
+        return bad_tensor(e->name, "shape must be an array of integers >= 0");
     e->ndim = list.count;
     e->elements = list.product;
     e->empty = list.zero;
     return QUERN_OK;
 }
 
-static quern_status read_offsets(json_reader *r, entry *e)
+static quern_status read_offsets(quern_safetensors *f, json_reader *r, entry *e)
 {
-    int64_t offsets[2] = {0, 0};
-    integers list = {.out = offsets, .room = 2};
-    if (!read_integers(r, &list)) return bad_json(r);
+    integers list = {.file = f};
+    const size_t first = f->extent_count;
+    if (!read_integers(r, &list)) return list.no_room ? no_memory("the offsets") : bad_json(r);
     if (!list.good || list.count != 2)
         return bad_tensor(e->name, "data_offsets must be an array of two integers >= 0");
-    e->begin = offsets[0];
-    e->end = offsets[1];
+    e->begin = f->extents[first];
+    e->end = f->extents[first + 1];
+    f->extent_count = first;
     return QUERN_OK;
 }
 
-static quern_status read_dtype(json_reader *r, entry *e)
+static quern_status read_dtype(quern_safetensors *f, json_reader *r, entry *e)
 {
     const char *dtype;
+    (void)f;
     if (json_peek(r) != '"') return bad_tensor(e->name, "dtype is missing or no string");
     if (!json_string(r, &dtype)) return bad_json(r);
     e->dtype = dtype_named(dtype);
@@ -162,7 +169,7 @@ static quern_status read_dtype(json_reader *r, entry *e)
     return QUERN_OK;
 }
 
-static quern_status check_size(const entry *e, uint64_t data_size)
+static quern_status check_size(entry *e, uint64_t data_size)
 {
     if (e->begin > e->end || (uint64_t)e->end > data_size)
         return error_set(QUERN_ERR_FORMAT,
@@ -173,6 +180,9 @@ static quern_status check_size(const entry *e, uint64_t data_size)
     if (e->elements < 0 || __builtin_mul_overflow(e->elements, e->dtype->bits, &bits))
         return bad_tensor(e->name, "shape overflows 64 bits");
     if (e->empty) bits = 0;
+    /* torch's 4-bit type is a pair, and its writers have counted those. Only one count goes with the bytes. */
+    e->pairs = e->dtype->bits == 4 && !e->empty && e->elements == e->end - e->begin;
+    if (e->pairs) return QUERN_OK;
     if (bits % 8 != 0 || bits / 8 != e->end - e->begin)
         return error_set(QUERN_ERR_FORMAT,
                          "tensor '%s': shape and dtype make %" PRId64 " bits, data_offsets %" PRId64
@@ -182,13 +192,14 @@ static quern_status check_size(const entry *e, uint64_t data_size)
 }
 
 /* Reads a tensor's description. */
-static quern_status read_entry(json_reader *r, entry *e, uint64_t data_size)
+static quern_status read_entry(quern_safetensors *f, json_reader *r, entry *e, uint64_t data_size)
 {
     static const char *const keys[] = {"dtype", "shape", "data_offsets"};
     static const char *const missing[] = {"dtype is missing or no string",
                                           "shape must be an array of integers >= 0",
                                           "data_offsets must be an array of two integers >= 0"};
-    static quern_status (*const read[])(json_reader *, entry *) = {read_dtype, read_shape, read_offsets};
+    static quern_status (*const read[])(quern_safetensors *, json_reader *,
+                                        entry *) = {read_dtype, read_shape, read_offsets};
     if (json_peek(r) != '{') return bad_tensor(e->name, "its description is no JSON object");
     bool seen[3] = {false}, more = true;
     const char *key;
@@ -203,7 +214,7 @@ static quern_status read_entry(json_reader *r, entry *e, uint64_t data_size)
         }
         if (seen[which]) return bad_tensor(e->name, "a key of its description is a duplicate");
         seen[which] = true;
-        const quern_status status = read[which](r, e);
+        const quern_status status = read[which](f, r, e);
         if (status != QUERN_OK) return status;
     }
     for (int i = 0; i < 3; i++)
@@ -215,6 +226,7 @@ static quern_status read_metadata(quern_safetensors *f, json_reader *r)
 {
     if (f->has_metadata) return error_set(QUERN_ERR_FORMAT, "__metadata__ is a duplicate");
     f->has_metadata = true;
+    if (json_peek(r) == 'n') return json_skip(r) ? QUERN_OK : bad_json(r); /* null: as if it were not there */
     if (json_peek(r) != '{')
         return error_set(QUERN_ERR_FORMAT, "__metadata__ must be a JSON object of strings");
     bool more = true;
@@ -247,7 +259,7 @@ static quern_status read_header(quern_safetensors *f, json_reader *r, uint64_t d
             entry *e = &f->entries[f->count++];
             memset(e, 0, sizeof *e);
             e->name = name;
-            status = read_entry(r, e, data_size);
+            status = read_entry(f, r, e, data_size);
         }
         if (status != QUERN_OK) return status;
     }
@@ -338,6 +350,7 @@ static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size
         return error_set(QUERN_ERR_FORMAT, "the header must be a JSON object that begins with '{'");
     f->strings = malloc(length);
     if (f->strings == NULL) return no_memory("the header");
+    f->data = bytes + 8 + length;
     const uint64_t data_size = size - 8 - length;
     json_reader reader = {bytes + 8, bytes + 8, bytes + 8 + length, f->strings, NULL};
     quern_status status = read_header(f, &reader, data_size);
@@ -345,8 +358,7 @@ static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size
     if (f->count > 0) qsort(f->entries, f->count, sizeof *f->entries, by_range);
     status = index_names(f);
     if (status == QUERN_OK) status = check_tiling(f, data_size);
-    for (size_t i = 0; i < f->count && status == QUERN_OK; i++)
-        status = place_data(&f->entries[i], bytes + 8 + length);
+    for (size_t i = 0; i < f->count && status == QUERN_OK; i++) status = place_data(&f->entries[i], f->data);
     return status;
 }
 
@@ -381,29 +393,10 @@ quern_status quern_safetensors_open(const char *path, quern_safetensors **file)
     if (path == NULL || file == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
                          path == NULL ? "path" : "file");
-    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    struct stat st;
-    if (fd < 0 || fstat(fd, &st) != 0) {
-        const int why = errno;
-        if (fd >= 0) close(fd);
-        return error_set(QUERN_ERR_IO, "cannot open '%s': %s", TEXT_NAME(path), strerror(why));
-    }
-    if (!S_ISREG(st.st_mode)) {
-        close(fd);
-        return error_set(QUERN_ERR_IO, "cannot map '%s': it is no regular file", TEXT_NAME(path));
-    }
-    void *mapping = NULL;
-    if (st.st_size > 0) {
-        mapping = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-        if (mapping == MAP_FAILED) {
-            const int why = errno;
-            close(fd);
-            return error_set(why == ENOMEM ? QUERN_ERR_OUT_OF_MEMORY : QUERN_ERR_IO, "cannot map '%s': %s",
-                             TEXT_NAME(path), strerror(why));
-        }
-    }
-    close(fd);
-    return open_parsed(mapping, mapping, (size_t)st.st_size, file);
+    void *mapping;
+    size_t size;
+    const quern_status status = map_file(path, &mapping, &size);
+    return status == QUERN_OK ? open_parsed(mapping, mapping, size, file) : status;
 }
 
 void quern_safetensors_close(quern_safetensors *file)
@@ -414,6 +407,7 @@ void quern_safetensors_close(quern_safetensors *file)
     free(file->pairs);
     free(file->by_name);
     free(file->by_key);
+    free(file->extents);
     free(file->strings);
     if (file->mapping != NULL) munmap(file->mapping, file->mapping_size);
     free(file);
@@ -440,12 +434,16 @@ bool quern_safetensors_has(const quern_safetensors *file, const char *name)
     return find(file->by_name, file->count, name) != NULL;
 }
 
+static quern_status no_tensor(const char *name)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name",
+                     TEXT_NAME(name != NULL ? name : "(NULL)"));
+}
+
 quern_status quern_safetensors_get(const quern_safetensors *file, const char *name, quern_tensor *view)
 {
     const named *found = find(file->by_name, file->count, name);
-    if (found == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name",
-                         TEXT_NAME(name != NULL ? name : "(NULL)"));
+    if (found == NULL) return no_tensor(name);
     const entry *e = &file->entries[found->index];
     if (e->dtype->ours < 0)
         return error_set(
@@ -456,8 +454,8 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
         return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': %zu dimensions: at most %d are accepted",
                          TEXT_NAME(name), e->ndim, QUERN_MAX_DIMS);
     int64_t shape[QUERN_MAX_DIMS];
-    memcpy(shape, e->shape, sizeof shape);
-    if (e->dtype->bits == 4) { /* the file counts elements, a view bytes */
+    if (e->ndim > 0) memcpy(shape, file->extents + e->first_extent, e->ndim * sizeof *shape);
+    if (e->dtype->bits == 4 && !e->pairs) { /* the file counts elements, a view bytes */
         if (e->ndim == 0 || shape[e->ndim - 1] % 2 != 0)
             return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': dtype F4: an even last extent is accepted",
                              TEXT_NAME(name));
@@ -465,6 +463,24 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
     }
     *view = quern_tensor_contiguous(e->empty ? NULL : (void *)(uintptr_t)e->data, (quern_dtype)e->dtype->ours,
                                     (int32_t)e->ndim, shape);
+    return QUERN_OK;
+}
+
+quern_status quern_safetensors_bytes(const quern_safetensors *file, const char *name,
+                                     quern_safetensors_data *data)
+{
+    const named *found = find(file->by_name, file->count, name);
+    if (data == NULL || data->size < sizeof *data)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "data is NULL or smaller than quern_safetensors_data: QUERN_SAFETENSORS_DATA_INIT "
+                         "sets its size");
+    if (found == NULL) return no_tensor(name);
+    const entry *e = &file->entries[found->index];
+    data->dtype = e->dtype->name;
+    data->bytes = (size_t)(e->end - e->begin);
+    data->data = file->data + e->begin;
+    data->ndim = (int32_t)e->ndim;
+    data->shape = e->ndim > 0 ? file->extents + e->first_extent : NULL;
     return QUERN_OK;
 }
 

@@ -7,6 +7,7 @@
  * multiple of 64: every tensor is aligned to its element without a hole. Contiguous tensors go to the
  * file from where they lie; strided ones row by row.
  */
+#include "io/json.h"
 #include "io/safetensors.h"
 
 #include "core/error.h"
@@ -58,7 +59,20 @@ static void __attribute__((format(printf, 2, 3))) add(text *t, const char *forma
     add_bytes(t, piece, (size_t)n);
 }
 
-/* Adds a string in quotes. It is UTF-8. */
+/* UTF-8, with U+0000 as the reader hands it out. */
+static bool is_text(const char *string)
+{
+    const unsigned char *at = (const unsigned char *)string, *end = at + strlen(string);
+    while (at < end) {
+        const bool zero = end - at >= 2 && memcmp(at, JSON_ZERO, 2) == 0;
+        const size_t n = zero ? 2 : text_character(at, end);
+        if (n == 0) return false;
+        at += n;
+    }
+    return true;
+}
+
+/* Adds a string in quotes. is_text is true of it. */
 static void add_string(text *t, const char *string)
 {
     add_bytes(t, "\"", 1);
@@ -66,10 +80,15 @@ static void add_string(text *t, const char *string)
         const size_t plain = strcspn(
             at,
             "\"\\\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
-            "\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f");
+            "\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f\xc0");
         add_bytes(t, at, plain);
         at += plain;
-        if (*at != '\0') add(t, "\\u%04x", (unsigned)*at++);
+        if ((unsigned char)*at == 0xc0) { /* JSON_ZERO: no other character begins so */
+            add(t, "\\u0000");
+            at += 2;
+        } else if (*at != '\0') {
+            add(t, "\\u%04x", (unsigned)*at++);
+        }
     }
     add_bytes(t, "\"", 1);
 }
@@ -117,8 +136,8 @@ static const char *duplicate(const char **names, size_t count)
 static quern_status check_metadata(const quern_safetensors_pair *pairs, size_t count, const char **names)
 {
     for (size_t i = 0; i < count; i++) {
-        if (pairs[i].key == NULL || pairs[i].value == NULL || !text_is_utf8(pairs[i].key) ||
-            !text_is_utf8(pairs[i].value))
+        if (pairs[i].key == NULL || pairs[i].value == NULL || !is_text(pairs[i].key) ||
+            !is_text(pairs[i].value))
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "metadata[%zu]: a key and a value, both UTF-8, are accepted", i);
         names[i] = pairs[i].key;
@@ -138,7 +157,7 @@ static quern_status check_items(const quern_safetensors_item *items, size_t coun
             strcmp(items[i].name, SAFETENSORS_METADATA) == 0)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "items[%zu]: a name other than __metadata__ and a tensor are needed", i);
-        if (!text_is_utf8(items[i].name))
+        if (!is_text(items[i].name))
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "items[%zu] '%s': a UTF-8 name is accepted", i,
                              TEXT_NAME(items[i].name));
         const int64_t bytes = tensor_bytes(items[i].tensor);

@@ -43,6 +43,8 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_U64, 15);
     assert_int_equal(QUERN_BOOL, 16);
     assert_int_equal(QUERN_C64, 17);
+    assert_int_equal(QUERN_E4M3FNUZ, 18);
+    assert_int_equal(QUERN_E5M2FNUZ, 19);
     assert_int_equal(QUERN_CPU, 0);
     assert_int_equal(QUERN_CUDA, 1);
     assert_int_equal(QUERN_CPU_LEVEL_AVX512BF16, 4);

@@ -87,12 +87,13 @@ static void every_dtype_goes_there_and_back(void **unused)
     static const struct {
         quern_dtype dtype;
         int code, bits, lanes;
-    } all[] = {{QUERN_F32, 2, 32, 1},  {QUERN_F16, 2, 16, 1},  {QUERN_BF16, 4, 16, 1},
-               {QUERN_F64, 2, 64, 1},  {QUERN_I8, 0, 8, 1},    {QUERN_I16, 0, 16, 1},
-               {QUERN_I32, 0, 32, 1},  {QUERN_I64, 0, 64, 1},  {QUERN_U8, 1, 8, 1},
-               {QUERN_U16, 1, 16, 1},  {QUERN_U32, 1, 32, 1},  {QUERN_U64, 1, 64, 1},
-               {QUERN_BOOL, 6, 8, 1},  {QUERN_C64, 5, 64, 1},  {QUERN_E4M3, 10, 8, 1},
-               {QUERN_E5M2, 12, 8, 1}, {QUERN_E8M0, 14, 8, 1}, {QUERN_E2M1X2, 17, 4, 2}};
+    } all[] = {{QUERN_F32, 2, 32, 1},      {QUERN_F16, 2, 16, 1},     {QUERN_BF16, 4, 16, 1},
+               {QUERN_F64, 2, 64, 1},      {QUERN_I8, 0, 8, 1},       {QUERN_I16, 0, 16, 1},
+               {QUERN_I32, 0, 32, 1},      {QUERN_I64, 0, 64, 1},     {QUERN_U8, 1, 8, 1},
+               {QUERN_U16, 1, 16, 1},      {QUERN_U32, 1, 32, 1},     {QUERN_U64, 1, 64, 1},
+               {QUERN_BOOL, 6, 8, 1},      {QUERN_C64, 5, 64, 1},     {QUERN_E4M3, 10, 8, 1},
+               {QUERN_E5M2, 12, 8, 1},     {QUERN_E8M0, 14, 8, 1},    {QUERN_E2M1X2, 17, 4, 2},
+               {QUERN_E4M3FNUZ, 11, 8, 1}, {QUERN_E5M2FNUZ, 13, 8, 1}};
     int64_t bytes[2];
     int seen = 0;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {

@@ -89,7 +89,12 @@ static void hostile_headers_are_refused(void **state)
     expect_refused("{\"__metadata__\":{\"k\":\"1\",\"k\":\"2\"}}", 0, "duplicate");
     expect_refused("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "duplicate");
     expect_refused("{\"a\xff\":{}}", 0, "no valid JSON");
-    expect_refused("{\"a\\u0000\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\xc0\x80\":{}}", 0,
+                   "no valid JSON"); /* what an escaped zero comes out as is no UTF-8 */
+    expect_refused("{\"a\\u000\":{}}", 0, "no valid JSON");
+    expect_refused("{\"__metadata__\":nul}", 0, "no valid JSON");
+    expect_refused("{\"__metadata__\":null,\"__metadata__\":null}", 0, "duplicate");
+    expect_refused("{\"a\":{\"dtype\":\"F4\",\"shape\":[4],\"data_offsets\":[0,3]}}", 3, "16 bits");
     expect_refused("{\"a\":7}", 0, "no JSON object");
     expect_refused("{\"a\":{}}", 0, "dtype is missing");
     expect_refused("{\"a\":{\"dtype\":3,\"shape\":[],\"data_offsets\":[0,4]}}", 4, "dtype is missing");
@@ -227,12 +232,26 @@ static void every_dtype_goes_in_and_comes_out(void **state)
         const char *name;
         quern_dtype dtype;
         int bits;
-    } all[] = {{"F64", QUERN_F64, 64},     {"F32", QUERN_F32, 32},     {"F16", QUERN_F16, 16},
-               {"BF16", QUERN_BF16, 16},   {"F8_E4M3", QUERN_E4M3, 8}, {"F8_E5M2", QUERN_E5M2, 8},
-               {"F8_E8M0", QUERN_E8M0, 8}, {"F4", QUERN_E2M1X2, 4},    {"I64", QUERN_I64, 64},
-               {"I32", QUERN_I32, 32},     {"I16", QUERN_I16, 16},     {"I8", QUERN_I8, 8},
-               {"U64", QUERN_U64, 64},     {"U32", QUERN_U32, 32},     {"U16", QUERN_U16, 16},
-               {"U8", QUERN_U8, 8},        {"BOOL", QUERN_BOOL, 8},    {"C64", QUERN_C64, 64}};
+    } all[] = {{"F64", QUERN_F64, 64},
+               {"F32", QUERN_F32, 32},
+               {"F16", QUERN_F16, 16},
+               {"BF16", QUERN_BF16, 16},
+               {"F8_E4M3", QUERN_E4M3, 8},
+               {"F8_E5M2", QUERN_E5M2, 8},
+               {"F8_E8M0", QUERN_E8M0, 8},
+               {"F4", QUERN_E2M1X2, 4},
+               {"I64", QUERN_I64, 64},
+               {"I32", QUERN_I32, 32},
+               {"I16", QUERN_I16, 16},
+               {"I8", QUERN_I8, 8},
+               {"U64", QUERN_U64, 64},
+               {"U32", QUERN_U32, 32},
+               {"U16", QUERN_U16, 16},
+               {"U8", QUERN_U8, 8},
+               {"BOOL", QUERN_BOOL, 8},
+               {"C64", QUERN_C64, 64},
+               {"F8_E4M3FNUZ", QUERN_E4M3FNUZ, 8},
+               {"F8_E5M2FNUZ", QUERN_E5M2FNUZ, 8}};
     (void)state;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         char header[160];
@@ -263,6 +282,108 @@ static void every_dtype_goes_in_and_comes_out(void **state)
     const quern_safetensors_item item = {"x", &scalar};
     assert_int_equal(quern_safetensors_save(path, &item, 1, NULL, 0),
                      QUERN_ERR_INVALID_ARGUMENT); /* a scalar is half a byte */
+}
+
+/* torch's 4-bit type is a pair: the bytes say whether a shape counts elements or pairs. */
+static void both_counts_of_4_bit_elements_are_read(void **state)
+{
+    (void)state;
+    size_t size;
+    uint8_t *bytes = file_of("{\"elements\":{\"dtype\":\"F4\",\"shape\":[2,6],\"data_offsets\":[0,6]},"
+                             "\"pairs\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[6,12]},"
+                             "\"none\":{\"dtype\":\"F4\",\"shape\":[0,6],\"data_offsets\":[12,12]}}",
+                             12, &size);
+    quern_safetensors *file = NULL;
+    quern_tensor t;
+    assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_get(file, "elements", &t), QUERN_OK);
+    assert_true(t.dtype == QUERN_E2M1X2 && t.ndim == 2 && t.shape[0] == 2 && t.shape[1] == 3);
+    assert_int_equal(((const uint8_t *)t.data)[0], 0);
+    assert_int_equal(quern_safetensors_get(file, "pairs", &t), QUERN_OK);
+    assert_true(t.dtype == QUERN_E2M1X2 && t.ndim == 2 && t.shape[0] == 2 && t.shape[1] == 3);
+    assert_int_equal(((const uint8_t *)t.data)[5], 11);
+    assert_int_equal(quern_safetensors_get(file, "none", &t), QUERN_OK);
+    assert_true(t.shape[0] == 0 && t.shape[1] == 3);
+    quern_safetensors_close(file);
+    free(bytes);
+}
+
+/* Also tensors that no view can hold come out as bytes with their dtype's name. */
+static void every_tensor_comes_out_as_bytes(void **state)
+{
+    (void)state;
+    size_t size;
+    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]},"
+                             "\"b\":{\"data_offsets\":[3,11],\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,2]},"
+                             "\"c\":{\"dtype\":\"BF16\",\"shape\":[],\"data_offsets\":[11,13]}}",
+                             13, &size);
+    quern_safetensors *file = NULL;
+    quern_safetensors_data data = QUERN_SAFETENSORS_DATA_INIT;
+    assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_bytes(file, "a", &data), QUERN_OK);
+    assert_string_equal(data.dtype, "F6_E2M3");
+    assert_true(data.bytes == 3 && data.ndim == 1 && data.shape[0] == 4);
+    assert_ptr_equal(data.data, bytes + size - 13);
+    assert_int_equal(quern_safetensors_bytes(file, "b", &data), QUERN_OK);
+    assert_string_equal(data.dtype, "F32");
+    assert_true(data.bytes == 8 && data.ndim == 8 && data.shape[0] == 1 && data.shape[7] == 2);
+    assert_ptr_equal(data.data, bytes + size - 10);
+    assert_int_equal(quern_safetensors_bytes(file, "c", &data), QUERN_OK);
+    assert_true(data.bytes == 2 && data.ndim == 0);
+    assert_int_equal(quern_safetensors_bytes(file, "d", &data), QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(NULL), "'d'"));
+    data.size = 0;
+    assert_int_equal(quern_safetensors_bytes(file, "a", &data), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_safetensors_bytes(file, "a", NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(data.bytes, 2);
+    quern_safetensors_close(file);
+    free(bytes);
+}
+
+/* Escaped zeros in names, keys and values, and metadata that is null. */
+static void zeros_and_null_are_read_and_written(void **state)
+{
+    (void)state;
+    size_t size;
+    uint8_t *bytes = file_of("{\"__metadata__\":{\"k\\u0000\":\"\\u0000v\"},"
+                             "\"a\\u0000b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
+                             "\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}",
+                             2, &size);
+    quern_safetensors *file = NULL;
+    quern_tensor t;
+    assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+    assert_string_equal(quern_safetensors_metadata(file, "k\xc0\x80"), "\xc0\x80v");
+    assert_int_equal(quern_safetensors_get(file,
+                                           "a\xc0\x80"
+                                           "b",
+                                           &t),
+                     QUERN_OK);
+    const quern_safetensors_item item = {"a\xc0\x80"
+                                         "b",
+                                         &t};
+    const quern_safetensors_pair pair = {"k\xc0\x80", "\xc0\x80v"};
+    assert_int_equal(quern_safetensors_save(path, &item, 1, &pair, 1), QUERN_OK);
+    quern_safetensors_close(file);
+    free(bytes);
+    char text[256] = "";
+    FILE *f = fopen(path, "rb");
+    assert_non_null(f);
+    assert_true(fread(text, 1, sizeof text - 1, f) > 8);
+    fclose(f);
+    assert_non_null(strstr(text + 8, "\"a\\u0000b\""));
+    assert_non_null(strstr(text + 8, "{\"k\\u0000\":\"\\u0000v\"}"));
+    assert_int_equal(quern_safetensors_open(path, &file), QUERN_OK);
+    assert_true(quern_safetensors_has(file, item.name));
+    assert_string_equal(quern_safetensors_metadata(file, pair.key), pair.value);
+    quern_safetensors_close(file);
+
+    bytes = file_of("{\"__metadata__\": null,\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}",
+                    1, &size);
+    assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_metadata_count(file), 0);
+    assert_int_equal(quern_safetensors_count(file), 1);
+    quern_safetensors_close(file);
+    free(bytes);
 }
 
 /* A name finds its tensor among many, and JSON escapes in names are decoded. */
@@ -388,9 +509,9 @@ static void bad_items_are_refused(void **state)
     const quern_tensor strange = quern_tensor_contiguous(&x, (quern_dtype)99, 1, shape);
     quern_tensor gpu = good;
     gpu.device = QUERN_CUDA;
-    const quern_safetensors_item bad[] = {{NULL, &good},    {"a", NULL},     {"__metadata__", &good},
-                                          {"a\xff", &good}, {"a", &minus},   {"a", &large},
-                                          {"a", &nowhere},  {"a", &strange}, {"a", &gpu}};
+    const quern_safetensors_item bad[] = {
+        {NULL, &good}, {"a", NULL},   {"__metadata__", &good}, {"a\xff", &good}, {"a\xc0", &good},
+        {"a", &minus}, {"a", &large}, {"a", &nowhere},         {"a", &strange},  {"a", &gpu}};
     unlink(path);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         assert_int_equal(quern_safetensors_save(path, &bad[i], 1, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
@@ -475,6 +596,9 @@ int main(void)
         cmocka_unit_test(misaligned_data_comes_out_aligned),
         cmocka_unit_test(tensors_that_a_view_cannot_hold_are_unsupported),
         cmocka_unit_test(every_dtype_goes_in_and_comes_out),
+        cmocka_unit_test(both_counts_of_4_bit_elements_are_read),
+        cmocka_unit_test(every_tensor_comes_out_as_bytes),
+        cmocka_unit_test(zeros_and_null_are_read_and_written),
         cmocka_unit_test(names_are_found),
         cmocka_unit_test(what_is_saved_is_read_back),
         cmocka_unit_test(a_large_strided_tensor_streams_through),

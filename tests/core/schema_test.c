@@ -174,7 +174,7 @@ static quern_status call_with(const toy_params *p, int32_t tensor, quern_dtype d
 
 static void every_class_takes_its_dtypes(void **state)
 {
-    enum { DTYPES = QUERN_C64 + 1 };
+    enum { DTYPES = QUERN_E5M2FNUZ + 1 };
     static const struct {
         int32_t tensor, ndim;
         int64_t shape[2];

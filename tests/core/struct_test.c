@@ -192,12 +192,26 @@ static void dtypes_have_sizes_and_names(void **unused)
         quern_dtype dtype;
         size_t size;
         const char *name;
-    } all[] = {{QUERN_F32, 4, "f32"},   {QUERN_F16, 2, "f16"},       {QUERN_BF16, 2, "bf16"},
-               {QUERN_I32, 4, "i32"},   {QUERN_U8, 1, "u8"},         {QUERN_I64, 8, "i64"},
-               {QUERN_F64, 8, "f64"},   {QUERN_E4M3, 1, "e4m3"},     {QUERN_E5M2, 1, "e5m2"},
-               {QUERN_E8M0, 1, "e8m0"}, {QUERN_E2M1X2, 1, "e2m1x2"}, {QUERN_I8, 1, "i8"},
-               {QUERN_I16, 2, "i16"},   {QUERN_U16, 2, "u16"},       {QUERN_U32, 4, "u32"},
-               {QUERN_U64, 8, "u64"},   {QUERN_BOOL, 1, "bool"},     {QUERN_C64, 8, "c64"}};
+    } all[] = {{QUERN_F32, 4, "f32"},
+               {QUERN_F16, 2, "f16"},
+               {QUERN_BF16, 2, "bf16"},
+               {QUERN_I32, 4, "i32"},
+               {QUERN_U8, 1, "u8"},
+               {QUERN_I64, 8, "i64"},
+               {QUERN_F64, 8, "f64"},
+               {QUERN_E4M3, 1, "e4m3"},
+               {QUERN_E5M2, 1, "e5m2"},
+               {QUERN_E8M0, 1, "e8m0"},
+               {QUERN_E2M1X2, 1, "e2m1x2"},
+               {QUERN_I8, 1, "i8"},
+               {QUERN_I16, 2, "i16"},
+               {QUERN_U16, 2, "u16"},
+               {QUERN_U32, 4, "u32"},
+               {QUERN_U64, 8, "u64"},
+               {QUERN_BOOL, 1, "bool"},
+               {QUERN_C64, 8, "c64"},
+               {QUERN_E4M3FNUZ, 1, "e4m3fnuz"},
+               {QUERN_E5M2FNUZ, 1, "e5m2fnuz"}};
     const int count = sizeof all / sizeof *all;
     for (int i = 0; i < count; i++) {
         assert_int_equal(all[i].dtype, i);

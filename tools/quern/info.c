@@ -13,6 +13,7 @@
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdio.h>
+#include <string.h>
 
 typedef struct info_options {
     bool measure;
@@ -107,7 +108,8 @@ static json_t *tensor_json(const char *name, const quern_tensor *t)
 {
     json_t *shape = json_array();
     for (int32_t i = 0; i < t->ndim; i++) json_array_append_new(shape, json_integer(t->shape[i]));
-    return json_pack("{s:s, s:s, s:o}", "name", name, "dtype", quern_dtype_name(t->dtype), "shape", shape);
+    return json_pack("{s:o, s:s, s:o}", "name", output_text(name), "dtype", quern_dtype_name(t->dtype),
+                     "shape", shape);
 }
 
 /* One tensor as a line, or added to `list`. Returns an exit code. */
@@ -143,7 +145,8 @@ static int info_file(const char *path, bool json)
         char left[256], right[1024];
         text_escape(key, left, sizeof left);
         text_escape(value, right, sizeof right);
-        if (json) json_object_set_new(metadata, key, json_string(value));
+        if (json)
+            json_object_set_new(metadata, strstr(key, "\xc0\x80") != NULL ? left : key, output_text(value));
         else printf("metadata %s: %s\n", left, right);
     }
     if (code == EXIT_DONE && json) {

@@ -68,6 +68,21 @@ void output_print(const json_t *root, size_t flags)
     putchar('\n');
 }
 
+json_t *output_text(const char *text)
+{
+    size_t n = 0;
+    char *bytes = malloc(strlen(text) + 1);
+    if (bytes == NULL) return NULL;
+    for (const char *at = text; *at != '\0'; at++) {
+        const bool zero = at[0] == '\xc0' && at[1] == '\x80';
+        bytes[n++] = zero ? '\0' : *at;
+        at += zero;
+    }
+    json_t *string = json_stringn(bytes, n);
+    free(bytes);
+    return string;
+}
+
 json_t *output_number(double value)
 {
     return isfinite(value) ? json_real(value) : json_null();

@@ -1,0 +1,12 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* map.h - a file's bytes, read-only. */
+#ifndef QUERN_IO_MAP_H
+#define QUERN_IO_MAP_H
+
+#include <quern/quern.h>
+
+/* Maps a regular file. *bytes is NULL where it is empty; else unmap with munmap. */
+quern_status map_file(const char *path, void **bytes, size_t *size);
+
+#endif
