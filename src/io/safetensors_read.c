@@ -180,7 +180,7 @@ static quern_status check_size(entry *e, uint64_t data_size)
     if (e->elements < 0 || __builtin_mul_overflow(e->elements, e->dtype->bits, &bits))
         return bad_tensor(e->name, "shape overflows 64 bits");
     if (e->empty) bits = 0;
-    /* torch's 4-bit type is a pair, and its writers have counted those. Only one count goes with the bytes. */
+    /* torch counts pairs of 4-bit elements, and so have its writers. Only one count goes with the bytes. */
     e->pairs = e->dtype->bits == 4 && !e->empty && e->elements == e->end - e->begin;
     if (e->pairs) return QUERN_OK;
     if (bits % 8 != 0 || bits / 8 != e->end - e->begin)
