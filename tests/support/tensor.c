@@ -4,6 +4,7 @@
 #include "tensor.h"
 
 #include "cmocka_c11.h"
+#include "hash.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -260,10 +261,24 @@ void test_tensor_normal(test_tensor *t, test_random *random, double sigma)
     free(values);
 }
 
+/* Notes the bits of the elements for tests/hashes.sh. */
+static void note_bits(const test_tensor *t, const char *name)
+{
+    const runs r = runs_of(t);
+    uint64_t hash = TEST_HASH_START;
+    if (!test_hash_wanted()) return;
+    for (int64_t run = 0; run < r.number; run++) {
+        const unsigned char *p = element(t, run * r.count);
+        for (int64_t i = 0; i < r.count; i++) hash = test_hash(hash, p + i * r.step, r.size);
+    }
+    test_hash_note(name, hash);
+}
+
 double *test_tensor_get(const test_tensor *t)
 {
     double *values = test_doubles(test_tensor_count(t)), *to = values;
     const runs r = runs_of(t);
+    note_bits(t, "values");
     for (int64_t run = 0; run < r.number; run++) {
         const unsigned char *p = element(t, run * r.count);
         for (int64_t i = 0; i < r.count; i++) *to++ = load(t->view.dtype, p + i * r.step);
@@ -275,6 +290,7 @@ int32_t *test_tensor_get_i32(const test_tensor *t)
 {
     int32_t *values = allocate(sizeof *values * (size_t)(test_tensor_count(t) + 1)), *to = values;
     const runs r = runs_of(t);
+    note_bits(t, "values");
     for (int64_t run = 0; run < r.number; run++) {
         const unsigned char *p = element(t, run * r.count);
         for (int64_t i = 0; i < r.count; i++) memcpy(to++, p + i * r.step, sizeof *to);
@@ -295,6 +311,7 @@ void test_tensor_check_guards(const test_tensor *t, const char *name)
 {
     if (t->buffer == NULL) return;
     const runs r = runs_of(t);
+    note_bits(t, name);
     unsigned char *expected = allocate(t->bytes);
     memcpy(expected, t->snapshot, t->bytes);
     for (int64_t run = 0; run < r.number; run++) {
@@ -361,8 +378,9 @@ quern_context *test_context(quern_cpu_level level, int32_t threads)
 {
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
     quern_context *ctx = NULL;
+    const char *all = getenv("QUERN_TEST_THREADS");
     params.cpu_level = level;
-    params.threads = threads;
+    params.threads = all != NULL ? atoi(all) : threads;
     if (quern_context_create(&params, &ctx) != QUERN_OK) fail_msg("no context: %s", quern_last_error(NULL));
     return ctx;
 }

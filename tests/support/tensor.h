@@ -78,7 +78,8 @@ bool test_workspace_is_new(const test_workspace *workspace);
 /* Fails the test if a guard changed, then frees. */
 void test_workspace_close(test_workspace *workspace);
 
-/* A context of this level and number of threads; fails the test if it cannot be had. */
+/* A context of this level and number of threads, or of the number in QUERN_TEST_THREADS; fails the test if it
+ * cannot be had. */
 quern_context *test_context(quern_cpu_level level, int32_t threads);
 
 #endif
