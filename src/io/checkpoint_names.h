@@ -1,11 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * checkpoint_names.h - what the name of a checkpoint's tensor says: the module that it belongs to, which of the
- * module's tensors it is, and where in the model the module stands.
+ * checkpoint_names.h - what the name of a checkpoint's tensor says: the module that it belongs to, which of
+ * the module's tensors it is, and where in the model the module stands.
  *
- * A name is read as MODULE SUFFIX: "model.layers.3.mlp.experts.7.up_proj" ".weight_scale". Nothing here looks
- * at dtypes or shapes: an I8 ".weight" with a ".scale" is MXFP4, an F8_E4M3 one FP8, which the caller decides.
+ * A name is read as MODULE SUFFIX: "model.layers.3.mlp.experts.7.up_proj" ".weight_scale". Nothing here
+ * looks at dtypes or shapes: an I8 ".weight" with a ".scale" is MXFP4, an F8_E4M3 one FP8, which the caller
+ * decides.
  */
 #ifndef QUERN_IO_CHECKPOINT_NAMES_H
 #define QUERN_IO_CHECKPOINT_NAMES_H
@@ -47,10 +48,9 @@ typedef enum name_part {
 typedef struct checkpoint_name {
     name_role role;
     name_part part;
-    size_t module; /* characters of the name that are the module's */
-    size_t parent; /* characters up to and with the last '.' of the module; 0: there is none */
-    int64_t
-        layer; /* the first number between dots that follows "layers", "blk", "h", "layer" or "mtp"; -1: none */
+    size_t module;   /* characters of the name that are the module's */
+    size_t parent;   /* characters up to and with the last '.' of the module; 0: there is none */
+    int64_t layer;   /* the number after "layers", "blk", "h", "layer" or "mtp"; -1: none */
     int64_t expert;  /* the number that follows "experts"; -1: none */
     bool in_experts; /* a module of the routed experts: of one, or a stack of all */
     bool stacked;    /* of all experts: gate_up_proj and down_proj right under "experts", and *_exps */
@@ -60,13 +60,13 @@ typedef struct checkpoint_name {
 checkpoint_name checkpoint_name_read(const char *name);
 /* ".weight" and the others; "" for NAME_OTHER. Of NAME_BIAS the usual one. */
 const char *checkpoint_name_suffix(name_role role);
-/* Whether loaders fuse both modules, so that they need one global scale: q, k and v, or gate and up, under one
- * parent. */
+/* Whether loaders fuse both modules, so that they need one global scale: q, k and v, or gate and up, under
+ * one parent. */
 bool checkpoint_names_fused(const char *a, const checkpoint_name *of_a, const char *b,
                             const checkpoint_name *of_b);
 
-/* Modules that stay as they are unless asked for otherwise: embeddings, norms, routers, the output head. Takes
- * the tensor's whole name. */
+/* Modules that stay as they are unless asked for otherwise: embeddings, norms, routers, the output head.
+ * Each takes the tensor's whole name. */
 bool checkpoint_name_is_embedding(const char *name);
 bool checkpoint_name_is_norm(const char *name);
 bool checkpoint_name_is_router(const char *name);
