@@ -3,9 +3,12 @@
 /*
  * plan.h - an operation prepared once and run many times.
  *
+ * A plan never asks more of an address than malloc() gives: a multiple of 16 bytes, and that only where the
+ * view had one when the plan was made. What is faster at a multiple of 64 is decided at each run.
+ *
  * A plan fixes the operation, its parameters, which tensors are there, their shapes, strides, dtypes and
- * device, and the alignment of their addresses. All checks of these are made when the plan is made; a run
- * takes only pointers. An ordinary call is the same code: it makes a plan on the stack and runs it.
+ * device, and that alignment. All checks of these are made when the plan is made; a run takes only pointers.
+ * An ordinary call is the same code: it makes a plan on the stack and runs it.
  *
  * A plan never changes: several threads may run it at once, each with its own workspace and outputs. It
  * belongs to the context that it was made with; destroy it before the context.
@@ -69,7 +72,7 @@ typedef struct quern_plan quern_plan;
 /*
  * Makes a plan in *plan. `params` and `tensors` are the operation's own structs, as its function takes them;
  * the plan keeps neither them nor the views that they point to. A view's `data` says only how its address
- * will be aligned: the greatest power of two, at most 64, that divides it. NULL promises no more than its
+ * will be aligned: the greatest power of two, at most 16, that divides it. NULL promises no more than its
  * element's size. May allocate. Errors are those of the ordinary call; QUERN_ERR_OUT_OF_MEMORY;
  * QUERN_ERR_INVALID_ARGUMENT for an operation that does not exist.
  */

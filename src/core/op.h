@@ -156,7 +156,8 @@ typedef struct op_call {
     size_t bytes;        /* of workspace */
     void *replay;        /* the backend's, by which the stages start as one; NULL: they start one by one */
 } op_call;
-enum { OP_ALIGN_MOST = 64 };
+/* What malloc() gives on every 64-bit machine. What wants more looks at the address when it runs. */
+enum { OP_ALIGN_MOST = 16 };
 
 /* What a call would run: its stages in the order of their first runs, with the kernels that each would
  * choose. */

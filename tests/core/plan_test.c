@@ -176,6 +176,44 @@ static void a_plan_without_addresses_takes_any(void **state)
     attention_case_free(&c);
 }
 
+/* Made with addresses that happen to be multiples of 64, it takes those that malloc() gives. */
+static void a_plan_takes_what_malloc_gives(void **state)
+{
+    test_random random = {7};
+    attention_case c;
+    void *data[TENSORS];
+    size_t bytes = 0;
+    (void)state;
+    attention_case_make(&c, &dense, QUERN_F32, TEST_CONTIGUOUS, &random);
+    test_tensor *const used[] = {&c.q, &c.k, &c.v, &c.cu_q, &c.cu_kv, &c.o, &c.lse};
+    void *kept[7], *there[7];
+    attention_data(&c, data);
+    for (int i = 0; i < 7; i++) {
+        kept[i] = used[i]->view.data;
+        there[i] = aligned_alloc(64, (used[i]->bytes + 127) / 64 * 64);
+        assert_non_null(there[i]);
+        memcpy((char *)there[i] + 16, kept[i],
+               (size_t)((char *)used[i]->buffer + used[i]->bytes - (char *)kept[i]));
+        used[i]->view.data = (char *)there[i]; /* only the alignment is looked at */
+    }
+    quern_plan *plan = plan_or_fail(QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors);
+    for (int i = 0; i < 7; i++) used[i]->view.data = (char *)there[i] + 16;
+    attention_data(&c, data);
+    run_or_fail(plan, data);
+    check_forward(&c);
+    assert_int_equal(quern_plan_workspace(plan, &bytes), QUERN_OK);
+    void *workspace = malloc(bytes);
+    data[Q] = (char *)data[Q] + 8;
+    expect(plan, NULL, data, workspace, bytes, QUERN_ERR_INVALID_ARGUMENT, "a multiple of 16");
+    free(workspace);
+    quern_plan_destroy(plan);
+    for (int i = 0; i < 7; i++) {
+        used[i]->view.data = kept[i];
+        free(there[i]);
+    }
+    attention_case_free(&c);
+}
+
 /* An older caller's tensors end before the gradients, and so does the data of its plan. */
 static void an_older_caller_has_fewer_addresses(void **state)
 {
@@ -406,6 +444,7 @@ int main(void)
         cmocka_unit_test(a_plan_gives_the_bits_of_the_call),
         cmocka_unit_test(a_run_checks_what_guards_memory),
         cmocka_unit_test(a_plan_without_addresses_takes_any),
+        cmocka_unit_test(a_plan_takes_what_malloc_gives),
         cmocka_unit_test(an_older_caller_has_fewer_addresses),
         cmocka_unit_test(threads_share_a_plan),
         cmocka_unit_test(a_plan_names_its_kernels_at_every_level),
