@@ -100,7 +100,6 @@ static quern_tensor result_rows(const layer_pass *p, dsv4_layer_tensor tensor, i
 static void name_sequence(layer_pass *p, const turn *t)
 {
     char why[STAGE_WHY_BYTES];
-    if (p->status == QUERN_OK) return;
     strncpy(why, quern_last_error(NULL), sizeof why - 1);
     why[sizeof why - 1] = '\0';
     p->status = error_set(p->status, "sequence %lld: %s", (long long)t->id, why);
@@ -185,6 +184,7 @@ static void append(layer_pass *p, const turn *t, const taken *all, const quern_t
 /* Takes the turn's tokens in: raw rows, entries, keys. */
 static void take_in(layer_pass *p, const turn *t, const layer_parts *parts, const taken *all)
 {
+    if (p->status != QUERN_OK) return; /* an earlier sequence's, which the sentence names */
     const quern_tensor now = layer_rows(&all->kv, t->row, t->count),
                        in = layer_rows(&parts->kv_in, t->row, t->count),
                        had = cached(p, t->id, LAYER_RAW, 0, t->raw),
@@ -195,7 +195,7 @@ static void take_in(layer_pass *p, const turn *t, const layer_parts *parts, cons
     store(p, LAYER_RAW, "kv_rows", &now, &behind);
     if (parts->main.ndim > 0) append(p, t, all, &parts->main, DL_COMPRESSOR, LAYER_ENTRIES, &all->entries);
     if (parts->index.ndim > 0) append(p, t, all, &parts->index, DL_INDEXER, LAYER_KEYS, &all->keys);
-    name_sequence(p, t);
+    if (p->status != QUERN_OK) name_sequence(p, t);
 }
 
 /* Entries or keys of a sequence as stages read them. */

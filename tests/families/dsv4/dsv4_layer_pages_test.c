@@ -296,6 +296,37 @@ static quern_status step(const layer_case *c, quern_context *ctx, const layer_st
     return status;
 }
 
+static int count_of(const char *text, const char *part)
+{
+    int count = 0;
+    while ((text = strstr(text, part)) != NULL) count++, text++;
+    return count;
+}
+
+/* The sentence is about the first sequence that is refused, and names no other. */
+static void a_refusal_names_one_sequence(void **state)
+{
+    static const int64_t counts[] = {2, 3};
+    (void)state;
+    for (int bad = 0; bad < 2; bad++) {
+        test_random random = {50};
+        layer_case c = layer_storage_case(&random, ORACLE_CSA, QUERN_F32);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        const quern_dsv4_layer_cache_params p = layer_storage_params(&c, &layer_storages[2], 2);
+        layer_store s = layer_store_open(&p);
+        float x[5 * 40], out[5 * 40];
+        for (int i = 0; i < 5 * 40; i++) x[i] = (float)test_random_normal(&random);
+        for (int64_t id = 0; id < 2; id++) layer_store_grow(&s, id, STORED_TOKENS);
+        x[bad * 2 * 40] = NAN;
+        layer_expect_error(step(&c, ctx, &s, x, counts, out), QUERN_ERR_INVALID_ARGUMENT,
+                           bad == 0 ? "sequence 0: kv_rows[0, 0] is" : "sequence 1: kv_rows[0, 0] is");
+        assert_int_equal(count_of(quern_last_error(ctx), "sequence "), 1);
+        layer_store_close(&s);
+        quern_context_destroy(ctx);
+        layer_case_free(&c);
+    }
+}
+
 /* A NaN in the second sequence's raw row, entry or key: neither sequence nor any output has changed, and both
  * go on to the bits that they have without the refused call. */
 static void rows_that_cannot_be_stored(void **state)
@@ -348,8 +379,10 @@ static void rows_that_cannot_be_stored(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(pages_and_saved_sequences_change_no_bit),
-                                       cmocka_unit_test(damaged_bytes), cmocka_unit_test(forged_bytes),
+                                       cmocka_unit_test(damaged_bytes),
+                                       cmocka_unit_test(forged_bytes),
                                        cmocka_unit_test(bad_pages),
-                                       cmocka_unit_test(rows_that_cannot_be_stored)};
+                                       cmocka_unit_test(rows_that_cannot_be_stored),
+                                       cmocka_unit_test(a_refusal_names_one_sequence)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
