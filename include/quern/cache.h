@@ -104,8 +104,16 @@ QUERN_API quern_status quern_cache_pages_of(const quern_cache_params *params, in
  * refused while another sequence reads it.
  */
 QUERN_API quern_status quern_cache_fork(quern_cache *cache, int64_t from, int64_t to, const int32_t *table);
-/* Writes a sequence into `to` and sets *bytes to its length; with `to` NULL only sets *bytes. The bytes have
- * the machine's byte order and hold a version and a checksum. */
+/* Writes a sequence into `to`. *bytes is the room that `to` has, and becomes the length written; too little
+ * room is QUERN_ERR_WORKSPACE, and both stay as they were. With `to` NULL only sets *bytes, whatever it was.
+ * In two calls:
+ *
+ *     size_t bytes;
+ *     quern_cache_save(cache, sequence, table, NULL, &bytes);
+ *     void *to = malloc(bytes);
+ *     quern_cache_save(cache, sequence, table, to, &bytes);
+ *
+ * The bytes have the machine's byte order and hold a version and a checksum. */
 QUERN_API quern_status quern_cache_save(const quern_cache *cache, int64_t sequence, const int32_t *table,
                                         void *to, size_t *bytes);
 /* Gives a sequence, whatever it held, the saved tokens, in this cache's pages. Refused (QUERN_ERR_FORMAT) are

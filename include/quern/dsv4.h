@@ -177,8 +177,16 @@ QUERN_API quern_status quern_dsv4_state_rollback(quern_dsv4_state *state, int64_
 /* An independent copy in memory of its own, as large as for quern_dsv4_state_create(). */
 QUERN_API quern_status quern_dsv4_state_fork(const quern_dsv4_state *state, void *memory, size_t bytes,
                                              quern_dsv4_state **copy);
-/* Writes a state into `to` and sets *bytes to its length; with `to` NULL only sets *bytes. The bytes have
- * the machine's byte order and hold a version and a checksum. */
+/* Writes a state into `to`. *bytes is the room that `to` has, and becomes the length written; too little
+ * room is QUERN_ERR_WORKSPACE, and both stay as they were. With `to` NULL only sets *bytes, whatever it was.
+ * In two calls:
+ *
+ *     size_t bytes;
+ *     quern_dsv4_state_save(state, NULL, &bytes);
+ *     void *to = malloc(bytes);
+ *     quern_dsv4_state_save(state, to, &bytes);
+ *
+ * The bytes have the machine's byte order and hold a version and a checksum. */
 QUERN_API quern_status quern_dsv4_state_save(const quern_dsv4_state *state, void *to, size_t *bytes);
 /* Makes a state from saved bytes. Refused (QUERN_ERR_FORMAT) are bytes that are damaged or cut off, or of
  * another kind, ratio, width or ring; *state is then unchanged. */

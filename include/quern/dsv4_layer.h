@@ -179,8 +179,16 @@ QUERN_API quern_status quern_dsv4_layer_cache_pages(const quern_dsv4_layer_cache
 /* Makes sequence `to` an independent copy of sequence `from`, in pages that `to` has. */
 QUERN_API quern_status quern_dsv4_layer_cache_fork(quern_dsv4_layer_cache *cache, int64_t from, int64_t to);
 
-/* Writes a sequence into `to` and sets *bytes to its length; with `to` NULL only sets *bytes. The bytes have
- * the machine's byte order and hold a version and a checksum. */
+/* Writes a sequence into `to`. *bytes is the room that `to` has, and becomes the length written; too little
+ * room is QUERN_ERR_WORKSPACE, and both stay as they were. With `to` NULL only sets *bytes, whatever it was.
+ * In two calls:
+ *
+ *     size_t bytes;
+ *     quern_dsv4_layer_cache_save(cache, sequence, NULL, &bytes);
+ *     void *to = malloc(bytes);
+ *     quern_dsv4_layer_cache_save(cache, sequence, to, &bytes);
+ *
+ * The bytes have the machine's byte order and hold a version and a checksum. */
 QUERN_API quern_status quern_dsv4_layer_cache_save(const quern_dsv4_layer_cache *cache, int64_t sequence,
                                                    void *to, size_t *bytes);
 /* Gives a sequence, whatever it held, the saved tokens. Refused (QUERN_ERR_FORMAT) are bytes that are damaged
