@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # Short names for CMake's presets. `make` builds build/release/quern and installs nothing on the machine.
-# `make demo` trains and times two attentions, `make demo-all` every kind. `make test` runs CI's tests but those
-# that need PyTorch, which `make test-python` runs. `make demo`, `make test` and setup* install packages that are
-# missing.
+# `make demo` trains and times two attentions, `make demo-all` every kind; they build what they run and nothing of the
+# GPU. `make test` runs CI's tests in build/test but those that need PyTorch, which `make test-python` runs.
+# `make demo`, `make test` and setup* install packages that are missing.
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
 SETUP_DEV = $(SETUP) python3-venv libcmocka-dev clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev libomp-14-dev
@@ -26,13 +26,10 @@ setup:
 setup-dev:
 	@cmake/setup.sh $(SETUP_DEV)
 
-demo: setup
-	@$(MAKE) all
-	examples/lm/demo.sh
-
-demo-all: setup
-	@$(MAKE) all
-	examples/lm/demo.sh --all
+demo demo-all: setup
+	cmake --preset release >/dev/null
+	cmake --build build/release -j$(JOBS) --target lm quern_command
+	examples/lm/demo.sh $(if $(filter demo-all,$@),--all)
 
 check: packages-dev
 	tests/run.sh check

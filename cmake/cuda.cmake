@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # libquern_cuda, the GPU backend, where nvcc is found. Each .cu is one nvcc command that keeps the assembler's report
-# (registers, stack, spills) beside the object: tests/registers.sh compares it with src/cuda/registers.txt.
+# (registers, stack, spills) beside the object: tests/registers.sh compares it with src/cuda/registers.txt. Quotes within
+# an option keep a path with spaces together when nvcc hands it on; its own target of a list of headers it would not
+# escape.
 find_program(QUERN_NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda/bin PATH_SUFFIXES bin)
 if(NOT QUERN_NVCC)
   message(STATUS "No nvcc: the GPU backend is not built")
@@ -14,7 +16,9 @@ endif()
 set(CMAKE_CUDA_ARCHITECTURES "${quern_cuda_default}" CACHE STRING
     "GPUs that libquern_cuda holds code for: 90a-real machine code, 90-virtual PTX for newer GPUs")
 set(nvcc_flags -std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -Werror all-warnings
-    -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-missing-field-initializers,-ffile-prefix-map=${PROJECT_SOURCE_DIR}/= -Xptxas=-v -I${PROJECT_SOURCE_DIR}/include
+    -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-missing-field-initializers
+    "-Xcompiler=\"-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=\""
+    -Xptxas=-v -I${PROJECT_SOURCE_DIR}/include
     -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/src/cuda)
 # src/cuda/sm90 is compiled for sm_90a alone, and left out where that is not asked for.
 set(nvcc_targets)
@@ -93,8 +97,8 @@ endif()
 file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
 foreach(source ${cuda_sources})
   file(RELATIVE_PATH name ${PROJECT_SOURCE_DIR}/src/cuda ${source})
-  string(REGEX REPLACE "[/.]" "_" object ${name})
-  set(object ${PROJECT_BINARY_DIR}/cuda/${object})
+  string(REGEX REPLACE "[/.]" "_" object_name ${name})
+  set(object ${PROJECT_BINARY_DIR}/cuda/${object_name})
   set(targets ${nvcc_targets})
   if(name MATCHES "^sm90/")
     if(NOT nvcc_sm90)
@@ -104,8 +108,8 @@ foreach(source ${cuda_sources})
   endif()
   add_custom_command(
     OUTPUT ${object}.o
-    COMMAND ${CMAKE_COMMAND} -E env sh -c "\"$@\" >${object}.log 2>&1 || { cat ${object}.log >&2; exit 1; }" nvcc
-            ${launcher} ${QUERN_NVCC} ${nvcc_flags} ${targets} -MD -MF ${object}.d -c ${source} -o ${object}.o
+    COMMAND ${CMAKE_COMMAND} -E env sh -c "\"$@\" >\"$0\" 2>&1 || { cat \"$0\" >&2; exit 1; }" ${object}.log
+            ${launcher} ${QUERN_NVCC} ${nvcc_flags} ${targets} -MD -MT cuda/${object_name}.o -MF ${object}.d -c ${source} -o ${object}.o
     DEPENDS ${source}
     DEPFILE ${object}.d
     COMMENT "Compiling ${name}"
@@ -125,7 +129,8 @@ set(quern_cuda_library ${PROJECT_BINARY_DIR}/libquern_cuda.so.${QUERN_ABI})
 add_custom_command(
   OUTPUT ${quern_cuda_library}
   COMMAND ${QUERN_NVCC} -shared -cudart=static -o ${quern_cuda_library} ${quern_cuda_objects}
-          -Xlinker=-soname=libquern_cuda.so.${QUERN_ABI},--version-script=${PROJECT_SOURCE_DIR}/cmake/quern.map,--as-needed${undefined_symbols}
+          -Xlinker=-soname=libquern_cuda.so.${QUERN_ABI},--as-needed${undefined_symbols}
+          "-Xlinker=\"--version-script=${PROJECT_SOURCE_DIR}/cmake/quern.map\""
           -Xcompiler=-static-libstdc++,-static-libgcc -ldl
   DEPENDS ${quern_cuda_objects} ${PROJECT_SOURCE_DIR}/cmake/quern.map
   COMMENT "Linking libquern_cuda.so.${QUERN_ABI}"

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # Runs the tests and ends with one line `N passed, N failed`, counting cmocka's cases and each other check as one.
-#   tests/run.sh check   the quick tests in the release build (under two minutes)
+#   tests/run.sh check   the quick tests in the build of the preset "test" (under two minutes)
 #   tests/run.sh test    everything that CI runs (under twelve minutes on two cores, most of them compiling)
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -37,12 +37,12 @@ seconds() {
     awk '{ printf "%.1f s, CPU %.1f s", $1, $2 + $3 }' <<<"$1"
 }
 
-# build PRESET [TARGET...]: with the tests; all, or only the targets named. The GPU's kernels are compiled for one dtype
-# and head dim: nothing here runs them.
+# build PRESET [TARGET...]: with the tests; all, or only the targets named. The preset "test" compiles the GPU's kernels
+# for one dtype and head dim, since nothing here runs them, and in a folder of its own: that of `make` holds them all.
 build() {
     local preset=$1
     shift
-    cmake --preset "$preset" -B "$(folder "$preset")" -DQUERN_TESTS=ON -DQUERN_CUDA_ONE_DTYPE=ON >/dev/null &&
+    cmake --preset "$preset" -B "$(folder "$preset")" -DQUERN_TESTS=ON >/dev/null &&
         cmake --build "$(folder "$preset")" -j"$jobs" ${1:+--target "$@"}
 }
 
@@ -51,7 +51,7 @@ folder() {
     echo "build/${1/#portable/bare}"
 }
 
-# compile PRESET: without tests, to see that it compiles, links and installs; release compiles the same with -O3. It
+# compile PRESET: without tests, to see that it compiles, links and installs; test compiles the same with -O3. It
 # starts without a cache: libraries that the portable build has found are not there for bare.
 compile() {
     rm -f "build/$1/CMakeCache.txt"
@@ -64,20 +64,20 @@ lacks_left_out() {
     local source object name left_out=() bad=0
     while read -r source; do
         object=${source#src/cuda/}
-        [[ -e build/release/cuda/${object//[\/.]/_}.o ]] || left_out+=("$source")
+        [[ -e build/test/cuda/${object//[\/.]/_}.o ]] || left_out+=("$source")
     done < <(find src/cuda -name '*.cu')
     while read -r name; do
         grep -qE "^[a-z].* $name(\\(| = )" /dev/null "${left_out[@]}" && continue
         echo "libquern_cuda lacks $name"
         bad=1
-    done < <(nm -D -C --undefined-only build/release/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' | sed 's/^ *U //; s/(.*//')
+    done < <(nm -D -C --undefined-only build/test/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' | sed 's/^ *U //; s/(.*//')
     return $bad
 }
 
 # without PATTERN...: the names of all test programs but those that match.
 without() {
     local name pattern
-    for name in build/release/tests/*_test; do
+    for name in build/test/tests/*_test; do
         name=${name##*/}
         for pattern in "$@"; do
             # shellcheck disable=SC2053
@@ -123,7 +123,7 @@ programs() {
 # numpy: the Python package's tests that need no framework, with pytest's cases added up.
 numpy() {
     local code=0 good bad spent
-    spent=$({ time python/tests/run.sh --numpy >"$log" 2>&1; } 2>&1) || code=$?
+    spent=$({ time QUERN_BUILT=build/test python/tests/run.sh --numpy >"$log" 2>&1; } 2>&1) || code=$?
     if [[ $code == 0 ]] && grep '^python: .* skipped$' "$log"; then return; fi
     good=$(grep -oE '[0-9]+ passed' "$log" | tail -n 1 | cut -d' ' -f1)
     bad=$(grep -oE '[0-9]+ (failed|errors?)' "$log" | tail -n 2 | awk '{ s += $1 } END { print s + 0 }')
@@ -144,10 +144,11 @@ small() {
     numpy
     count "build: bare" compile bare
     for script in consumers abi; do
-        count "$script: release" tests/$script/run.sh
+        count "$script: test" tests/$script/run.sh test
         count "$script: bare" tests/$script/run.sh bare
     done
-    count "make installs what it may" tests/make/run.sh
+    count "make installs and builds what it may" tests/make/run.sh
+    count "a path with spaces" tests/make/space.sh
     count "the direction of includes" tests/layers.sh
     count "the length of functions" tests/lengths.sh
     if command -v aarch64-linux-gnu-gcc >/dev/null; then
@@ -155,9 +156,9 @@ small() {
     else
         echo "no aarch64-linux-gnu-gcc: aarch64 is not compiled"
     fi
-    if compgen -G 'build/release/cuda/*.log' >/dev/null; then
-        count "registers of the GPU's kernels" tests/registers.sh
-        count "machine code of the GPU's kernels" tests/sass.sh
+    if compgen -G 'build/test/cuda/*.log' >/dev/null; then
+        count "registers of the GPU's kernels" tests/registers.sh build/test
+        count "machine code of the GPU's kernels" tests/sass.sh build/test
         grep '^no cuobjdump' "$log" || true
         # It was linked without --no-undefined: what it lacks is what was left out.
         count "the GPU's library lacks what was left out alone" lacks_left_out
@@ -184,12 +185,12 @@ beside() {
     rm -f "$out" "$out.counts"
 }
 
-count "build: release" build release
+count "build: test" build test
 mapfile -t quick < <(without '*_full_test')
-programs release "${quick[@]}"
+programs test "${quick[@]}"
 if [[ ${1:-test} == test ]]; then
-    mapfile -t long < <(cd build/release/tests && ls -- *_full_test)
-    programs release "${long[@]}"
+    mapfile -t long < <(cd build/test/tests && ls -- *_full_test)
+    programs test "${long[@]}"
     # Checks, files, drivers and an eighth of the random trials; the oracle is not under test here. The two left out by
     # name go through one kernel's whole grid, which the drivers call too.
     mapfile -t sanitized < <(without '*_full_test' 'oracle_*' gemm_test compress_linear_test)
@@ -199,7 +200,7 @@ if [[ ${1:-test} == test ]]; then
     mapfile -t portable < <(cd tests && ls -- kernels/*_test.c families/*/*golden_test.c core/core_test.c | sed 's|.*/||; s|\.c$||')
     count "build: portable" build portable "${portable[@]}"
     programs portable "${portable[@]}"
-    count "clang-tidy" tests/tidy.sh
+    count "clang-tidy" tests/tidy.sh 30000 build/test
     # Data races: what runs tasks in parallel, on three threads; libomp's Archer tells the sanitizer of its barriers.
     threaded=(core_test replays_test attention_test attention_exact_test nsa_determinism_test)
     count "build: tsan" build tsan "${threaded[@]}"

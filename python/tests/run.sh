@@ -6,8 +6,8 @@
 # change.
 #   run.sh [pytest's arguments]
 #   run.sh --prepare   makes the environment alone, and fails without PyTorch
-#   run.sh --numpy     the tests that need no framework, from the tree, on build/release's libquern, in an
-#                      environment with NumPy alone
+#   run.sh --numpy     the tests that need no framework, from the tree, in an environment with NumPy alone; on the
+#                      libquern of the build QUERN_BUILT (build/release)
 set -eu
 cd "$(dirname "$0")/../.."
 # PyTorch and libquern have threads of their own. Those that wait spin unless told otherwise, which takes the
@@ -52,7 +52,7 @@ numpy_tests() {
     environment python/tests/requirements.txt
     rm -rf "$dir/quern"
     mkdir -p "$dir"
-    quietly cmake -S python -B "$dir/cmake" -DCMAKE_BUILD_TYPE=Release -DQUERN_BUILT="$PWD/build/release" \
+    quietly cmake -S python -B "$dir/cmake" -DCMAKE_BUILD_TYPE=Release -DQUERN_BUILT="$PWD/${QUERN_BUILT:-build/release}" \
         -DPython_EXECUTABLE="$venv/bin/python"
     quietly cmake --build "$dir/cmake"
     cp -r python/quern "$dir"

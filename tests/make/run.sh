@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # On a machine that lacks every package `make` builds, prints the line that would install them and installs nothing;
-# the targets that promise it do install. Programs of our own stand for the packager's and for CMake.
+# the targets that promise it do install. Programs of our own stand for the packager's and for CMake. What builds the
+# GPU's kernels otherwise than `make` does, builds them elsewhere; the demonstration builds none.
 set -eu
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -25,3 +26,5 @@ done
 for target in demo demo-all test; do
     make -n $target | grep '^cmake/setup.sh .*libjansson-dev' >/dev/null
 done
+make -n demo | grep '^cmake --build build/release .*--target lm quern_command$' >/dev/null
+if grep -n build/release tests/run.sh; then echo "make test uses the folder of make"; exit 1; fi
