@@ -189,6 +189,26 @@ static void results_are_complete(void **state)
     quern_safetensors_close(file);
 }
 
+/* A start must be a multiple of the ratio that is in force: an option's, else the rows of the biases. */
+static void starts_are_multiples_of_the_ratio(void **state)
+{
+    (void)state;
+    write_inputs();
+    expect(0, "run hca-compress $DIR/hca $DIR/start --start-abs-pos 8", "");
+    expect(0, "run hca-compress $DIR/hca $DIR/start4 --start-abs-pos 8 --ratio 4", "");
+    same_tensor("start", "start4", "out");
+    expect(3, "run hca-compress $DIR/hca $DIR/none --start-abs-pos 10", "ratio 4");
+    static float zeros[6 * 64];
+    const int64_t proj[] = {6, 64}, bias[] = {2, 16};
+    const quern_tensor t[] = {quern_tensor_contiguous(zeros, QUERN_F32, 2, proj),
+                              quern_tensor_contiguous(zeros, QUERN_F32, 2, bias)};
+    const quern_safetensors_item items[] = {{"proj", &t[0]}, {"B_a", &t[1]}, {"B_b", &t[1]}};
+    assert_int_equal(quern_safetensors_save(path_of("two"), items, 3, NULL, 0), QUERN_OK);
+    expect(0, "run csa-compress $DIR/two $DIR/start --ratio 2 --start-abs-pos 10", "");
+    expect(3, "run csa-compress $DIR/two $DIR/none --ratio 2 --start-abs-pos 3", "ratio 2");
+    assert_false(exists("none"));
+}
+
 static void mistakes_are_reported(void **state)
 {
     (void)state;
@@ -211,6 +231,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pieces_give_the_bytes_of_one_shot),
         cmocka_unit_test(results_are_complete),
+        cmocka_unit_test(starts_are_multiples_of_the_ratio),
         cmocka_unit_test(mistakes_are_reported),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

@@ -218,7 +218,7 @@ static int compute(job *j, quern_context *ctx)
 #define COMPRESSOR(op_name)                                                                                  \
     {                                                                                                        \
         .name = (op_name), .op = (op_name), .rows = rows, .row_count = ROWS, .options = &options,            \
-        .cpu_only = true, .inputs = set_params, .compute = compute                                           \
+        .cpu_only = true, .set_params = set_params, .compute = compute                                       \
     }
 const scenario scenario_csa_compress = COMPRESSOR("csa-compress");
 const scenario scenario_hca_compress = COMPRESSOR("hca-compress");

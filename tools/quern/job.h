@@ -23,6 +23,9 @@ typedef struct job {
     int device;         /* quern_device of the tensors; inputs of a file are copied there */
     int dtype;          /* quern_dtype of results that may be f32, f16 or bf16; JOB_DTYPE_USUAL */
     int64_t asked[4];   /* extents, as quern_op_expect() takes them */
+    /* Sets parameters that the inputs, or options of a scenario, decide; job_read() calls it before it checks
+     * the parameters. NULL: none. Returns an exit code after a message. */
+    int (*set_params)(struct job *j);
     size_t total_bytes; /* of what the job owns */
     quern_tensor storage[QUERN_OP_TENSORS_MAX];
     bool input[QUERN_OP_TENSORS_MAX];

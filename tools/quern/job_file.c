@@ -135,6 +135,7 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
     if (code != EXIT_DONE) return code;
     if (quern_op_follow(j->op->op, &j->params, &j->tensors) != QUERN_OK)
         return fail(EXIT_INPUT, "the file holds %s; --without NAME leaves one out", quern_last_error(NULL));
+    if (j->set_params != NULL && (code = j->set_params(j)) != EXIT_DONE) return code;
     const quern_status status = quern_op_roles(j->op->op, QUERN_OP_FORWARD, &j->params, &j->tensors, roles);
     if (status != QUERN_OK) {
         code = check_missing(j, NULL, path);

@@ -164,6 +164,7 @@ static int run_subject(const subject *s, const any_params *params, const run_opt
     j.device = machine->device;
     j.dtype = options->dtype > 0 ? options->dtype - 1 : JOB_DTYPE_USUAL;
     memcpy(j.asked, options->asked, sizeof j.asked);
+    j.set_params = s->scenario != NULL ? s->scenario->set_params : NULL;
     code = job_read(&j, file, in, options->without);
     if (code == EXIT_DONE) code = compute(s, &j, ctx);
     if (code == EXIT_DONE) code = job_write(&j, s->name, out);
