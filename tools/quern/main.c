@@ -95,10 +95,11 @@ static void print_help(void)
     printf("\nquern VERB --help tells the rest; quern --version the version.\n"
            "\nexit codes: 0 done; 1 a comparison failed; 2 the command line is wrong;\n"
            "3 a file, its tensors or a parameter is not accepted; 4 the machine lacks what is needed\n"
-           "(device, CPU level, memory, program); 5 a defect of Quern; 130, 143 ended by SIGINT, SIGTERM, "
-           "with nothing\n"
-           "left behind. Files are written whole or not at all, through symbolic links; pipes and devices as "
-           "they stand.\n"
+           "(device, CPU level, memory, program); 5 a defect of Quern; 129, 130, 143 ended by SIGHUP, "
+           "SIGINT, SIGTERM\n"
+           "before a result was in place. Files are written whole or not at all, through symbolic links, and "
+           "after what goes to\n"
+           "standard output: where that cannot be written, none is; pipes and devices as they stand.\n"
            "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16 forces a CPU level; OMP_NUM_THREADS;\n"
            "QUERN_CUDA_LIBRARY=FILE is the GPU's backend, if not the libquern_cuda.so.0 beside libquern.\n");
 }
@@ -129,6 +130,7 @@ static int run_verb(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    output_keep_streams();
     output_end_on_signals();
-    return output_finish(run_verb(argc, argv));
+    return output_flush(run_verb(argc, argv));
 }

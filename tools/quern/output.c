@@ -7,6 +7,7 @@
 #include <quern/file.h>
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -28,7 +29,8 @@ static int put(const char *bytes, size_t size, void *file)
 int output_json(const char *path, const json_t *root, size_t flags)
 {
     quern_file *file = NULL;
-    fflush(stdout); /* earlier output comes first if both go to one file */
+    const int code = output_flush(EXIT_DONE);
+    if (code != EXIT_DONE) return code;
     quern_status status = quern_file_create(path, &file);
     if (status != QUERN_OK) return fail_status(status);
     const bool dumped = json_dump_callback(root, put, file, flags) == 0;
@@ -46,7 +48,8 @@ int output_chart(const char *path, FILE *script)
     char command[128], bytes[4096];
     quern_file *file = NULL;
     if (fflush(script) != 0) return fail(EXIT_MACHINE, "no room for gnuplot's script: %s", strerror(errno));
-    fflush(stdout);
+    const int code = output_flush(EXIT_DONE);
+    if (code != EXIT_DONE) return code;
     const quern_status status = quern_file_create(path, &file);
     if (status != QUERN_OK) return fail_status(status);
     snprintf(command, sizeof command, "exec gnuplot -d /proc/%ld/fd/%d", (long)getpid(), fileno(script));
@@ -102,6 +105,14 @@ static void end(int number)
     _exit(128 + number);
 }
 
+void output_keep_streams(void)
+{
+    int fd;
+    do fd = open("/", O_PATH | O_CLOEXEC);
+    while (fd >= 0 && fd <= STDERR_FILENO);
+    if (fd >= 0) close(fd);
+}
+
 void output_end_on_signals(void)
 {
     static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
@@ -118,7 +129,7 @@ void output_end_on_signals(void)
     signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
 }
 
-int output_finish(int code)
+int output_flush(int code)
 {
     errno = 0; /* an earlier write's is lost; where that failed, what is left fails for the same reason */
     const bool flushed = fflush(stdout) == 0;

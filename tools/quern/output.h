@@ -22,10 +22,15 @@ json_t *output_text(const char *text);
 /* A number, or null where it is none: JSON has no infinity and no NaN. */
 json_t *output_number(double value);
 
+/* Opens a place that takes no bytes where standard input, output or error is closed, so that no other file
+ * takes its number. */
+void output_keep_streams(void);
 /* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the command at once, with 128 + the signal's number as the exit
  * code, and leave neither a temporary file nor a child process. */
 void output_end_on_signals(void);
-/* Flushes standard output. If that fails, an exit code of 0 or 1 becomes that of an unwritable file. */
-int output_finish(int code);
+/* Flushes standard output. If that fails, an exit code of 0 or 1 becomes that of an unwritable file. Called
+ * before a result is written to a file, too: the file stays as it was where standard output cannot be
+ * written, and gets what was printed before it where it is standard output. */
+int output_flush(int code);
 
 #endif

@@ -167,8 +167,9 @@ static int run_subject(const subject *s, const any_params *params, const run_opt
     j.set_params = s->scenario != NULL ? s->scenario->set_params : NULL;
     code = job_read(&j, file, in, options->without);
     if (code == EXIT_DONE) code = compute(s, &j, ctx);
-    if (code == EXIT_DONE) code = job_write(&j, s->name, out);
     if (code == EXIT_DONE && machine->json) print_result(&j, s->name, ctx);
+    if (code == EXIT_DONE) code = output_flush(code); /* a result that cannot be told is not written */
+    if (code == EXIT_DONE) code = job_write(&j, s->name, out);
     job_free(&j);
     quern_safetensors_close(file);
     quern_context_destroy(ctx);
