@@ -49,6 +49,49 @@ static void a_full_standard_output_is_an_error(void **state)
     }
 }
 
+/* Nor does it leave a file: what says that a command failed must not stand beside a result. */
+static void without_a_standard_output_no_result_is_written(void **state)
+{
+    static const char *const streams[] = {">/dev/full", ">&-", ">&- <&- 2>&-"};
+    static const char *const commands[] = {
+        "run nsa $VECTORS/nsa_small.safetensors $DIR/o.st --block-size 32 --stride 32 --json",
+        "bench " ATTENTION "--json $DIR/o.st"};
+    (void)state;
+    for (size_t i = 0; i < 6; i++) {
+        char arguments[256];
+        snprintf(arguments, sizeof arguments, "%s %s; exit $? #", commands[i % 2], streams[i / 2]);
+        const int code = run(arguments);
+        if (code != 3 || exists("o.st"))
+            fail_msg("quern %s: exit code %d%s", arguments, code, exists("o.st") ? ", and a file" : "");
+    }
+    expect(0, "run nsa $VECTORS/nsa_small.safetensors $DIR/o.st --block-size 32 --stride 32", "");
+    assert_true(exists("o.st"));
+    assert_int_equal(unlink(path_of("o.st")), 0);
+    check_no_leftovers();
+}
+
+static const char *const signals[] = {"HUP", "INT", "TERM"};
+static const int codes[] = {129, 130, 143};
+
+/* A command that waits until standard output takes its JSON. */
+static void a_signal_while_printing_leaves_no_result(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        char prefix[200];
+        snprintf(prefix, sizeof prefix,
+                 "mkfifo $DIR/full; exec 3<>$DIR/full; head -c 65536 /dev/zero >&3; "
+                 "exec timeout --preserve-status -k 20 -s %s 2",
+                 signals[i]);
+        assert_int_equal(run_with(prefix, "run nsa $VECTORS/nsa_small.safetensors $DIR/o.st --block-size 32 "
+                                          "--stride 32 --json >&3"),
+                         codes[i]);
+        assert_false(exists("o.st"));
+        assert_int_equal(unlink(path_of("full")), 0);
+    }
+    check_no_leftovers();
+}
+
 static void results_go_where_the_path_leads(void **state)
 {
     static char text[1 << 16];
@@ -137,19 +180,18 @@ static void signals_end_a_command_at_once(void **state)
     (void)state;
     save_long_attention();
     write_text("kept.st", "older", 5);
-    for (size_t i = 0; i < 2 * sizeof commands / sizeof *commands; i++) {
+    for (size_t i = 0; i < 3 * sizeof commands / sizeof *commands; i++) {
         char prefix[120];
         struct timespec before, after;
         snprintf(prefix, sizeof prefix,
-                 "exec env -u QUERN_CEILING_MIB timeout --preserve-status -k 20 -s %s 0.3",
-                 i % 2 == 0 ? "INT" : "TERM");
+                 "exec env -u QUERN_CEILING_MIB timeout --preserve-status -k 20 -s %s 0.3", signals[i % 3]);
         clock_gettime(CLOCK_MONOTONIC, &before);
-        const int code = run_with(prefix, commands[i / 2]);
+        const int code = run_with(prefix, commands[i / 3]);
         clock_gettime(CLOCK_MONOTONIC, &after);
         const double seconds =
             (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
-        if (code != (i % 2 == 0 ? 130 : 143) || seconds > 2)
-            fail_msg("quern %s: exit code %d after %.1f s: %s", commands[i / 2], code, seconds, output);
+        if (code != codes[i % 3] || seconds > 2)
+            fail_msg("quern %s: exit code %d after %.1f s: %s", commands[i / 3], code, seconds, output);
     }
     assert_false(exists("s.json") || exists("s.svg") || exists("s.st"));
     read_text("kept.st", kept, sizeof kept);
@@ -197,6 +239,22 @@ static void compare_counts_nonfinite_values(void **state)
     t.data = large[1];
     save("b.st", &t);
     expect(1, "compare $DIR/a.st $DIR/b.st --json", "\"max\": 2.0");
+}
+
+static void compare_says_what_is_exact(void **state)
+{
+    (void)state;
+    save_f32("a.st", 1, 2, 3);
+    save_f32("b.st", 1, 2.97f, 3);
+    expect(1, "compare $DIR/a.st $DIR/b.st --json", "\"exact\": false");
+    assert_non_null(strstr(output, "\"unequal\": 1"));
+    expect(0, "compare $DIR/a.st $DIR/b.st --json --tolerance 1", "\"exact\": false");
+    expect(0, "compare $DIR/a.st $DIR/b.st --tolerance 1", "PASS\n");
+    expect(0, "compare $DIR/a.st $DIR/a.st --json", "\"exact\": true");
+    assert_non_null(strstr(output, "\"unequal\": 0"));
+    save_f32("a.st", NAN, 2, INFINITY);
+    expect(1, "compare $DIR/a.st $DIR/a.st --json", "\"exact\": false");
+    assert_non_null(strstr(output, "\"unequal\": 1"));
 }
 
 static void compare_is_exact_about_integers_and_dtypes(void **state)
@@ -435,11 +493,14 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_full_standard_output_is_an_error),
+        cmocka_unit_test(without_a_standard_output_no_result_is_written),
+        cmocka_unit_test(a_signal_while_printing_leaves_no_result),
         cmocka_unit_test(results_go_where_the_path_leads),
         cmocka_unit_test(unwritable_results_are_found_before_the_work),
         cmocka_unit_test(charts_are_drawn_without_telling_gnuplot_a_path),
         cmocka_unit_test(signals_end_a_command_at_once),
         cmocka_unit_test(compare_counts_nonfinite_values),
+        cmocka_unit_test(compare_says_what_is_exact),
         cmocka_unit_test(compare_is_exact_about_integers_and_dtypes),
         cmocka_unit_test(comparing_many_tensors_is_not_quadratic),
         cmocka_unit_test(an_unsupported_dtype_has_one_exit_code),

@@ -6,7 +6,8 @@
  * Shapes and dtypes must be the same. Error of a floating-point tensor: max |a - b| / max |b| (the golden
  * vectors' measure) and ||a - b|| / ||b||, over the elements that are finite in both. Infinities must stand
  * at the same places, NaN differs from everything and from itself; where b is 0 throughout, a must be.
- * Elements of every other dtype, 8-bit and 4-bit floats among them, must be the same bits.
+ * Elements of every other dtype, 8-bit and 4-bit floats among them, must be the same bits. Two tensors are
+ * exact where no element is unequal: of another value, or of other bits where bits are compared.
  */
 #include "command.h"
 #include "output.h"
@@ -40,7 +41,8 @@ typedef struct difference {
     double max, l2;    /* relative, of the finite elements */
     int64_t nan;       /* elements that are NaN in A or in B */
     int64_t infinite;  /* elements of which one is infinite and the other another */
-    int64_t unequal;   /* elements that must be the same bits, and are not */
+    int64_t unequal;   /* elements of another value, NaN among them; where `bits`, of other bits */
+    bool bits;         /* no distance is accepted: elements must be the same bits */
     bool zero;         /* B is 0 throughout and A is not */
 } difference;
 
@@ -54,7 +56,8 @@ static void print_help(void)
            "must be the same, f16, bf16, f32, f64 and c64 values within the tolerance, all others the same "
            "bits. NaN differs\n"
            "from everything. The table and the JSON count the elements that are NaN, infinite in one file "
-           "alone, or unequal.\n\noptions:\n");
+           "alone, or unequal\nwhere the same bits are needed. \"exact\" in the JSON: no element is of "
+           "another value; \"unequal\" says how many are.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, &defaults});
     printf("\nexamples:\n  quern compare out.safetensors golden.safetensors O=full.causal.O "
            "lse_win=full.lse_sld --tolerance 2e-6\n"
@@ -84,6 +87,7 @@ static void differ_real(const quern_tensor *a, const quern_tensor *b, difference
     double largest = 0, expected = 0; /* of both, of B */
     for (int64_t i = 0; i < n; i++) {
         const double x = value_at(a, i), y = value_at(b, i);
+        d->unequal += !(x == y);
         d->nan += isnan(x) || isnan(y);
         d->infinite += !isnan(x) && !isnan(y) && (isinf(x) || isinf(y)) && x != y;
         if (!isfinite(x) || !isfinite(y)) continue;
@@ -116,6 +120,7 @@ static difference differ(const quern_tensor *a, const quern_tensor *b, bool wide
         differ_real(&x, &y, &d);
         return d;
     }
+    d.bits = true;
     const size_t size = quern_dtype_size(a->dtype);
     const char *p = a->data, *q = b->data;
     for (int64_t i = 0, n = value_count(a); i < n; i++)
@@ -130,14 +135,14 @@ static void print_reasons(const difference *d, const quern_tensor *x, const quer
     if (!d->dtype) printf(" (dtypes differ: %s, %s)", quern_dtype_name(x->dtype), quern_dtype_name(y->dtype));
     if (d->nan > 0) printf(" (NaN: %" PRId64 ")", d->nan);
     if (d->infinite > 0) printf(" (infinities differ: %" PRId64 ")", d->infinite);
-    if (d->unequal > 0) printf(" (unequal: %" PRId64 ")", d->unequal);
+    if (d->bits && d->unequal > 0) printf(" (unequal: %" PRId64 ")", d->unequal);
     if (d->zero) printf(" (only zeros are expected)");
     putchar('\n');
 }
 
 static json_t *line_json(const char *name, const char *name_b, const difference *d, bool pass)
 {
-    const bool exact = d->shape && d->dtype && d->nan == 0 && d->infinite == 0 && d->unequal == 0 && !d->zero;
+    const bool exact = d->shape && d->dtype && d->unequal == 0;
     return json_pack("{s:s, s:s, s:o, s:o, s:b, s:b, s:b, s:I, s:I, s:I, s:b}", "a", name, "b", name_b, "max",
                      output_number(d->max), "l2", output_number(d->l2), "same_shape", d->shape, "same_dtype",
                      d->dtype, "exact", exact, "nan", (json_int_t)d->nan, "infinite", (json_int_t)d->infinite,
@@ -153,8 +158,8 @@ static int compare_pair(const quern_safetensors *a, const quern_safetensors *b, 
     if (status == QUERN_OK) status = quern_safetensors_get(b, name_b, &y);
     if (status != QUERN_OK) return fail_file(NULL, status);
     const difference d = differ(&x, &y, options->widen);
-    const bool same = d.shape && d.dtype && d.nan == 0 && d.infinite == 0 && d.unequal == 0 && !d.zero;
-    const bool pass = same && d.max <= (double)options->tolerance;
+    const bool near = d.bits ? d.unequal == 0 : d.max <= (double)options->tolerance;
+    const bool pass = d.shape && d.dtype && d.nan == 0 && d.infinite == 0 && !d.zero && near;
     if (!options->json) {
         char left[256], right[256];
         text_escape(name, left, sizeof left);
