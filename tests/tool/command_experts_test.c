@@ -95,6 +95,8 @@ static void layers_stand_beside_their_products(void **state)
     const char *backward = strstr(output, "\"backward\": true");
     assert_non_null(backward);
     expect_near(counted(backward, "gflops"), 10.0 * 3 * (2 + 1) * 64 * 96);
+    assert_non_null(strstr(output, "\"top_k\": 2,"));
+    assert_non_null(strstr(output, "\"renormalize\": true"));
     bench("moe", "--top-k 2 --dtype f32 --no-peer --a4 true");
     assert_non_null(strstr(output, "\"peer\": null"));
     bench("moe-route", "--top-k 2 --backward");

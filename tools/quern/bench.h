@@ -115,6 +115,8 @@ void report_row(const bench_row *row);
 /* Prints the formula of G/s for each operation. */
 void report_formulas(const bench_row *rows, size_t count);
 json_t *report_json(const bench_row *row);
+/* The value that `base` holds for an option: a number, a boolean or a word. */
+json_t *report_option(const option_row *row, const void *base);
 /* Writes a scenario's results, measured on the CPU, with the machine that they are of. An exit code. */
 int report_results(const char *path, const quern_context *ctx, json_t *results);
 /* A scenario's options and its one word, the subject. *help: `usage` and the options are printed, and there

@@ -313,10 +313,9 @@ static json_t *shape_json(const experts_case *c, const operation *op, bool backw
     json_t *shape =
         json_pack("{s:I, s:I, s:I, s:I, s:b}", "n", (json_int_t)c->rows, "experts", (json_int_t)c->experts,
                   "width", (json_int_t)c->width, "depth", (json_int_t)c->depth, "backward", (int)backward);
-    char text[64];
-    for (int32_t i = 0; i < op->info.param_count; i++)
-        if (op->params[i].option && quern_op_text(op->op, &c->params, i, text, sizeof text) == QUERN_OK)
-            json_object_set_new(shape, op->params[i].field, json_string(text));
+    for (size_t i = 0; i < op->option_count; i++)
+        json_object_set_new(shape, op->params[op->options[i].offset].field,
+                            report_option(&op->options[i], &c->params));
     return shape;
 }
 

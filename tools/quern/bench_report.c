@@ -59,19 +59,23 @@ static json_t *param_json(const char *takes, const char *text)
     return strcmp(takes, "true|false") == 0 ? json_boolean(*text == 't') : json_string(text);
 }
 
-/* The value that `base` holds for a row. */
-static void set_option(json_t *object, const option_row *row, const void *base)
+json_t *report_option(const option_row *row, const void *base)
 {
     const void *at = row->type == OPTION_PARAM ? base : (const char *)base + row->offset;
     char text[60];
-    json_t *value;
     option_current_text(row, base, text, sizeof text);
-    if (row->type == OPTION_PARAM) value = param_json(row->choices[1], text);
-    else if (row->type == OPTION_INT) value = json_integer(*(const int64_t *)at);
-    else if (row->type == OPTION_BOOL) value = json_boolean(*(const bool *)at);
-    else if (row->type == OPTION_FLOAT) value = json_real((double)*(const float *)at);
-    else value = json_string(text);
-    json_object_set_new(object, row->name, value);
+    switch (row->type) {
+    case OPTION_PARAM: return param_json(row->choices[1], text);
+    case OPTION_INT: return json_integer(*(const int64_t *)at);
+    case OPTION_BOOL: return json_boolean(*(const bool *)at);
+    case OPTION_FLOAT: return json_real((double)*(const float *)at);
+    default: return json_string(text);
+    }
+}
+
+static void set_option(json_t *object, const option_row *row, const void *base)
+{
+    json_object_set_new(object, row->name, report_option(row, base));
 }
 
 static bool is_of_every_case(const char *option)
