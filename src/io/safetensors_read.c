@@ -341,12 +341,15 @@ static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size
         return error_set(QUERN_ERR_FORMAT, "the file has %zu bytes: a safetensors file has at least 8", size);
     uint64_t length = 0;
     for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
+    if (size > 8 && bytes[8] != '{')
+        return error_set(QUERN_ERR_FORMAT,
+                         "it is no safetensors file: one has '{' at byte 8, where its header begins");
     if (length > SAFETENSORS_MAX_HEADER || length > size - 8)
         return error_set(QUERN_ERR_FORMAT,
                          "header length %" PRIu64
                          ": at most %d, and no more than the %zu bytes that follow, is accepted",
                          length, SAFETENSORS_MAX_HEADER, size - 8);
-    if (length == 0 || bytes[8] != '{')
+    if (length == 0)
         return error_set(QUERN_ERR_FORMAT, "the header must be a JSON object that begins with '{'");
     f->strings = malloc(length);
     if (f->strings == NULL) return no_memory("the header");

@@ -103,6 +103,7 @@ static void bad_files_leave_the_output_alone(void **state)
     expect(3, "run attention $DIR/none $DIR/old.safetensors", "none");
     expect(3, "run attention $DIR/empty $DIR/old.safetensors", "0 bytes");
     expect(3, "run attention $DIR/hostile $DIR/old.safetensors", "header length");
+    expect(3, "run attention /bin/sh $DIR/old.safetensors", "/bin/sh: it is no safetensors file");
     expect(3, "run attention $DIR $DIR/old.safetensors", "regular file");
     expect(3, "run attention $VECTORS/nsa_gating.safetensors $DIR/old.safetensors", "tensor K is missing");
     expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/old.safetensors --without Q,V",
@@ -160,6 +161,23 @@ static void the_reference_page_is_what_the_command_prints(void **state)
     page[fread(page, 1, sizeof page - 1, f)] = '\0';
     fclose(f);
     assert_string_equal(output, page); /* quern run --list --markdown > docs/run.md */
+}
+
+/* Options and words of values are written with dashes; words are read with underscores too. */
+static void option_values_are_hyphenated(void **state)
+{
+    (void)state;
+    assert_int_equal(run("run --list --markdown"), 0);
+    for (const char *row = output; (row = strstr(row, "\n| `--")) != NULL; row++) {
+        const char *value = strstr(row, " | ");
+        assert_non_null(value);
+        const size_t length = (size_t)(strstr(value + 3, " | ") - row);
+        if (memchr(row, '_', length) != NULL) fail_msg("underscores in %.*s", (int)length - 1, row + 1);
+    }
+    expect(3, "run csa-compress $DIR/none $DIR/out.safetensors --format fp8_power", "none");
+    expect(3, "run csa-compress $DIR/none $DIR/out.safetensors --format fp8-power", "none");
+    expect(3, "run csa-compress $DIR/none $DIR/out.safetensors --index-format fp8_power", "none");
+    expect(3, "run nvfp4-quantize $DIR/none $DIR/out.safetensors --scales four-over-six", "none");
 }
 
 static void compare_finds_differences(void **state)
@@ -370,6 +388,7 @@ int main(void)
         cmocka_unit_test(shapes_that_do_not_fit_are_reported),
         cmocka_unit_test(an_unwritable_output_is_an_input_error),
         cmocka_unit_test(the_reference_page_is_what_the_command_prints),
+        cmocka_unit_test(option_values_are_hyphenated),
         cmocka_unit_test(compare_finds_differences),
         cmocka_unit_test(golden_nsa_small_passes),
         cmocka_unit_test(golden_window_passes_as_dense_attention),
