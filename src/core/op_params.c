@@ -41,7 +41,7 @@ void op_param_store(const op_param *p, void *params, int64_t value)
     }
 }
 
-/* Words may be written with dashes or underscores. */
+/* Words have dashes, fields underscores; either may be written for the other. */
 static bool same_word(const char *a, const char *b, size_t length)
 {
     for (size_t i = 0; i < length; i++)

@@ -34,7 +34,7 @@ _Static_assert(sizeof tensors / sizeof *tensors == DSV4_ATTENTION_TENSORS, "a ro
 _Static_assert(sizeof(quern_dsv4_attention_tensors) == (1 + DSV4_ATTENTION_TENSORS) * sizeof(void *),
                "a tensor a field");
 
-static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
+static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_attention_params, member)
 static const op_param params[] = {
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL,

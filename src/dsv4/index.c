@@ -25,7 +25,7 @@ _Static_assert(sizeof tensors / sizeof *tensors == DSV4_INDEX_TENSORS, "a row a 
 _Static_assert(sizeof(quern_dsv4_index_tensors) == (1 + DSV4_INDEX_TENSORS) * sizeof(void *),
                "a tensor a field");
 
-static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", NULL};
+static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_index_params, member)
 static const op_param params[] = {
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},

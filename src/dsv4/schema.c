@@ -74,8 +74,8 @@ _Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS
                "a tensor a field");
 
 static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
-                         *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL},
-                         *const index_formats[] = {"rows", "fp8", "fp8_power", "fp4", NULL};
+                         *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
+                         *const index_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
 static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},

@@ -21,7 +21,7 @@ _Static_assert(sizeof tensors / sizeof *tensors == DSV4_STORE_TENSORS, "a row a 
 _Static_assert(sizeof(quern_dsv4_store_tensors) == (1 + DSV4_STORE_TENSORS) * sizeof(void *),
                "a tensor a field");
 
-static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
+static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_store_params, member)
 static const op_param params[] = {
     {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of the cache"},

@@ -43,7 +43,7 @@ static quern_status check_metric(const quern_nsa_params *p)
     if (p->metric == QUERN_NSA_METRIC_MEAN_LOGIT &&
         (p->stride != p->block_size || p->select_block != p->block_size))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "metric mean_logit with block_size %lld, stride %lld, select_block %lld: three "
+                         "metric mean-logit with block_size %lld, stride %lld, select_block %lld: three "
                          "equal ones are accepted",
                          (long long)p->block_size, (long long)p->stride, (long long)p->select_block);
     return QUERN_OK;
@@ -59,7 +59,7 @@ static quern_status check_groups(const quern_nsa_params *p)
     }
     if (p->metric != QUERN_NSA_METRIC_MEAN_LOGIT)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "max_compressed_groups is %lld with metric softmax: mean_logit is accepted with it",
+                         "max_compressed_groups is %lld with metric softmax: mean-logit is accepted with it",
                          (long long)p->max_compressed_groups);
     const int64_t least = p->causal ? 1 + (p->tile - 1 + STAGE_GROUP_ENTRIES * p->stride - 1) /
                                               (STAGE_GROUP_ENTRIES * p->stride)

@@ -68,7 +68,7 @@ _Static_assert(sizeof tensors / sizeof *tensors == NSA_TENSORS, "a row a tensor"
 
 static const char *const compress_choices[] = {"mean", "linear", "given", NULL};
 static const char *const scope_choices[] = {"group", "head", NULL};
-static const char *const metric_choices[] = {"softmax", "mean_logit", NULL};
+static const char *const metric_choices[] = {"softmax", "mean-logit", NULL};
 static const char *const visibility_choices[] = {"complete", "started", NULL};
 static const char *const branch_choices[] = {"cmp", "slc", "win", NULL};
 static const char *const gate_choices[] = {"none", "weights", "given", NULL};
@@ -89,14 +89,14 @@ static const op_param params[] = {
     {"scope", AT(scope), OP_CHOICE, 0, QUERN_NSA_SCOPE_HEAD, scope_choices,
      "heads that share a selection: all of a key/value head, or none"},
     {"metric", AT(metric), OP_CHOICE, 0, QUERN_NSA_METRIC_MEAN_LOGIT, metric_choices,
-     "score of a block; mean_logit needs l = d = l'"},
+     "score of a block; mean-logit needs l = d = l'"},
     {"compressed_visibility", AT(compressed_visibility), OP_CHOICE, 0, QUERN_NSA_VISIBLE_STARTED,
      visibility_choices, "an entry is seen once its whole block has passed, or has begun"},
     {"forced_first", AT(forced_first), OP_INTEGER, 0, INT32_MAX, NULL, "first blocks, always selected"},
     {"forced_local", AT(forced_local), OP_INTEGER, 0, INT32_MAX, NULL,
      "newest blocks, always selected; those of the tile count as one; causal only"},
     {"max_compressed_groups", AT(max_compressed_groups), OP_INTEGER, 0, INT32_MAX, NULL,
-     "c, groups of 128 entries attended; 0: all; needs mean_logit"},
+     "c, groups of 128 entries attended; 0: all; needs mean-logit"},
     {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees nothing after its own position"},
     {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
     {"branches", AT(branches), OP_SET, 1, QUERN_NSA_BRANCH_ALL, branch_choices, "branches that are computed"},

@@ -4,7 +4,7 @@
 
 #include "core/error.h"
 
-const char *const nvfp4_profile_words[] = {"rne", "halfstep", "modelopt", "compressed_tensors", NULL},
+const char *const nvfp4_profile_words[] = {"rne", "halfstep", "modelopt", "compressed-tensors", NULL},
                   *const nvfp4_global_words[] = {"tensor", "expert", "row", NULL},
                   *const nvfp4_layout_words[] = {"activation", "weight", NULL},
                   *const nvfp4_codes_words[] = {"linear", "k-major", NULL},

@@ -33,7 +33,7 @@ _Static_assert(sizeof(quern_nvfp4_dequantize_tensors) == (1 + TENSORS) * sizeof(
 #define AT(member) offsetof(quern_nvfp4_dequantize_params, member)
 static const op_param params[] = {
     {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
-     "of the quantiser; with compressed_tensors the global is a reciprocal"},
+     "of the quantiser; with compressed-tensors the global is a reciprocal"},
     {"global_per", AT(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
      "what shares a global: all, an expert, a row of an activation"},
     {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words,

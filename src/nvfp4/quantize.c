@@ -31,7 +31,7 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_nvfp4_quantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
-static const char *const choices[] = {"rne", "four_over_six", "search", NULL};
+static const char *const choices[] = {"rne", "four-over-six", "search", NULL};
 #define AT(member) offsetof(quern_nvfp4_quantize_params, member)
 static const op_param params[] = {
     {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,

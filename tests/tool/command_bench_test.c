@@ -76,18 +76,18 @@ static void bench_takes_every_parameter(void **state)
         {"--compress given", "\"compress\": \"given\""},
         {"--project both", "\"project\": \"both\""},
         {"--scope head", "\"scope\": \"head\""},
-        {"--metric mean_logit", "\"metric\": \"mean_logit\""},
+        {"--metric mean-logit", "\"metric\": \"mean-logit\""},
         {"--compressed-visibility started", "\"compressed-visibility\": \"started\""},
         {"--forced-first 0", "\"forced-first\": 0"},
         {"--forced-local 3", "\"forced-local\": 3"},
-        {"--metric mean_logit --max-compressed-groups 2 --stride 0", "\"max-compressed-groups\": 2"},
+        {"--metric mean-logit --max-compressed-groups 2 --stride 0", "\"max-compressed-groups\": 2"},
         {"--causal false", "\"causal\": false"},
         {"--scale 0.5", "\"scale\": 0.5"},
         {"--branches slc,win", "\"branches\": \"slc,win\""},
         {"--gate given", "\"gate\": \"given\""},
         {"--gate none", "\"gate\": \"none\""},
         {"--separate both", "\"separate\": \"both\""},
-        {"--selection given --metric mean_logit --max-compressed-groups 2", "\"selection\": \"given\""},
+        {"--selection given --metric mean-logit --max-compressed-groups 2", "\"selection\": \"given\""},
         {"--documents 3 --data smooth", "\"documents\": 3"},
         {"--documents 3 --compress given", "\"documents\": 3"},
         {"--weights input --dtype bf16 --project k", "\"weights\": \"input\""},
@@ -167,7 +167,7 @@ static void probe_finds_the_longest(void **state)
 {
     static const char *const options[] = {
         "nsa", "nsa --backward",
-        "nsa --backward --dtype bf16 --tile 64 --metric mean_logit --max-compressed-groups 4",
+        "nsa --backward --dtype bf16 --tile 64 --metric mean-logit --max-compressed-groups 4",
         "nsa --dtype f16 --compress linear --separate both --gate given --selection given",
         "attention --backward --dtype bf16"};
     (void)state;

@@ -124,7 +124,7 @@ static void print_help(const operation *op)
             &(option_group){op->options, op->option_count, (void *)(uintptr_t)&defaults.what.params});
     printf("\nexamples:\n  quern bench ceilings --threads 1,2\n"
            "  quern bench attention --n 4096 --heads 8/8 --threads 1,2 --backward\n"
-           "  quern bench nsa --n 4k,16k,64k --tile 64 --metric mean_logit --svg nsa.svg --json nsa.json\n"
+           "  quern bench nsa --n 4k,16k,64k --tile 64 --metric mean-logit --svg nsa.svg --json nsa.json\n"
            "  quern bench compress --n 32k --block-size 32 --stride 16 --backward\n\n"
            "exit codes: 0 done, 2 wrong command line, 3 a parameter or a file is not accepted, 4 the machine "
            "lacks\n"

@@ -101,8 +101,8 @@ static double relative_rmse(const round_trip *r)
 
 static int measure(round_trip *r, quern_context *ctx, json_t *list)
 {
-    static const char *const profiles[] = {"rne", "halfstep", "modelopt", "compressed_tensors"},
-                             *const choices[] = {"rne", "four_over_six", "search"};
+    static const char *const profiles[] = {"rne", "halfstep", "modelopt", "compressed-tensors"},
+                             *const choices[] = {"rne", "four-over-six", "search"};
     for (int kind = 0; kind < KINDS; kind++) {
         uint64_t state = 11 + (uint64_t)kind;
         for (int64_t i = 0; i < COUNT; i++) r->x[i] = (float)value((data_kind)kind, &state);

@@ -50,11 +50,11 @@ bool parse_pair(const char *text, int64_t *a, int64_t *b)
            parse_integers(slash != NULL ? slash + 1 : copy, 1, 1 << 20, b, 1) == 1;
 }
 
-/* Words may be written with dashes or underscores. */
-static bool same_word(const char *a, const char *b)
+/* Words have dashes; underscores are read as such. */
+static bool same_word(const char *word, const char *text)
 {
-    for (; *a != '\0' && (*a == *b || (*a == '_' && *b == '-')); a++, b++) continue;
-    return *a == *b;
+    for (; *word != '\0' && (*word == *text || (*word == '-' && *text == '_')); word++, text++) continue;
+    return *word == *text;
 }
 
 /* Stores the value; false if the row does not accept it. */

@@ -61,7 +61,7 @@ static void print_help(const operation *op)
     if (op != NULL)
         print_options(
             &(option_group){op->options, op->option_count, (void *)(uintptr_t)&defaults.what.params});
-    printf("\nexamples:\n  quern probe nsa --memory 2G --tile 64 --metric mean_logit --dtype bf16\n"
+    printf("\nexamples:\n  quern probe nsa --memory 2G --tile 64 --metric mean-logit --dtype bf16\n"
            "  quern probe attention --memory 8G --backward --dry-run --json\n\n"
            "exit codes: 0 done, 1 the run took over 64 MiB (stacks of threads, libraries) more memory than "
            "the limit,\n"

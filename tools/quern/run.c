@@ -102,7 +102,7 @@ static void print_help(const subject *s)
         "docs/run.md.\n\nexamples:\n"
         "  quern run attention in.safetensors out.safetensors --window 512\n"
         "  quern run nsa in.safetensors out.safetensors --profile tile256 --block-size 128 --num-selected 8\n"
-        "  quern run nsa-select in.safetensors out.safetensors --tile 64 --metric mean_logit --json\n\n"
+        "  quern run nsa-select in.safetensors out.safetensors --tile 64 --metric mean-logit --json\n\n"
         "exit codes: 0 done, 2 wrong command line, 3 a file, tensor or parameter is not accepted,\n"
         "4 the machine lacks what is needed, 5 a defect.\n");
 }
