@@ -4,34 +4,39 @@
 include(CMakePackageConfigHelpers)
 
 # The static library is one object whose hidden symbols are made local, so that only quern_* names can meet
-# a program's own. Its references to oneDNN are weak: src/cpu/gemm.c does without where they stay empty.
-set(static_library ${CMAKE_CURRENT_BINARY_DIR}/static/libquern.a)
-add_custom_command(
-  OUTPUT ${static_library}
-  COMMAND ${CMAKE_COMMAND} -E make_directory static
-  COMMAND ${CMAKE_LINKER} -r -o static/quern.o ${quern_objects}
-  COMMAND ${CMAKE_OBJCOPY} --localize-hidden --wildcard --weaken-symbol=dnnl_* static/quern.o
-  COMMAND ${CMAKE_COMMAND} -E rm -f ${static_library}
-  COMMAND ${CMAKE_AR} rcs ${static_library} static/quern.o
-  DEPENDS quern_plain ${QUERN_LEVELS} ${quern_objects}
-  COMMAND_EXPAND_LISTS VERBATIM)
-add_custom_target(quern_static ALL DEPENDS ${static_library})
-
+# a program's own. Where oneDNN has no archive its references to that are weak: src/cpu/gemm.c does without where they
+# stay empty.
 set(QUERN_STATIC_LIBS "-lm -lpthread -ldl")
+set(weaken)
 if(QUERN_HAVE_ONEDNN)
   find_library(DNNL_ARCHIVE libdnnl.a)
   if(DNNL_ARCHIVE)
-    string(PREPEND QUERN_STATIC_LIBS "-ldnnl ")
+    # gemm.c's own weak reference takes no member from an archive.
+    string(PREPEND QUERN_STATIC_LIBS "-Wl,-u,dnnl_get_effective_cpu_isa -ldnnl -lstdc++ ")
   else()
+    set(weaken --wildcard --weaken-symbol=dnnl_*)
     # -lquern_dnnl is oneDNN's shared library, and nothing in a program that is linked with -static: the linker takes
-    # the .so, a script, in the one case and the .a, an archive without members, in the other.
-    string(PREPEND QUERN_STATIC_LIBS "-lquern_dnnl ")
+    # the .so, a script, in the one case and the .a, an archive without members, in the other. Weak references alone
+    # would not keep it under --as-needed. One word, so that nobody reorders its parts.
+    string(PREPEND QUERN_STATIC_LIBS "-Wl,--push-state,--no-as-needed,-lquern_dnnl,--pop-state ")
     set(dnnl_stand_in ${CMAKE_CURRENT_BINARY_DIR}/static/libquern_dnnl)
     file(WRITE ${dnnl_stand_in}.so "INPUT(-ldnnl)\n")
     execute_process(COMMAND ${CMAKE_AR} rcs ${dnnl_stand_in}.a COMMAND_ERROR_IS_FATAL ANY)
     install(FILES ${dnnl_stand_in}.so ${dnnl_stand_in}.a DESTINATION ${CMAKE_INSTALL_LIBDIR})
   endif()
 endif()
+set(static_library ${CMAKE_CURRENT_BINARY_DIR}/static/libquern.a)
+add_custom_command(
+  OUTPUT ${static_library}
+  COMMAND ${CMAKE_COMMAND} -E make_directory static
+  COMMAND ${CMAKE_LINKER} -r -o static/quern.o ${quern_objects}
+  COMMAND ${CMAKE_OBJCOPY} --localize-hidden ${weaken} static/quern.o
+  COMMAND ${CMAKE_COMMAND} -E rm -f ${static_library}
+  COMMAND ${CMAKE_AR} rcs ${static_library} static/quern.o
+  DEPENDS quern_plain ${QUERN_LEVELS} ${quern_objects}
+  COMMAND_EXPAND_LISTS VERBATIM)
+add_custom_target(quern_static ALL DEPENDS ${static_library})
+
 if(OpenMP_C_FOUND)
   string(APPEND QUERN_STATIC_LIBS " ${OpenMP_C_FLAGS}")
 endif()

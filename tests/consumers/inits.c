@@ -9,6 +9,7 @@
 #include <quern/moe.h>
 #include <quern/nsa.h>
 #include <quern/nvfp4.h>
+#include <quern/safetensors.h>
 
 #define CHECK(type, init)                                                                                    \
     do {                                                                                                     \
@@ -52,6 +53,7 @@ int main(void)
     CHECK(quern_nsa_tensors, QUERN_NSA_TENSORS_INIT);
     CHECK(quern_nsa_list_params, QUERN_NSA_LIST_PARAMS_INIT);
     CHECK(quern_nsa_list_tensors, QUERN_NSA_LIST_TENSORS_INIT);
+    CHECK(quern_safetensors_data, QUERN_SAFETENSORS_DATA_INIT);
     CHECK(quern_nvfp4_quantize_params, QUERN_NVFP4_QUANTIZE_PARAMS_INIT);
     CHECK(quern_nvfp4_quantize_tensors, QUERN_NVFP4_QUANTIZE_TENSORS_INIT);
     CHECK(quern_nvfp4_dequantize_params, QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT);

@@ -44,6 +44,16 @@ LD_LIBRARY_PATH=$lib "$dir/hello"
 "${compile[@]}" product.c -o "$dir/product" "${shared[@]}" -lm
 LD_LIBRARY_PATH=$lib "$dir/product"
 
+# The static library in a program that is not: with oneDNN, to which its references are weak, though the linker drops
+# libraries that nothing needs.
+needs_onednn() {
+    ! grep -q dnnl "$pc" || readelf -d "$1" | grep -q 'NEEDED.*libdnnl' || fail "${1##*/} is linked without oneDNN"
+}
+read -ra partly < <(pkg-config --static --cflags --libs quern | sed 's/-lquern /-l:libquern.a /')
+"${compile[@]}" -DQUERN_STATIC product.c -o "$dir/partly" -Wl,--as-needed "${partly[@]}"
+needs_onednn "$dir/partly"
+"$dir/partly"
+
 # A program that is static altogether: without oneDNN where that has no archive, as on Debian. The GPU's library cannot
 # be loaded into it, and the refusal says why.
 compile+=(-static -DQUERN_STATIC)
@@ -55,10 +65,23 @@ readelf -l "$dir/whole" | grep -q INTERP && fail "-static made a program that ne
 "${compile[@]}" gpu.c -o "$dir/gpu" "${static[@]}"
 "$dir/gpu" | grep 'linked statically' || fail "a static program's call for a GPU: $("$dir/gpu")"
 
-cmake -S "$hello" -B "$dir/build" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
+cmake -S "$hello" -B "$dir/build" -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed >/dev/null
 cmake --build "$dir/build"
+needs_onednn "$dir/build/hello_static"
 "$dir/build/hello"
 "$dir/build/hello_static"
+mkdir "$dir/components"
+for component in quern static other; do
+    printf 'cmake_minimum_required(VERSION 3.25)\nproject(c LANGUAGES C)\nfind_package(quern REQUIRED COMPONENTS %s)\n' \
+        $component >"$dir/components/CMakeLists.txt"
+    code=0
+    cmake -S "$dir/components" -B "$dir/components/$component" -DCMAKE_PREFIX_PATH="$prefix" >"$dir/out" 2>&1 || code=$?
+    if [[ $component == other ]]; then
+        [[ $code != 0 ]] && grep -q "quern and static are" "$dir/out" || fail "find_package: $(cat "$dir/out")"
+    elif [[ $code != 0 ]]; then
+        fail "find_package(quern COMPONENTS $component): $(cat "$dir/out")"
+    fi
+done
 include=$prefix/include
 while read -r init; do
     grep -q "CHECK(.*, $init);" inits.c || fail "inits.c lacks $init"
