@@ -39,11 +39,13 @@ QUERN_API size_t quern_safetensors_count(const quern_safetensors *file);
 QUERN_API const char *quern_safetensors_name(const quern_safetensors *file, size_t index);
 /* True if a tensor of this name is in the file. */
 QUERN_API bool quern_safetensors_has(const quern_safetensors *file, const char *name);
-/* A contiguous CPU view of the named tensor, its data aligned to its element. The format's F8_E4M3, F8_E5M2,
+/* A contiguous CPU view of the named tensor, its data aligned to its element: in rare files a copy, made
+ * at the first call and freed with the file, else the mapping itself. The format's F8_E4M3, F8_E5M2,
  * F8_E8M0, F8_E4M3FNUZ, F8_E5M2FNUZ and F4 are QUERN_E4M3, QUERN_E5M2, QUERN_E8M0, QUERN_E4M3FNUZ,
- * QUERN_E5M2FNUZ and QUERN_E2M1X2. Of F4 the view's last extent counts bytes; the file's counts elements, or
- * pairs as torch does: whichever agrees with the bytes. No such tensor: QUERN_ERR_INVALID_ARGUMENT. F6_E2M3
- * and F6_E3M2, F4 of an odd last extent, or more than QUERN_MAX_DIMS dimensions: QUERN_ERR_UNSUPPORTED. */
+ * QUERN_E5M2FNUZ and QUERN_E2M1X2. Of F4 the view's last extent counts bytes; the file's counts elements,
+ * or pairs as torch does: whichever agrees with the bytes. No such tensor: QUERN_ERR_INVALID_ARGUMENT.
+ * F6_E2M3 and F6_E3M2, F4 of an odd last extent, or more than QUERN_MAX_DIMS dimensions:
+ * QUERN_ERR_UNSUPPORTED. */
 QUERN_API quern_status quern_safetensors_get(const quern_safetensors *file, const char *name,
                                              quern_tensor *view);
 

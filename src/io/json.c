@@ -61,8 +61,8 @@ static int32_t unicode(json_reader *r)
 static char *encode(uint32_t code, char *out)
 {
     if (code == 0) {
-        memcpy(out, JSON_ZERO, 2);
-        out += 2;
+        *out++ = JSON_ZERO[0];
+        *out++ = JSON_ZERO[1];
     } else if (code < 0x80) {
         *out++ = (char)code;
     } else if (code < 0x800) {

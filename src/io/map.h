@@ -6,7 +6,8 @@
 
 #include <quern/quern.h>
 
-/* Maps a regular file. *bytes is NULL where it is empty; else unmap with munmap. */
-quern_status map_file(const char *path, void **bytes, size_t *size);
+/* Maps a regular file. *bytes is NULL where it is empty; else unmap with munmap. On failure `why` has the
+ * sentence, of at most room - 1 characters. */
+quern_status map_file(const char *path, void **bytes, size_t *size, char *why, size_t room);
 
 #endif

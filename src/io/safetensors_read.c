@@ -5,8 +5,8 @@
  *
  * Nothing in a file is trusted: every length is compared with what is there before it is used, every
  * product is checked for overflow, and the ranges must tile the data without overlap or hole. Files
- * whose header length is no multiple of 8 put data at odd addresses; such tensors are copied once, at
- * open, because a view's data is aligned to its element.
+ * whose header length is no multiple of 8 put data at odd addresses; such a tensor is copied once, when
+ * it is first asked for, because a view's data is aligned to its element.
  */
 #include "io/json.h"
 #include "io/map.h"
@@ -22,8 +22,7 @@
 typedef struct entry {
     const char *name;
     const format_dtype *dtype;
-    const void *data;
-    void *copy; /* of misaligned data */
+    void *copy; /* of misaligned data that has been asked for; read and set atomically */
     int64_t begin, end;
     size_t ndim, first_extent; /* its shape is extents[first_extent ...] of the file */
     int64_t elements;          /* product of the extents > 0, so that strides cannot overflow either */
@@ -321,20 +320,6 @@ static quern_status check_tiling(const quern_safetensors *f, uint64_t data_size)
     return QUERN_OK;
 }
 
-static quern_status place_data(entry *e, const unsigned char *data)
-{
-    const size_t bytes = (size_t)(e->end - e->begin), align = e->dtype->bits >= 8 ? e->dtype->bits / 8 : 1;
-    e->data = data + e->begin;
-    if (bytes == 0 || (uintptr_t)e->data % align == 0) return QUERN_OK;
-    e->copy = malloc(bytes);
-    if (e->copy == NULL)
-        return error_set(QUERN_ERR_OUT_OF_MEMORY, "tensor '%s': no memory for an aligned copy of %zu bytes",
-                         TEXT_NAME(e->name), bytes);
-    memcpy(e->copy, e->data, bytes);
-    e->data = e->copy;
-    return QUERN_OK;
-}
-
 static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size_t size)
 {
     if (bytes == NULL || size < 8)
@@ -360,9 +345,7 @@ static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size
     if (status != QUERN_OK) return status;
     if (f->count > 0) qsort(f->entries, f->count, sizeof *f->entries, by_range);
     status = index_names(f);
-    if (status == QUERN_OK) status = check_tiling(f, data_size);
-    for (size_t i = 0; i < f->count && status == QUERN_OK; i++) status = place_data(&f->entries[i], f->data);
-    return status;
+    return status == QUERN_OK ? check_tiling(f, data_size) : status;
 }
 
 static quern_status open_parsed(void *mapping, const void *bytes, size_t size, quern_safetensors **file)
@@ -398,8 +381,10 @@ quern_status quern_safetensors_open(const char *path, quern_safetensors **file)
                          path == NULL ? "path" : "file");
     void *mapping;
     size_t size;
-    const quern_status status = map_file(path, &mapping, &size);
-    return status == QUERN_OK ? open_parsed(mapping, mapping, size, file) : status;
+    char why[512];
+    const quern_status status = map_file(path, &mapping, &size, why, sizeof why);
+    if (status != QUERN_OK) return error_set(status, "%s", why);
+    return open_parsed(mapping, mapping, size, file);
 }
 
 void quern_safetensors_close(quern_safetensors *file)
@@ -443,11 +428,35 @@ static quern_status no_tensor(const char *name)
                      TEXT_NAME(name != NULL ? name : "(NULL)"));
 }
 
+/* The tensor's data, aligned to its element. */
+static quern_status aligned_data(const quern_safetensors *file, entry *e, void **data)
+{
+    const size_t bytes = (size_t)(e->end - e->begin), align = e->dtype->bits >= 8 ? e->dtype->bits / 8 : 1;
+    const unsigned char *from = file->data + e->begin;
+    *data = bytes > 0 ? (void *)(uintptr_t)from : NULL;
+    if (bytes == 0 || (uintptr_t)from % align == 0) return QUERN_OK;
+    void *before = __atomic_load_n(&e->copy, __ATOMIC_ACQUIRE);
+    if (before == NULL) {
+        void *copy = malloc(bytes);
+        if (copy == NULL)
+            return error_set(QUERN_ERR_OUT_OF_MEMORY,
+                             "tensor '%s': no memory for an aligned copy of %zu bytes", TEXT_NAME(e->name),
+                             bytes);
+        memcpy(copy, from, bytes);
+        /* another thread may have been faster */
+        if (__atomic_compare_exchange_n(&e->copy, &before, copy, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            before = copy;
+        else free(copy);
+    }
+    *data = before;
+    return QUERN_OK;
+}
+
 quern_status quern_safetensors_get(const quern_safetensors *file, const char *name, quern_tensor *view)
 {
     const named *found = find(file->by_name, file->count, name);
     if (found == NULL) return no_tensor(name);
-    const entry *e = &file->entries[found->index];
+    entry *e = &file->entries[found->index];
     if (e->dtype->ours < 0)
         return error_set(
             QUERN_ERR_UNSUPPORTED,
@@ -464,9 +473,11 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
                              TEXT_NAME(name));
         shape[e->ndim - 1] /= 2;
     }
-    *view = quern_tensor_contiguous(e->empty ? NULL : (void *)(uintptr_t)e->data, (quern_dtype)e->dtype->ours,
-                                    (int32_t)e->ndim, shape);
-    return QUERN_OK;
+    void *data;
+    const quern_status status = aligned_data(file, e, &data);
+    if (status == QUERN_OK)
+        *view = quern_tensor_contiguous(data, (quern_dtype)e->dtype->ours, (int32_t)e->ndim, shape);
+    return status;
 }
 
 quern_status quern_safetensors_bytes(const quern_safetensors *file, const char *name,

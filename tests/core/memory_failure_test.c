@@ -8,6 +8,10 @@
  * The linker sends the library's allocations through the __wrap functions below.
  */
 #include "cmocka_c11.h"
+#include "gguf_bytes.h"
+
+#include "core/error.h"
+#include "io/gguf.h"
 
 #include <quern/attention.h>
 #include <quern/file.h>
@@ -203,8 +207,11 @@ static quern_status open_misaligned(void)
     uint8_t bytes[8 + sizeof misaligned - 1 + 9] = {sizeof misaligned - 1};
     quern_safetensors *file = NULL;
     memcpy(bytes + 8, misaligned, sizeof misaligned - 1);
-    const quern_status status = quern_safetensors_open_bytes(bytes, sizeof bytes, &file);
+    quern_status status = quern_safetensors_open_bytes(bytes, sizeof bytes, &file);
     assert_true((status == QUERN_OK) == (file != NULL));
+    quern_tensor t = {.ndim = -77};
+    if (status == QUERN_OK) status = quern_safetensors_get(file, "b", &t);
+    assert_int_equal(t.ndim, status == QUERN_OK ? 2 : -77);
     quern_safetensors_close(file);
     return status;
 }
@@ -213,6 +220,29 @@ static void opening_bytes_fails_whole(void **state)
 {
     (void)state;
     fail_each(open_misaligned);
+}
+
+static gguf_bytes gguf;
+
+static quern_status open_gguf(void)
+{
+    gguf_file *file = NULL;
+    char why[GGUF_SENTENCE] = "";
+    const quern_status status = gguf_open_bytes(gguf.bytes, gguf.size, &file, why);
+    assert_true((status == QUERN_OK) == (file != NULL));
+    if (status != QUERN_OK) error_set(status, "%s", why);
+    gguf_close(file);
+    return status;
+}
+
+static void opening_gguf_fails_whole(void **state)
+{
+    (void)state;
+    enum { MANY = 40 };
+    gguf_begin(&gguf, 3, MANY, MANY);
+    for (int i = 0; i < MANY; i++) gguf_put_integer(&gguf, names[i], GGUF_U8, 1, 1);
+    for (int i = 0; i < MANY; i++) gguf_put_tensor(&gguf, names[i], 0, 1, (const int64_t[]){0}, 0);
+    fail_each(open_gguf);
 }
 
 static quern_status write_text(void)
@@ -278,8 +308,9 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(saving_fails_whole),        cmocka_unit_test(opening_fails_whole),
-        cmocka_unit_test(opening_bytes_fails_whole), cmocka_unit_test(writing_fails_whole),
-        cmocka_unit_test(contexts_fail_whole),       cmocka_unit_test(plans_fail_whole),
+        cmocka_unit_test(opening_bytes_fails_whole), cmocka_unit_test(opening_gguf_fails_whole),
+        cmocka_unit_test(writing_fails_whole),       cmocka_unit_test(contexts_fail_whole),
+        cmocka_unit_test(plans_fail_whole),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

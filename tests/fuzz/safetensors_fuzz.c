@@ -1,15 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/*
- * safetensors_fuzz.c - feeds any bytes to the reader; whatever it accepts must be readable to the last byte.
- * With libFuzzer: clang -fsanitize=fuzzer,address. Without: fuzz_replay.c drives it.
- */
+/* safetensors_fuzz.c - feeds any bytes to the reader; whatever it accepts must be readable to the last
+ * byte. */
+#include "fuzz.h"
+
 #include <quern/safetensors.h>
 
 #include <stdlib.h>
 #include <string.h>
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
@@ -29,7 +27,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     for (size_t i = 0; i < quern_safetensors_count(file); i++) {
         quern_tensor t;
         const char *name = quern_safetensors_name(file, i);
+        quern_safetensors_data data_of = QUERN_SAFETENSORS_DATA_INIT;
         if (!quern_safetensors_has(file, name)) abort();
+        if (quern_safetensors_bytes(file, name, &data_of) != QUERN_OK || data_of.bytes > size) abort();
+        for (size_t b = 0; b < data_of.bytes; b++) sink += ((const uint8_t *)data_of.data)[b];
+        for (int32_t d = 0; d < data_of.ndim; d++) sink += (unsigned)data_of.shape[d];
         if (quern_safetensors_get(file, name, &t) != QUERN_OK) continue;
         size_t bytes = quern_dtype_size(t.dtype);
         if ((uintptr_t)t.data % bytes != 0) abort();
