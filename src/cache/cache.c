@@ -46,7 +46,7 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
     *p = (quern_cache_params)QUERN_CACHE_PARAMS_INIT;
     quern_status status = op_struct(p, given, "params", "QUERN_CACHE_PARAMS_INIT");
     if (status != QUERN_OK) return status;
-    if ((unsigned)p->dtype >= 32 || !(VIEW_ACTIVATION & 1u << (unsigned)p->dtype))
+    if ((VIEW_ACTIVATION & view_dtype_bit(p->dtype)) == 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.dtype is %s: f32, f16 or bf16 is accepted",
                          quern_dtype_name(p->dtype));
     const struct {

@@ -86,7 +86,9 @@ quern_status quern_tensor_from_dlpack(const void *from, quern_tensor *tensor)
     t.device = host ? QUERN_CPU : QUERN_CUDA;
     t.device_id = host ? 0 : d->device_id;
     t.ndim = d->ndim;
-    t.data = d->data != NULL ? (char *)d->data + d->byte_offset : NULL;
+    t.data = d->data != NULL
+                 ? (void *)((uintptr_t)d->data + d->byte_offset) // NOLINT(performance-no-int-to-ptr)
+                 : NULL;
     int64_t stride = 1;
     bool empty = false; /* frameworks give strides of 0 to what has no elements */
     for (int32_t i = 0; i < d->ndim; i++) empty = empty || d->shape[i] == 0;

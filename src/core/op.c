@@ -36,7 +36,7 @@ static quern_status check_ranges(const op_family *family, const char *params)
             if (!isfinite(x))
                 return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: a finite number is accepted",
                                  p->field, (double)x);
-        } else if (p->kind != OP_FLAG) {
+        } else {
             const int64_t x = op_param_value(p, params);
             if (x < p->least || x > p->most)
                 return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", p->field,
@@ -65,7 +65,7 @@ quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t nd
 /* The dtypes that a tensor of the call may have, as bits. */
 static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
 {
-    const uint32_t activation = 1u << call->like.dtype;
+    const uint32_t activation = view_dtype_bit(call->like.dtype);
     const quern_tensor *source = t->gradient_of != OP_NONE ? call->given[t->gradient_of] : NULL;
     const quern_tensor *before = t->dtype == OP_LIKE ? call->given[t - call->family->tensors - 1] : NULL;
     switch (t->dtype) {
@@ -81,8 +81,8 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
     case OP_STORED:
     case OP_STORED_2: return VIEW_ACTIVATION | VIEW_U8;
     case OP_ANY: return VIEW_ACTIVATION | VIEW_SCALE | VIEW_EXPONENT;
-    case OP_SOURCE: return source != NULL ? 1u << source->dtype : activation;
-    case OP_LIKE: return before != NULL ? 1u << before->dtype : activation;
+    case OP_SOURCE: return source != NULL ? view_dtype_bit(source->dtype) : activation;
+    case OP_LIKE: return before != NULL ? view_dtype_bit(before->dtype) : activation;
     }
     return 0;
 }
@@ -126,6 +126,8 @@ static quern_status check_roles(const op_call *call)
 quern_status op_derive(op_call *call)
 {
     quern_status status = check_roles(call);
+    for (int32_t i = 0; status == QUERN_OK && i < call->family->tensor_count; i++)
+        if (op_uses(call, i)) status = view_check_extents(call->family->tensors[i].field, call->given[i]);
     if (status == QUERN_OK) status = call->family->derive(call);
     call->like.data = NULL; /* a call holds no addresses: where its tensors are elsewhere, it is the same */
     return status;

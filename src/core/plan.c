@@ -23,8 +23,9 @@ quern_status quern_plan_create(quern_context *ctx, quern_operation operation, co
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "plan is NULL: a place for the plan is needed");
     for (size_t i = 0; quern_families[i] != NULL; i++) {
         const op_family *family = quern_families[i];
+        if (operation < family->first || (int64_t)operation - family->first >= family->operation_count)
+            continue;
         const int32_t at = (int32_t)operation - (int32_t)family->first;
-        if (at < 0 || at >= family->operation_count) continue;
         op_call *call = malloc(family->call_size);
         if (call == NULL)
             return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a plan of %zu bytes", family->call_size);

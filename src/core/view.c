@@ -133,15 +133,34 @@ static bool overlaps_itself(const quern_tensor *t)
     return false;
 }
 
+static quern_status refuse_extent(const char *name, const quern_tensor *t, int32_t dim)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: 0 or more is accepted", name, dim,
+                     (long long)t->shape[dim]);
+}
+
+quern_status view_check_extents(const char *name, const quern_tensor *t)
+{
+    static const int64_t most = (int64_t)1 << 62; /* twice an extent is a number, too: codes hold two */
+    int64_t bytes = (int64_t)quern_dtype_size(t->dtype);
+    if (bytes == 0) bytes = 1;
+    for (int32_t i = 0; i < t->ndim && t->ndim <= QUERN_MAX_DIMS; i++) {
+        if (t->shape[i] < 0) return refuse_extent(name, t, i);
+        if (__builtin_mul_overflow(bytes, t->shape[i] > 0 ? t->shape[i] : 1, &bytes) || bytes >= most)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "%s.shape[%d] is %lld: the extents overflow, fewer than 2^62 bytes are accepted",
+                             name, i, (long long)t->shape[i]);
+    }
+    return QUERN_OK;
+}
+
 static quern_status check_shape(const view_want *want, const quern_tensor *t)
 {
     if (t->ndim != want->ndim)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", want->name,
                          t->ndim, want->ndim);
     for (int32_t i = 0; i < t->ndim; i++) {
-        if (t->shape[i] < 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: 0 or more is accepted",
-                             want->name, i, (long long)t->shape[i]);
+        if (t->shape[i] < 0) return refuse_extent(want->name, t, i);
         if (want->shape != NULL && t->shape[i] != want->shape[i])
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: %lld is accepted", want->name,
                              i, (long long)t->shape[i], (long long)want->shape[i]);
@@ -153,16 +172,16 @@ static quern_status check_shape(const view_want *want, const quern_tensor *t)
 static quern_status check_data(const view_want *want, const quern_tensor *t, const view_span *s)
 {
     const size_t size = quern_dtype_size(t->dtype);
-    int64_t end;
+    const uintptr_t at = (uintptr_t)t->data;
+    uintptr_t end; /* user space ends below 2^63 */
     if (t->data == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is NULL: memory is needed for its elements",
                          want->name);
-    if ((uintptr_t)t->data % size != 0)
+    if (at % size != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "%s.data is %p: a multiple of the element's %zu bytes is accepted", want->name,
                          t->data, size);
-    if (__builtin_add_overflow((int64_t)(intptr_t)t->data, s->high, &end) ||
-        __builtin_add_overflow((int64_t)(intptr_t)t->data, s->low, &end))
+    if (at < magnitude(s->low) || __builtin_add_overflow(at, (uintptr_t)s->high, &end) || end > INTPTR_MAX)
         return error_set(
             QUERN_ERR_INVALID_ARGUMENT,
             "%s: its strides reach past the address space from %p: memory for every element is accepted",
@@ -182,7 +201,7 @@ quern_status view_check_one(const view_want *want, const quern_tensor *t, const 
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "%s is on device %d:%d: all tensors of a call share one device, here %d:%d", name,
                          (int)t->device, t->device_id, (int)like->device, like->device_id);
-    if ((unsigned)t->dtype >= 32 || !(want->dtypes & 1u << t->dtype))
+    if ((want->dtypes & view_dtype_bit(t->dtype)) == 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype %s: %s is accepted", name,
                          quern_dtype_name(t->dtype), dtype_list(want->dtypes, text));
     const quern_status status = check_shape(want, t);
@@ -243,19 +262,20 @@ bool view_share_memory(const quern_tensor *a, const view_span *a_span, const que
                        const view_span *b_span)
 {
     if (a_span->high == 0 || b_span->high == 0) return false;
-    const intptr_t pa = (intptr_t)a->data, pb = (intptr_t)b->data;
-    if (pa + a_span->high <= pb + b_span->low || pb + b_span->high <= pa + a_span->low) return false;
+    const uintptr_t pa = (uintptr_t)a->data, pb = (uintptr_t)b->data;
+    if (pa + (uintptr_t)a_span->high <= pb + (uintptr_t)b_span->low ||
+        pb + (uintptr_t)b_span->high <= pa + (uintptr_t)a_span->low)
+        return false;
     /* Views of one buffer may interleave without meeting (the gradients of a fused QKV tensor): with equal
      * positive strides that is decided exactly, otherwise meeting ranges count as shared. */
-    const int64_t size = (int64_t)quern_dtype_size(a->dtype);
-    if (a->dtype != b->dtype || a->ndim != b->ndim || (pb - pa) % size != 0 || overlaps_itself(a))
-        return true;
+    const int64_t size = (int64_t)quern_dtype_size(a->dtype), apart = (int64_t)(pb - pa);
+    if (a->dtype != b->dtype || a->ndim != b->ndim || apart % size != 0 || overlaps_itself(a)) return true;
     quern_tensor both = *a;
     for (int32_t i = 0; i < a->ndim; i++) {
         if (b->shape[i] > both.shape[i]) both.shape[i] = b->shape[i];
         if (both.shape[i] > 1 && (a->strides[i] != b->strides[i] || a->strides[i] <= 0)) return true;
     }
-    return reachable(&both, (pb - pa) / size, 0);
+    return reachable(&both, apart / size, 0);
 }
 
 quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *name, int64_t total)

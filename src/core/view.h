@@ -20,6 +20,12 @@ enum {
     VIEW_U8 = 1 << QUERN_U8
 };
 
+/* A dtype in such a set; 0: it is none. */
+static inline uint32_t view_dtype_bit(quern_dtype dtype)
+{
+    return (unsigned)dtype < 32 ? 1u << (unsigned)dtype : 0;
+}
+
 /* What is wanted of one tensor. */
 typedef struct view_want {
     const char *name;
@@ -38,6 +44,9 @@ typedef struct view_span {
 /* Checks one tensor; the device as of `like` (NULL: any). *span is set. */
 quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
                             view_span *span);
+/* Refuses extents that are negative, or too large to calculate with, before anything is derived from them.
+ * (Of another ndim than 0 to QUERN_MAX_DIMS it says nothing.) */
+quern_status view_check_extents(const char *name, const quern_tensor *t);
 /* Whether two tensors that were checked have an element in common. */
 bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b,
                        const view_span *b_span);

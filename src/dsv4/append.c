@@ -118,7 +118,7 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
     if (!csa && t->prev_b != NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "prev_b is given: HCA has no series b");
     const quern_tensor *like = project ? t->x : t->proj;
-    const uint32_t act = VIEW_ACTIVATION & 1u << (unsigned)like->dtype, weight = act | VIEW_F32;
+    const uint32_t act = VIEW_ACTIVATION & view_dtype_bit(like->dtype), weight = act | VIEW_F32;
     const int64_t in = project && t->x->ndim == 2 ? t->x->shape[1] : VIEW_ANY;
     if (codes && in % QUANTISE_BLOCK != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,

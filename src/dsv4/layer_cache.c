@@ -60,7 +60,7 @@ static quern_status check_params(quern_dsv4_layer_cache_params *p)
             layer_in_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);
         if (status != QUERN_OK) return status;
     }
-    if ((unsigned)p->dtype > QUERN_BF16 || (VIEW_ACTIVATION & 1u << p->dtype) == 0)
+    if ((VIEW_ACTIVATION & view_dtype_bit(p->dtype)) == 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "dtype is %s: f32, f16 and bf16 are accepted",
                          quern_dtype_name(p->dtype));
     if (p->format != QUERN_DSV4_ROWS && (p->format != QUERN_DSV4_ROW584 || p->dim != DIM_MOST))

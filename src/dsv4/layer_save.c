@@ -102,10 +102,10 @@ quern_status quern_dsv4_layer_cache_save(const quern_dsv4_layer_cache *cache, in
 static bool is_sound(const quern_dsv4_layer_cache *cache, const saved_header *h)
 {
     const int64_t window = cache->params.window - 1, least = h->tokens < window ? h->tokens : window;
+    if (h->tokens < 0 || h->raw < least || h->raw > h->tokens || h->raw > window + cache->params.ring)
+        return false;
     const int64_t spare = h->raw == h->tokens ? h->tokens : h->raw - window;
-    return h->tokens >= 0 && h->raw >= least && h->raw <= h->tokens &&
-           h->raw <= window + cache->params.ring && h->held >= 0 && h->held <= cache->params.ring &&
-           h->held <= spare;
+    return h->held >= 0 && h->held <= cache->params.ring && h->held <= spare;
 }
 
 static quern_status check_header(const quern_dsv4_layer_cache *cache, const saved_header *h)

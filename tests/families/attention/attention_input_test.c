@@ -224,6 +224,15 @@ static void huge_negative_stride(bad_call *b)
 {
     b->c.v.view.strides[1] = INT64_MIN;
 }
+static void below_zero(bad_call *b)
+{
+    b->c.q.view.strides[0] = -((int64_t)1 << 60);
+}
+static void past_the_top(bad_call *b)
+{
+    b->c.q.view.strides[0] = (int64_t)1 << 60;
+    b->c.q.view.data = (void *)(UINTPTR_MAX - 4095);
+}
 static void inner_stride(bad_call *b)
 {
     b->c.v.view.strides[3] = 2;
@@ -377,6 +386,8 @@ static const mistake mistakes[] = {
     CALL("d_k meets d_v", d_k_is_d_v, BACKWARD, "d_", "shares memory with d_"),
     CALL("d_q is d_o", d_q_is_d_o, BACKWARD, "d_q shares memory with d_o"),
     CALL("lse inside o", lse_in_o, FORWARD, "lse", "shares memory"),
+    CALL("q reaches below address 0", below_zero, BOTH, "q: its strides reach past the address space"),
+    CALL("q reaches past the top", past_the_top, BOTH, "q: its strides reach past the address space"),
     CALL("unaligned elements", unaligned, BOTH, "k.data", "multiple", "4"),
     {"workspace a byte too small",
      small_workspace,
