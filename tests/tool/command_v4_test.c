@@ -194,6 +194,11 @@ static void caches(void **state)
     expect(3, "run v4-attention $DIR/core $DIR/none --format row584 --without dO", "32 channels");
     expect(3, "run v4-attention $DIR/core $DIR/none --page 16", "the backward takes rows and 0");
     expect(3, "run v4-attention $DIR/core $DIR/none --page -1 --without dO", "0 or more");
+    expect(3, "run v4-attention $DIR/core $DIR/none --page 4611686018427387904 --without dO",
+           "--page 4611686018427387904: 0 to 65536 slots are accepted");
+    expect(3,
+           "run v4-attention $DIR/core $DIR/none --page 16 --start-abs-pos 9223372036854775807 --without dO",
+           "start_abs_pos is 9223372036854775807");
 }
 
 static void mistakes_are_reported(void **state)
@@ -237,6 +242,7 @@ static void benches_of_caches(void **state)
     expect(3, BENCH "--width 64 --format row584", "format row584 takes 512");
     expect(2, BENCH "--format bf16 --backward", "without --backward");
     expect(2, BENCH "--page -1", "pages of 0 or more");
+    expect(3, BENCH "--format f32 --page 4611686018427387904", "0 to 65536 slots are accepted");
     expect(2, BENCH "--format fp4", "f32, bf16 and row584");
     expect(2, "bench v4-index" SMALL "--format row584", "f32, bf16, fp8, fp8-power and fp4");
     expect(3, "bench v4-index" SMALL "--width 48 --format fp4", "multiples of 32");

@@ -41,10 +41,14 @@ void row_cache_free(row_cache *c)
     free(c->memory), free(c->named), free(c->slots), free(c->workspace);
 }
 
-/* Makes a cache for rows of [B, n, D]; row i of a sequence has position first + i. The table names pages in
- * falling order. */
+enum { PAGE_MOST = 65536 }; /* what the calls accept */
+
+/* Makes a cache for rows of [B, n, D]; row i of a sequence has position first + i, below 2^32. The table
+ * names pages in falling order. */
 static int make_empty(const quern_tensor *from, int64_t first, int format, int64_t page, row_cache *c)
 {
+    if (page < 0 || page > PAGE_MOST)
+        return fail(EXIT_INPUT, "--page %lld: 0 to %d slots are accepted", (long long)page, PAGE_MOST);
     const bool bytes = row_cache_format(format) != QUERN_DSV4_ROWS;
     const int64_t batch = from->shape[0], n = from->shape[1], dim = from->shape[2];
     const int64_t columns = page > 0 ? (first + n + page - 1) / page : 0,

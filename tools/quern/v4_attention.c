@@ -39,6 +39,8 @@ static int check_rows(const job *j, const quern_tensor *q, const quern_tensor *k
                   chosen = tensor_named(j->op, "idx");
     const int64_t ratio = p.ratio > 0 ? p.ratio : j->tensors.t[chosen] != NULL ? 4 : 128;
     *start = p.start_abs_pos >= 0 ? p.start_abs_pos : kv->shape[1] - queries;
+    if (*start > INT32_MAX)
+        return fail(EXIT_INPUT, "start_abs_pos is %lld: -1 to %d is accepted", (long long)*start, INT32_MAX);
     const int64_t first = *start + queries - kv->shape[1],
                   oldest = *start >= window ? *start - window + 1 : 0;
     if (*start < 0 || first < 0 || first > oldest)
