@@ -5,6 +5,7 @@
 #include "core/float_state.h"
 #include "core/half.h"
 #include "core/op.h"
+#include "core/view.h"
 #include "dsv4/dsv4.h"
 
 #include <math.h>
@@ -33,7 +34,13 @@ static quern_status check_matrix(const char *name, const quern_tensor *t, int64_
         (t->data == NULL || (uintptr_t)t->data % quern_dtype_size(t->dtype) != 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is %p: memory aligned to %zu bytes is accepted",
                          name, t->data, quern_dtype_size(t->dtype));
-    return QUERN_OK;
+    return view_check_extents(name, t);
+}
+
+/* A matrix that check_matrix() accepted, for view_check_all(): none that is written shares memory. */
+static view_rule rule_of(const char *name, const quern_tensor *t, bool output)
+{
+    return (view_rule){name, t, VIEW_ACTIVATION, 2, {VIEW_ANY, VIEW_ANY}, true, output};
 }
 
 static float get(const quern_tensor *t, int64_t row, int64_t column)
@@ -87,6 +94,8 @@ quern_status quern_dsv4_rope_table(const quern_dsv4_rope_params *params, const q
     quern_dsv4_rope_params p = QUERN_DSV4_ROPE_PARAMS_INIT;
     quern_status status = op_struct(&p, params, "params", "QUERN_DSV4_ROPE_PARAMS_INIT");
     if (status != QUERN_OK || (status = check_matrix("table", table, -1, -1)) != QUERN_OK) return status;
+    const view_rule rule = rule_of("table", table, true);
+    if ((status = view_check_all(&rule, 1, NULL, true)) != QUERN_OK) return status;
     const int64_t dim = table->shape[1];
     if (dim % 2 != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "table.shape[1] is %lld: an even number is accepted",
@@ -127,7 +136,7 @@ static quern_status refuse_b(const char *name)
 static void copy_block(const quern_tensor *to, int64_t first, const quern_tensor *from, int64_t from_first,
                        int64_t columns, bool transposed)
 {
-    for (int64_t i = 0; i < to->shape[0]; i++)
+    for (int64_t i = 0; columns > 0 && i < to->shape[0]; i++)
         for (int64_t j = 0; j < columns; j++)
             set(to, i, first + j, transposed ? get(from, from_first + j, i) : get(from, i, from_first + j));
 }
@@ -151,7 +160,11 @@ quern_status quern_dsv4_pack_weights(quern_dsv4_kind kind, const quern_tensor *w
     }
     for (int i = count; i < 4; i++)
         if (parts[i] != NULL) return refuse_b(names[i]);
-    if ((status = check_matrix("w", w, w_a_kv->shape[0], count * w_a_kv->shape[1])) != QUERN_OK)
+    const view_rule rules[] = {rule_of("w_a_kv", w_a_kv, false), rule_of("w_a_z", w_a_z, false),
+                               rule_of("w_b_kv", w_b_kv, false), rule_of("w_b_z", w_b_z, false),
+                               rule_of("w", w, true)};
+    if ((status = check_matrix("w", w, w_a_kv->shape[0], count * w_a_kv->shape[1])) != QUERN_OK ||
+        (status = view_check_all(rules, 5, NULL, true)) != QUERN_OK)
         return status;
     for (int i = 0; i < count; i++) copy_block(w, i * w_a_kv->shape[1], parts[i], 0, w_a_kv->shape[1], false);
     return QUERN_OK;
@@ -179,6 +192,10 @@ quern_status quern_dsv4_pack_checkpoint(quern_dsv4_kind kind, const quern_tensor
         return status;
     if (series == 1 && b_b != NULL) return refuse_b("b_b");
     if (series == 2 && (status = check_matrix("b_b", b_b, r, width)) != QUERN_OK) return status;
+    const view_rule rules[] = {rule_of("wkv", wkv, false), rule_of("wgate", wgate, false),
+                               rule_of("ape", ape, false), rule_of("w", w, true),
+                               rule_of("b_a", b_a, true),  rule_of("b_b", b_b, true)};
+    if ((status = view_check_all(rules, 6, NULL, true)) != QUERN_OK) return status;
     for (int64_t s = 0; s < series; s++) { /* s = 0 is series a, the last rows of the checkpoint */
         const int64_t from = (series - 1 - s) * width;
         copy_block(w, 2 * s * width, wkv, from, width, true);

@@ -131,6 +131,11 @@ static void refusals(void **state)
     view = t.view;
     view.data = (char *)view.data + 1;
     refused(quern_dsv4_rope_table(&p, &view), "aligned to 4 bytes");
+    view = t.view;
+    view.strides[0] = 5;
+    refused(quern_dsv4_rope_table(&p, &view), "table: its strides let elements share memory");
+    view.strides[0] = INT64_MAX;
+    refused(quern_dsv4_rope_table(&p, &view), "table: shape times strides overflows");
     p.base = NAN;
     refused(quern_dsv4_rope_table(&p, &t.view), "base is nan");
     p.base = 100;
@@ -144,6 +149,14 @@ static void refusals(void **state)
     view.dtype = QUERN_BF16;
     refused(quern_dsv4_pack_weights(QUERN_DSV4_HCA, &t.view, &view, NULL, NULL, &w.view),
             "w_a_z has dtype bf16: f32, as w_a_kv");
+    view = w.view;
+    view.strides[0] = 3;
+    refused(quern_dsv4_pack_weights(QUERN_DSV4_HCA, &t.view, &t.view, NULL, NULL, &view),
+            "w: its strides let elements share memory");
+    view = w.view;
+    view.shape[1] = 6;
+    refused(quern_dsv4_pack_weights(QUERN_DSV4_HCA, &t.view, &view, NULL, NULL, &w.view),
+            "w shares memory with w_a_z");
     test_tensor_check_unchanged(&w, "w of a refused call");
     test_tensor_free(&t), test_tensor_free(&w);
 }
