@@ -86,7 +86,8 @@ QUERN_API quern_status quern_op_get(const quern_op *op, quern_op_info *info);
 QUERN_API quern_status quern_op_get_tensors(const quern_op *op, quern_op_tensor *tensors);
 QUERN_API quern_status quern_op_get_params(const quern_op *op, quern_op_param *params);
 
-/* The name of a tensor in files, with these parameters; NULL where there is no such tensor. */
+/* The name of a tensor in files, with these parameters (NULL: the usual one); NULL where there is no such
+ * tensor. */
 QUERN_API const char *quern_op_tensor_name(const quern_op *op, const void *params, int32_t tensor);
 
 /* ---- parameters ---- */

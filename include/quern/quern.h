@@ -182,7 +182,7 @@ typedef struct quern_context_params {
 QUERN_API quern_status quern_context_create(const quern_context_params *params, quern_context **ctx);
 /* Frees the context; NULL is allowed. */
 QUERN_API void quern_context_destroy(quern_context *ctx);
-/* What the context computes with: both resolved, never 0 or AUTO. ctx may not be NULL. */
+/* What the context computes with: both resolved, never 0 or AUTO. (Of NULL: 0, AUTO.) */
 QUERN_API int32_t quern_context_threads(const quern_context *ctx);
 QUERN_API quern_cpu_level quern_context_cpu_level(const quern_context *ctx);
 /* "auto", "portable", "avx2", "avx512", "avx512bf16"; "?" for an unknown level. Static storage. */

@@ -34,7 +34,7 @@ QUERN_API quern_status quern_safetensors_open_bytes(const void *bytes, size_t si
 QUERN_API void quern_safetensors_close(quern_safetensors *file);
 
 /* Number of tensors, and the name of one in the order of their data; NULL past the end. The string
- * belongs to the file. */
+ * belongs to the file. (Here and below a `file` of NULL has no tensors and no metadata.) */
 QUERN_API size_t quern_safetensors_count(const quern_safetensors *file);
 QUERN_API const char *quern_safetensors_name(const quern_safetensors *file, size_t index);
 /* True if a tensor of this name is in the file. */

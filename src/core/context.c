@@ -102,12 +102,12 @@ void quern_context_destroy(quern_context *ctx)
 
 int32_t quern_context_threads(const quern_context *ctx)
 {
-    return ctx->threads;
+    return ctx != NULL ? ctx->threads : 0;
 }
 
 quern_cpu_level quern_context_cpu_level(const quern_context *ctx)
 {
-    return ctx->cpu_level;
+    return ctx != NULL ? ctx->cpu_level : QUERN_CPU_LEVEL_AUTO;
 }
 
 const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id, void *stream,

@@ -11,6 +11,9 @@ const op_family *op_family_of(const quern_op *op);
 /* The same with an error. */
 quern_status op_need(const quern_op *op, const op_family **family);
 
+/* An error where p, an argument of that name, is NULL. */
+quern_status op_need_pointer(const void *p, const char *name);
+
 /* A parameter other than a float, as a number. */
 int64_t op_param_value(const op_param *p, const void *params);
 void op_param_store(const op_param *p, void *params, int64_t value);

@@ -26,6 +26,12 @@ quern_status op_need(const quern_op *op, const op_family **family)
                : error_set(QUERN_ERR_INVALID_ARGUMENT, "op is no operation: quern_op_named() finds one");
 }
 
+quern_status op_need_pointer(const void *p, const char *name)
+{
+    return p != NULL ? QUERN_OK
+                     : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", name);
+}
+
 const quern_op *quern_op_at(size_t i)
 {
     for (size_t f = 0; quern_families[f] != NULL; f++) {
@@ -62,7 +68,8 @@ static const op_rename *renamed_when(const quern_op *op, const char *field)
 quern_status quern_op_get(const quern_op *op, quern_op_info *info)
 {
     const op_family *family;
-    const quern_status status = op_need(op, &family);
+    quern_status status = op_need(op, &family);
+    if (status == QUERN_OK) status = op_need_pointer(info, "info");
     if (status != QUERN_OK) return status;
     *info = (quern_op_info){.name = op->name,
                             .help = op->help,
@@ -184,7 +191,8 @@ static void note_pass(op_call *call, const quern_op *op, quern_op_pass pass, que
 quern_status quern_op_get_tensors(const quern_op *op, quern_op_tensor *tensors)
 {
     const op_family *family;
-    const quern_status status = op_need(op, &family);
+    quern_status status = op_need(op, &family);
+    if (status == QUERN_OK) status = op_need_pointer(tensors, "tensors");
     if (status != QUERN_OK) return status;
     op_call *call = calloc(1, family->call_size);
     if (call == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory to look at %s", op->name);
@@ -217,7 +225,7 @@ const char *quern_op_tensor_name(const quern_op *op, const void *params, int32_t
     if (family == NULL || tensor < 0 || tensor >= family->tensor_count) return NULL;
     const op_tensor *t = &family->tensors[tensor];
     const op_rename *other = renamed_when(op, t->field);
-    for (int32_t i = 0; other != NULL && i < family->param_count; i++)
+    for (int32_t i = 0; params != NULL && other != NULL && i < family->param_count; i++)
         if (strcmp(family->params[i].field, other->when) == 0 &&
             op_param_value(&family->params[i], params) != 0)
             return other->name;
@@ -253,7 +261,8 @@ quern_status quern_op_get_params(const quern_op *op, quern_op_param *params)
 {
     const op_family *family;
     char defaults[QUERN_OP_PARAMS_BYTES];
-    const quern_status status = op_need(op, &family);
+    quern_status status = op_need(op, &family);
+    if (status == QUERN_OK) status = op_need_pointer(params, "params");
     if (status != QUERN_OK) return status;
     quern_op_defaults(op, defaults);
     for (int32_t i = 0; i < family->param_count; i++) {

@@ -20,7 +20,7 @@ int64_t op_param_value(const op_param *p, const void *params)
     uint32_t set = 0;
     switch (p->kind) {
     case OP_INTEGER: memcpy(&whole, at, sizeof whole); return whole;
-    case OP_FLAG: return *(const bool *)at;
+    case OP_FLAG: return *(const unsigned char *)at; /* a caller may have set other bits */
     case OP_CHOICE: memcpy(&choice, at, sizeof choice); return choice;
     case OP_SET: memcpy(&set, at, sizeof set); return set;
     default: return 0;
@@ -102,7 +102,10 @@ quern_status quern_op_set(const quern_op *op, void *params, const char *name, co
 {
     const op_family *family;
     quern_status status = op_need(op, &family);
-    if (status != QUERN_OK) return status;
+    if (status != QUERN_OK || (status = op_need_pointer(params, "params")) != QUERN_OK ||
+        (status = op_need_pointer(name, "name")) != QUERN_OK ||
+        (status = op_need_pointer(text, "text")) != QUERN_OK)
+        return status;
     const op_param *p = param_named(family, op, name);
     if (p == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no parameter '%s'", op->name, TEXT_NAME(name));
@@ -135,8 +138,10 @@ static void set_text(const op_param *p, int64_t value, char *text, size_t bytes)
 quern_status quern_op_text(const quern_op *op, const void *params, int32_t param, char *text, size_t bytes)
 {
     const op_family *family;
-    const quern_status status = op_need(op, &family);
-    if (status != QUERN_OK) return status;
+    quern_status status = op_need(op, &family);
+    if (status != QUERN_OK || (status = op_need_pointer(params, "params")) != QUERN_OK ||
+        (status = op_need_pointer(text, "text")) != QUERN_OK)
+        return status;
     if (param < 0 || param >= family->param_count)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "param is %d: 0 to %d is accepted", param,
                          family->param_count - 1);
@@ -147,7 +152,10 @@ quern_status quern_op_text(const quern_op *op, const void *params, int32_t param
     switch (p->kind) {
     case OP_INTEGER: snprintf(text, bytes, "%" PRId64, value); break;
     case OP_FLAG:
-        snprintf(text, bytes, "%s", p->choices != NULL ? p->choices[value] : value ? "true" : "false");
+        snprintf(text, bytes, "%s",
+                 p->choices != NULL ? p->choices[value != 0]
+                 : value != 0       ? "true"
+                                    : "false");
         break;
     case OP_CHOICE:
         if (value >= 0 && value <= p->most) snprintf(text, bytes, "%s", p->choices[value]);
@@ -164,8 +172,8 @@ quern_status quern_op_text(const quern_op *op, const void *params, int32_t param
 quern_status quern_op_defaults(const quern_op *op, void *params)
 {
     const op_family *family;
-    const quern_status status = op_need(op, &family);
-    if (status != QUERN_OK) return status;
+    quern_status status = op_need(op, &family);
+    if (status != QUERN_OK || (status = op_need_pointer(params, "params")) != QUERN_OK) return status;
     size_t size;
     memcpy(&size, family->defaults, sizeof size);
     memcpy(params, family->defaults, size);
@@ -176,8 +184,10 @@ quern_status quern_op_defaults(const quern_op *op, void *params)
 quern_status quern_op_preset(const quern_op *op, void *params, const char *preset)
 {
     const op_family *family;
-    const quern_status status = op_need(op, &family);
-    if (status != QUERN_OK) return status;
+    quern_status status = op_need(op, &family);
+    if (status != QUERN_OK || (status = op_need_pointer(params, "params")) != QUERN_OK ||
+        (status = op_need_pointer(preset, "preset")) != QUERN_OK)
+        return status;
     if (family->preset == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': %s has none", TEXT_NAME(preset), op->name);
     (void)quern_op_defaults(op, params);

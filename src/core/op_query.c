@@ -43,7 +43,8 @@ quern_status quern_op_roles(const quern_op *op, quern_op_pass pass, const void *
                             quern_op_role *roles)
 {
     query q;
-    const quern_status status = open_query(op, pass, params, tensors, &q);
+    quern_status status = open_query(op, pass, params, tensors, &q);
+    if (status == QUERN_OK) status = op_need_pointer(roles, "roles");
     for (int32_t i = 0; status == QUERN_OK && i < q.call->family->tensor_count; i++)
         roles[i] = (quern_op_role)q.call->role[i];
     free(q.call);
@@ -80,6 +81,7 @@ quern_status quern_op_expect(const quern_op *op, quern_op_pass pass, const void 
     DEFAULT_FLOAT_STATE;
     query q;
     quern_status status = open_query(op, pass, params, tensors, &q);
+    if (status == QUERN_OK) status = op_need_pointer(expected, "expected");
     if (status == QUERN_OK && asked != NULL) memcpy(q.call->asked, asked, sizeof q.call->asked);
     if (status == QUERN_OK) {
         q.call->contents = true;
@@ -106,6 +108,8 @@ quern_status quern_op_extent(const quern_op *op, const void *params, const void 
     DEFAULT_FLOAT_STATE;
     query q;
     quern_status status = open_query(op, QUERN_OP_FORWARD, params, tensors, &q);
+    if (status == QUERN_OK) status = op_need_pointer(name, "name");
+    if (status == QUERN_OK) status = op_need_pointer(extent, "extent");
     if (status == QUERN_OK) status = op_derive(q.call);
     if (status == QUERN_OK) {
         int32_t i = 1;
@@ -123,6 +127,10 @@ quern_status quern_op_complete(const quern_op *op, const void *params, const voi
 {
     query q;
     quern_status status = open_query(op, QUERN_OP_FORWARD, params, tensors, &q);
+    if (status == QUERN_OK) status = op_need_pointer(data, "data");
+    if (status == QUERN_OK && (tensor < 0 || tensor >= q.call->family->tensor_count))
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor is %d: 0 to %d is accepted", tensor,
+                           q.call->family->tensor_count - 1);
     if (status == QUERN_OK)
         status = q.call->family->complete != NULL
                      ? q.call->family->complete(q.call, tensor, data)
@@ -136,7 +144,7 @@ quern_status quern_op_follow(const quern_op *op, void *params, const void *tenso
     const op_family *family;
     op_tensors own = {0};
     quern_status status = op_need(op, &family);
-    if (status != QUERN_OK) return status;
+    if (status != QUERN_OK || (status = op_need_pointer(params, "params")) != QUERN_OK) return status;
     own.size = sizeof own.size + (size_t)family->tensor_count * sizeof(void *);
     if ((status = op_struct(&own, tensors, "tensors", family->tensors_init)) != QUERN_OK) return status;
     for (int32_t m = 0; m < family->mode_count; m++) {

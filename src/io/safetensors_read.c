@@ -403,12 +403,12 @@ void quern_safetensors_close(quern_safetensors *file)
 
 size_t quern_safetensors_count(const quern_safetensors *file)
 {
-    return file->count;
+    return file != NULL ? file->count : 0;
 }
 
 const char *quern_safetensors_name(const quern_safetensors *file, size_t index)
 {
-    return index < file->count ? file->entries[index].name : NULL;
+    return file != NULL && index < file->count ? file->entries[index].name : NULL;
 }
 
 static const named *find(const named *names, size_t count, const char *name)
@@ -417,13 +417,19 @@ static const named *find(const named *names, size_t count, const char *name)
     return name != NULL ? bsearch(&key, names, count, sizeof *names, by_name) : NULL;
 }
 
-bool quern_safetensors_has(const quern_safetensors *file, const char *name)
+static const named *find_tensor(const quern_safetensors *file, const char *name)
 {
-    return find(file->by_name, file->count, name) != NULL;
+    return file != NULL ? find(file->by_name, file->count, name) : NULL;
 }
 
-static quern_status no_tensor(const char *name)
+bool quern_safetensors_has(const quern_safetensors *file, const char *name)
 {
+    return find_tensor(file, name) != NULL;
+}
+
+static quern_status no_tensor(const quern_safetensors *file, const char *name)
+{
+    if (file == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "file is NULL: an open file is needed");
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name",
                      TEXT_NAME(name != NULL ? name : "(NULL)"));
 }
@@ -454,8 +460,10 @@ static quern_status aligned_data(const quern_safetensors *file, entry *e, void *
 
 quern_status quern_safetensors_get(const quern_safetensors *file, const char *name, quern_tensor *view)
 {
-    const named *found = find(file->by_name, file->count, name);
-    if (found == NULL) return no_tensor(name);
+    const named *found = find_tensor(file, name);
+    if (found == NULL) return no_tensor(file, name);
+    if (view == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "view is NULL: a place for the view is needed");
     entry *e = &file->entries[found->index];
     if (e->dtype->ours < 0)
         return error_set(
@@ -483,12 +491,12 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
 quern_status quern_safetensors_bytes(const quern_safetensors *file, const char *name,
                                      quern_safetensors_data *data)
 {
-    const named *found = find(file->by_name, file->count, name);
+    const named *found = find_tensor(file, name);
     if (data == NULL || data->size < sizeof *data)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "data is NULL or smaller than quern_safetensors_data: QUERN_SAFETENSORS_DATA_INIT "
                          "sets its size");
-    if (found == NULL) return no_tensor(name);
+    if (found == NULL) return no_tensor(file, name);
     const entry *e = &file->entries[found->index];
     data->dtype = e->dtype->name;
     data->bytes = (size_t)(e->end - e->begin);
@@ -500,16 +508,16 @@ quern_status quern_safetensors_bytes(const quern_safetensors *file, const char *
 
 size_t quern_safetensors_metadata_count(const quern_safetensors *file)
 {
-    return file->pair_count;
+    return file != NULL ? file->pair_count : 0;
 }
 
 const char *quern_safetensors_metadata_key(const quern_safetensors *file, size_t index)
 {
-    return index < file->pair_count ? file->pairs[index].key : NULL;
+    return file != NULL && index < file->pair_count ? file->pairs[index].key : NULL;
 }
 
 const char *quern_safetensors_metadata(const quern_safetensors *file, const char *key)
 {
-    const named *found = find(file->by_key, file->pair_count, key);
+    const named *found = file != NULL ? find(file->by_key, file->pair_count, key) : NULL;
     return found != NULL ? file->pairs[found->index].value : NULL;
 }

@@ -288,7 +288,8 @@ static quern_status check_entries(const op_call *call, const int32_t *tokens, co
 static quern_status complete(const op_call *call, int32_t tensor, int32_t *data)
 {
     const quern_tensor *cu = call->given[T(cu_seqlens)];
-    if (tensor != T(cu_seqlens_cmp) || cu == NULL || cu->dtype != QUERN_I32 || cu->ndim != 1)
+    if (tensor != T(cu_seqlens_cmp) || cu == NULL || cu->data == NULL || cu->dtype != QUERN_I32 ||
+        cu->ndim != 1)
         return error_set(QUERN_ERR_UNSUPPORTED, "%s does not follow from cu_seqlens", tensors[tensor].field);
     const int32_t *starts = cu->data;
     int64_t sum = 0;
