@@ -46,51 +46,52 @@
 #include "stages/swizzle.h"
 #include "stages/widen_blocks.h"
 
-/* F(stage, NAME): a row of the table, whose arguments are NAME_args. */
-#define BACKEND_STAGES(F)                                                                                    \
-    F(attend_forward, attend)                                                                                \
-    F(attend_backward, attend)                                                                               \
-    F(compress_forward, compress)                                                                            \
-    F(compress_backward, compress)                                                                           \
-    F(select, select)                                                                                        \
-    F(gate_forward, gate)                                                                                    \
-    F(gate_backward, gate)                                                                                   \
-    F(convert, convert)                                                                                      \
-    F(rowdot, rowdot)                                                                                        \
-    F(list_convert, list_convert)                                                                            \
-    F(validate_lists, validate_lists)                                                                        \
-    F(attend_gate_forward, attend_gate) /* optional */                                                       \
-    F(quantise, quantise)                                                                                    \
-    F(dequantise, dequantise)                                                                                \
-    F(fused_quantise, fused_quantise)                                                                        \
-    F(from_mxfp4, from_mxfp4)                                                                                \
-    F(swizzle, swizzle)                                                                                      \
-    F(interleave, interleave)                                                                                \
-    F(prepack, prepack)                                                                                      \
-    F(grouped_gemm, grouped_gemm)                                                                            \
-    F(grouped_gemm_backward, grouped_gemm)                                                                   \
-    F(grouped_dense, grouped_dense)                                                                          \
-    F(permute, permute)                                                                                      \
-    F(combine, combine)                                                                                      \
-    F(swiglu_forward, swiglu)                                                                                \
-    F(swiglu_backward, swiglu)                                                                               \
-    F(expert_sums, expert_sums)                                                                              \
-    F(route_forward, route)                                                                                  \
-    F(route_backward, route)                                                                                 \
-    F(gemm, gemm)                                                                                            \
-    F(pool_forward, pool)                                                                                    \
-    F(pool_backward, pool)                                                                                   \
-    F(pool_append, pool_append)                                                                              \
-    F(indexer, indexer)                                                                                      \
-    F(attend_mqa_forward, attend_mqa)                                                                        \
-    F(attend_mqa_backward, attend_mqa)                                                                       \
-    F(store_rows, store_rows)                                                                                \
-    F(widen_blocks, widen_blocks)                                                                            \
-    F(norm_rope_forward, norm_rope)                                                                          \
-    F(norm_rope_backward, norm_rope)                                                                         \
-    F(cache_copy, cache_copy)                                                                                \
-    F(decode, decode)                                                                                        \
-    F(nsa_decode, nsa_decode)
+/* FORWARD(stage, NAME) or BACKWARD(stage, NAME): a row of the table, whose arguments are NAME_args. A
+ * backward stage writes their gradients and reads their results. */
+#define BACKEND_STAGES(FORWARD, BACKWARD)                                                                    \
+    FORWARD(attend_forward, attend)                                                                          \
+    BACKWARD(attend_backward, attend)                                                                        \
+    FORWARD(compress_forward, compress)                                                                      \
+    BACKWARD(compress_backward, compress)                                                                    \
+    FORWARD(select, select)                                                                                  \
+    FORWARD(gate_forward, gate)                                                                              \
+    BACKWARD(gate_backward, gate)                                                                            \
+    FORWARD(convert, convert)                                                                                \
+    FORWARD(rowdot, rowdot)                                                                                  \
+    FORWARD(list_convert, list_convert)                                                                      \
+    FORWARD(validate_lists, validate_lists)                                                                  \
+    FORWARD(attend_gate_forward, attend_gate) /* optional */                                                 \
+    FORWARD(quantise, quantise)                                                                              \
+    FORWARD(dequantise, dequantise)                                                                          \
+    FORWARD(fused_quantise, fused_quantise)                                                                  \
+    FORWARD(from_mxfp4, from_mxfp4)                                                                          \
+    FORWARD(swizzle, swizzle)                                                                                \
+    FORWARD(interleave, interleave)                                                                          \
+    FORWARD(prepack, prepack)                                                                                \
+    FORWARD(grouped_gemm, grouped_gemm)                                                                      \
+    BACKWARD(grouped_gemm_backward, grouped_gemm)                                                            \
+    FORWARD(grouped_dense, grouped_dense)                                                                    \
+    FORWARD(permute, permute)                                                                                \
+    FORWARD(combine, combine)                                                                                \
+    FORWARD(swiglu_forward, swiglu)                                                                          \
+    BACKWARD(swiglu_backward, swiglu)                                                                        \
+    FORWARD(expert_sums, expert_sums)                                                                        \
+    FORWARD(route_forward, route)                                                                            \
+    BACKWARD(route_backward, route)                                                                          \
+    FORWARD(gemm, gemm)                                                                                      \
+    FORWARD(pool_forward, pool)                                                                              \
+    BACKWARD(pool_backward, pool)                                                                            \
+    FORWARD(pool_append, pool_append)                                                                        \
+    FORWARD(indexer, indexer)                                                                                \
+    FORWARD(attend_mqa_forward, attend_mqa)                                                                  \
+    BACKWARD(attend_mqa_backward, attend_mqa)                                                                \
+    FORWARD(store_rows, store_rows)                                                                          \
+    FORWARD(widen_blocks, widen_blocks)                                                                      \
+    FORWARD(norm_rope_forward, norm_rope)                                                                    \
+    BACKWARD(norm_rope_backward, norm_rope)                                                                  \
+    FORWARD(cache_copy, cache_copy)                                                                          \
+    FORWARD(decode, decode)                                                                                  \
+    FORWARD(nsa_decode, nsa_decode)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -160,7 +161,7 @@ typedef struct quern_backend {
      * resume(): the next stage waits for what these points say and for nothing else. */
     bool (*point)(const stage_exec *exec, backend_point *point);
     quern_status (*resume)(const stage_exec *exec, const backend_point *const *points, int32_t count);
-    BACKEND_STAGES(BACKEND_ROW)
+    BACKEND_STAGES(BACKEND_ROW, BACKEND_ROW)
 } quern_backend;
 
 extern const quern_backend quern_backend_cpu;

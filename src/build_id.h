@@ -30,13 +30,13 @@ __attribute__((noinline)) static uint64_t build_id_add(uint64_t hash, const char
 #define BUILD_ID_ARGS(name, NAME)                                                                            \
     {                                                                                                        \
         typedef name##_args fields_of;                                                                       \
-        NAME##_TENSORS(BUILD_ID_FIELD) NAME##_VALUES(BUILD_ID_FIELD)                                         \
+        NAME##_TENSORS(BUILD_ID_FIELD, BUILD_ID_FIELD, BUILD_ID_FIELD) NAME##_VALUES(BUILD_ID_FIELD)         \
     }
 
 static inline uint64_t build_id(void)
 {
     uint64_t h = 0xcbf29ce484222325u;
-    BACKEND_STAGES(BUILD_ID_ROW)
+    BACKEND_STAGES(BUILD_ID_ROW, BUILD_ID_ROW)
     h = build_id_add(h, "backend", 0, sizeof(quern_backend));
     BACKEND_ARGS(BUILD_ID_ARGS)
     {

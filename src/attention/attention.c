@@ -8,15 +8,7 @@
  */
 #include "attention/attention.h"
 
-#include "core/error.h"
-#include "core/view.h"
-
 #include <math.h>
-
-static bool is_backward(const op_call *call)
-{
-    return call->operation == ATTENTION_BACKWARD;
-}
 
 /* The attention stage's arguments. */
 static attend_args attend_of(const attention_call *c)
@@ -45,42 +37,21 @@ static attend_args attend_of(const attention_call *c)
     return a;
 }
 
-/* The backward's workspace: delta, then what the stages need, one after the other in the same place. */
-quern_status attention_plan(op_call *call)
+void attention_build(op_build *b)
 {
-    attention_call *c = (attention_call *)call;
-    const quern_backend *b = call->backend;
-    arena a = op_workspace();
-    char why[STAGE_WHY_BYTES] = "";
-    c->attend = attend_of(c);
-    c->lists = (validate_lists_args){.seqs = c->attend.seqs, .status = op_status_view(call)};
-    const attend_stage *stage = is_backward(call) ? &b->attend_backward : &b->attend_forward;
-    size_t bytes = 0;
-    if (is_backward(call)) {
-        const attend_args *attend = &c->attend;
-        const int64_t shape[] = {attend->q.shape[0], attend->q.shape[2], attend->q.shape[1]};
-        void *delta = arena_take(&a, (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float));
-        c->attend.delta = view_on(&call->like, delta, QUERN_F32, 3, shape);
-        c->rowdot = (rowdot_args){attend->seqs, attend->d_o, attend->o, attend->delta};
-        bytes = STAGE_WORKSPACE(b->rowdot, &call->exec, &c->rowdot);
+    attend_args attend = attend_of((const attention_call *)b->call);
+    validate_lists_args *lists = OP_ADD(b, validate_lists);
+    lists->seqs = attend.seqs;
+    lists->status = op_status_view(b->call);
+    op_when_asked(b);
+    if (b->call->operation == ATTENTION_FORWARD) {
+        *OP_ADD(b, attend_forward) = attend;
+        return;
     }
-    if (!STAGE_TAKES(*stage, &call->exec, &c->attend, why))
-        return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
-    const size_t most = STAGE_WORKSPACE(*stage, &call->exec, &c->attend);
-    c->scratch = arena_take(&a, most > bytes ? most : bytes);
-    op_workspace_end(call, &a);
-    return QUERN_OK;
-}
-
-quern_status attention_run(const op_call *call, const op_frame *frame)
-{
-    const attention_call *c = (const attention_call *)call;
-    quern_status status = QUERN_OK;
-    if (frame->asked) status = op_validate_lists(call, frame, &c->lists, NULL);
-    if (status == QUERN_OK && !is_backward(call))
-        return op_attend_forward(call, frame, &c->attend, c->scratch);
-    if (status == QUERN_OK) status = op_rowdot(call, frame, &c->rowdot, c->scratch);
-    return status == QUERN_OK ? op_attend_backward(call, frame, &c->attend, c->scratch) : status;
+    const int64_t shape[] = {attend.q.shape[0], attend.q.shape[2], attend.q.shape[1]};
+    attend.delta = op_room(b, QUERN_F32, 3, shape);
+    *OP_ADD(b, rowdot) = (rowdot_args){attend.seqs, attend.d_o, attend.o, attend.delta};
+    *OP_ADD(b, attend_backward) = attend;
 }
 
 quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_attention_params *params,

@@ -43,16 +43,13 @@ typedef enum attention_symbol {
 typedef struct attention_call {
     op_call head;
     quern_attention_params params;
-    attend_args attend;
-    rowdot_args rowdot; /* backward */
-    validate_lists_args lists;
-    const void *scratch;
+    _Alignas(
+        op_step) char program[OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(rowdot) + OP_STEP_BYTES(attend)];
 } attention_call;
 
 extern const op_family attention_family;
 
-/* The family's functions that call stages: attention.c. */
-quern_status attention_plan(op_call *call);
-quern_status attention_run(const op_call *call, const op_frame *frame);
+/* In attention.c. */
+void attention_build(op_build *b);
 
 #endif

@@ -146,11 +146,11 @@ const op_family attention_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(attention_call),
     .params_at = offsetof(attention_call, params),
+    .program_at = offsetof(attention_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = attention_plan,
-    .run = attention_run,
+    .build = attention_build,
 };

@@ -18,7 +18,7 @@
 #define QUERN_CORE_OP_H
 
 #include "backend.h"
-#include "core/arena.h"
+#include "core/op_program.h"
 
 #include <quern/op.h>
 
@@ -154,21 +154,14 @@ typedef struct op_call {
     bool has_empty_result;
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
     size_t bytes;        /* of workspace */
+    op_program program;
     void *replay;        /* the backend's, by which the stages start as one; NULL: they start one by one */
 } op_call;
 /* What malloc() gives on every 64-bit machine. What wants more looks at the address when it runs. */
 enum { OP_ALIGN_MOST = 16 };
 
-/* What a call would run: its stages in the order of their first runs, with the kernels that each would
- * choose. */
-enum { OP_STEPS_MAX = 16 };
-typedef struct op_step {
-    const char *stage;
-    char kernel[STAGE_NAME_BYTES]; /* "" where the stage does not name them */
-    int32_t times;
-} op_step;
 typedef struct op_steps {
-    op_step step[OP_STEPS_MAX];
+    op_listed step[OP_LISTED_MAX];
     int32_t count;
 } op_steps;
 
@@ -198,7 +191,9 @@ typedef struct op_family {
     const op_entry *entries;
     const op_mode *modes;
     int32_t entry_count, mode_count;
-    size_t call_size, params_at; /* of the family's struct, and where the parameters stand in it */
+    /* Of the family's struct, and where the parameters and the steps stand in it, the latter last and at a
+     * multiple of 8. */
+    size_t call_size, params_at, program_at;
     quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
     /* May replace the caller's views by views of the family; NULL: it does not. */
     void (*adapt)(op_call *call, const quern_tensor **given);
@@ -209,6 +204,8 @@ typedef struct op_family {
     quern_status (*complete)(const op_call *call, int32_t tensor, int32_t *data);
     /* Offsets in the host's memory; `data` as of quern_plan_run(). */
     quern_status (*check_data)(const op_call *call, void *const *data);
+    void (*build)(op_build *b); /* the call's steps */
+    bool in_pieces; /* run() calls build() again, for a program that may have any number of steps */
     quern_status (*plan)(op_call *call); /* the stages' arguments, backend's refusals, bytes */
     /* Calls stages through op_<stage>() alone, so that the same code lists them. */
     quern_status (*run)(const op_call *call, const op_frame *frame);
@@ -255,7 +252,7 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
 #define OP_STAGE(stage, name)                                                                                \
     quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args,             \
                             const void *scratch);
-BACKEND_STAGES(OP_STAGE)
+BACKEND_STAGES(OP_STAGE, OP_STAGE)
 #undef OP_STAGE
 
 /* The backend's point() and resume(). op_point() is false too where the stages are listed, and where the

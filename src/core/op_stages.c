@@ -89,7 +89,7 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
 #define PLACE_ALL(name, NAME)                                                                                \
     static void place_##name(name##_args *args, const op_frame *frame)                                       \
     {                                                                                                        \
-        NAME##_TENSORS(PLACE)                                                                                \
+        NAME##_TENSORS(PLACE, PLACE, PLACE)                                                                  \
     }
 BACKEND_ARGS(PLACE_ALL)
 
@@ -105,10 +105,10 @@ static void list_step(op_steps *steps, const char *stage, const char *kernel)
     int32_t i = 0;
     while (i < steps->count && (steps->step[i].stage != stage || strcmp(steps->step[i].kernel, kernel) != 0))
         i++;
-    if (i == OP_STEPS_MAX) return;
-    op_step *step = &steps->step[i];
+    if (i == OP_LISTED_MAX) return;
+    op_listed *step = &steps->step[i];
     if (i == steps->count) {
-        *step = (op_step){.stage = stage};
+        *step = (op_listed){.stage = stage};
         memcpy(step->kernel, kernel, strlen(kernel) + 1);
         steps->count++;
     }
@@ -119,6 +119,10 @@ quern_status op_list(const op_call *call, op_steps *steps)
 {
     const op_frame frame = {.exec = call->exec, .listed = steps};
     steps->count = 0;
+    if (call->family->build != NULL) {
+        steps->count = op_program_list(call, steps->step);
+        return QUERN_OK;
+    }
     return call->family->run(call, &frame);
 }
 
@@ -139,7 +143,7 @@ quern_status op_list(const op_call *call, op_steps *steps)
         return call->backend->stage.run(&frame->exec, &now,                                                  \
                                         scratch != NULL ? op_placed(scratch, frame) : NULL);                 \
     }
-BACKEND_STAGES(STAGE)
+BACKEND_STAGES(STAGE, STAGE)
 
 bool op_point(const op_call *call, const op_frame *frame, backend_point *point)
 {

@@ -99,10 +99,10 @@ quern_status quern_plan_describe(const quern_plan *plan, char *text, size_t byte
     add(text, bytes, &used, "%s on %s", c->family->operations[c->operation], c->backend->name);
     if (c->exec.device == QUERN_CPU) add(text, bytes, &used, " %s", quern_cpu_level_name(c->exec.cpu_level));
     for (int32_t i = 0; i < steps.count; i++) {
-        const op_step *step = &steps.step[i];
+        const op_listed *step = &steps.step[i];
         add(text, bytes, &used, "%s %s", i == 0 ? ":" : ",", step->stage);
         if (step->kernel[0] != '\0') add(text, bytes, &used, " by %s", step->kernel);
-        if (step->times > 1) add(text, bytes, &used, " (%d times)", step->times);
+        if (step->times > 1) add(text, bytes, &used, " (%lld times)", (long long)step->times);
     }
     add(text, bytes, &used, "; %zu bytes of workspace", c->bytes);
     return QUERN_OK;

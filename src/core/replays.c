@@ -45,9 +45,16 @@ static void close_kept(struct kept_replay *kept)
     free(kept);
 }
 
+/* What there is of a call, with the family's part and the steps. */
+static size_t bytes_of(const op_call *call)
+{
+    const op_family *family = call->family;
+    return family->program_at > 0 ? family->program_at + call->program.bytes : family->call_size;
+}
+
 static struct kept_replay *keep(const op_call *call, const void *stream)
 {
-    const size_t bytes = call->family->call_size;
+    const size_t bytes = bytes_of(call);
     struct kept_replay *kept = malloc(sizeof *kept + bytes);
     if (kept == NULL) return NULL;
     kept->backend = call->backend;
@@ -62,7 +69,7 @@ static struct kept_replay *keep(const op_call *call, const void *stream)
 
 static bool is_of(const struct kept_replay *kept, const op_call *call, const void *stream)
 {
-    return kept->stream == stream && kept->bytes == call->family->call_size &&
+    return kept->stream == stream && kept->bytes == bytes_of(call) &&
            memcmp(kept->call, call, kept->bytes) == 0;
 }
 

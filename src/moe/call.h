@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * call.h - the layer's tensors, extents and call. A call is a list of steps, each a stage with its arguments;
- * the plan adds them in the order in which they run.
+ * call.h - the layer's tensors, extents and call.
  */
 #ifndef QUERN_MOE_CALL_H
 #define QUERN_MOE_CALL_H
@@ -86,51 +85,27 @@ typedef enum moe_symbol {
 } moe_symbol;
 enum { ML_TOKENS = OP_LEAD, ML_UP_GLOBAL, ML_DOWN_GLOBAL, ML_SHARED_GLOBAL };
 
-/* F(stage, arguments, most): the stages that a call may run, each up to `most` times. */
-#define MOE_STEPS(F)                                                                                         \
-    F(route_forward, route, 1)                                                                               \
-    F(route_backward, route, 1)                                                                              \
-    F(permute, permute, 9) F(quantise, quantise, 2) F(dequantise, dequantise, 1)                             \
-        F(grouped_gemm, grouped_gemm, 4) F(grouped_gemm_backward, grouped_gemm, 4)                           \
-            F(grouped_dense, grouped_dense, 8) F(swiglu_forward, swiglu, 2) F(swiglu_backward, swiglu, 2)    \
-                F(expert_sums, expert_sums, 2) F(combine, combine, 1)
-#define MOE_STEP_NAME(stage, name, most) MOE_##stage,
-typedef enum moe_step_kind { MOE_STEPS(MOE_STEP_NAME) MOE_STEP_KINDS } moe_step_kind;
-enum { MOE_STEPS_MOST = 32 };
+/* The steps of a backward with a shared expert, which has most. */
+enum {
+    MOE_PROGRAM_BYTES = 2 * OP_STEP_BYTES(route) + 9 * OP_STEP_BYTES(permute) + 2 * OP_STEP_BYTES(quantise) +
+                        OP_STEP_BYTES(dequantise) + 8 * OP_STEP_BYTES(grouped_gemm) +
+                        4 * OP_STEP_BYTES(swiglu) + 2 * OP_STEP_BYTES(expert_sums) + OP_STEP_BYTES(combine)
+};
 
-typedef struct moe_step {
-    uint8_t kind, index; /* of its kind's arguments */
-} moe_step;
-
-#define MOE_STEP_ARGS(stage, name, most) name##_args stage[most];
 typedef struct moe_call {
     op_call head;
     quern_moe_params params;
-    arena a;
     quern_tensor up_global, down_global, up_input, down_input, shared_up_global,
         shared_down_global; /* check_data() reads them */
-    MOE_STEPS(MOE_STEP_ARGS)
-    uint8_t used[MOE_STEP_KINDS]; /* by kind: arguments in use */
-    moe_step step[MOE_STEPS_MOST];
-    int32_t steps;
-    const void *scratch;
+    _Alignas(op_step) char program[MOE_PROGRAM_BYTES];
 } moe_call;
 
 extern const op_family moe_family, moe_route_family;
 
-/* In steps.c. Adds a step and returns its arguments, all absent. */
-#define MOE_STEP_ADD(stage, name, most) name##_args *moe_add_##stage(moe_call *c);
-MOE_STEPS(MOE_STEP_ADD)
-/* Ends the plan: checks that the backend has the stages, and sets the workspace's size. */
-quern_status moe_end(moe_call *c);
-quern_status moe_run(const op_call *call, const op_frame *frame);
-
-/* Contiguous [rows, columns] in the workspace. */
-quern_tensor moe_room(moe_call *c, quern_dtype dtype, int64_t rows, int64_t columns);
-/* A tensor [.., columns] as [T, columns]: a view if its strides allow that, else a copy. */
-quern_tensor moe_flat(moe_call *c, moe_tensor tensor);
-/* Copies a view to a tensor of the call, if the call has that tensor. */
-void moe_give(moe_call *c, moe_tensor tensor, const quern_tensor *from);
+static inline moe_call *moe_call_of(const op_build *b)
+{
+    return (moe_call *)b->call;
+}
 
 /* The router's results. */
 typedef struct moe_routing {
@@ -144,32 +119,32 @@ typedef struct moe_rows {
 } moe_rows;
 
 /* In parts.c. */
-moe_routing moe_route(moe_call *c, const quern_tensor *x);
+moe_routing moe_route(op_build *b, const quern_tensor *x);
 /* The experts' input: the tokens' rows, sorted by expert. */
-moe_rows moe_gather(moe_call *c, const quern_tensor *x, const moe_routing *r);
+moe_rows moe_gather(op_build *b, const quern_tensor *x, const moe_routing *r);
 /* Quantises the rows to NVFP4, with given globals or one a row. */
-moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, const quern_tensor *slots,
+moe_rows moe_quantised(op_build *b, const char *name, const quern_tensor *x, const quern_tensor *slots,
                        int64_t rows, const quern_tensor *ends, const quern_tensor *given);
 /* x gate_up + bias as f32 [R, 2 I], or with the activation in `dtype` [R, I]. */
-quern_tensor moe_up(moe_call *c, const moe_rows *rows, const quern_tensor *ends, bool activate,
+quern_tensor moe_up(op_build *b, const moe_rows *rows, const quern_tensor *ends, bool activate,
                     quern_dtype dtype);
 /* act down + bias as f32 [R, D]. */
-quern_tensor moe_down(moe_call *c, const moe_rows *rows, const quern_tensor *ends);
+quern_tensor moe_down(op_build *b, const moe_rows *rows, const quern_tensor *ends);
 /* The same products of the shared expert; absent views if there is none. */
-quern_tensor moe_shared_up(moe_call *c, const quern_tensor *x, bool activate);
-quern_tensor moe_shared_down(moe_call *c, const quern_tensor *act);
+quern_tensor moe_shared_up(op_build *b, const quern_tensor *x, bool activate);
+quern_tensor moe_shared_down(op_build *b, const quern_tensor *act);
 bool moe_has_shared(const op_call *call);
 /* SwiGLU of h [R, 2 I] in `dtype`; gate and up by runs of `granularity`. */
-quern_tensor moe_activate(moe_call *c, const quern_tensor *h, int64_t granularity, quern_dtype dtype);
+quern_tensor moe_activate(op_build *b, const quern_tensor *h, int64_t granularity, quern_dtype dtype);
 /* The length of the runs in which gate and up alternate in the experts' (or the shared expert's) columns. */
 int64_t moe_runs(const moe_call *c, bool shared);
 /* The gradient of the operand of gate_up, or of down, in f32, from the product's gradient. */
-quern_tensor moe_up_gradient(moe_call *c, const quern_tensor *d_h, const quern_tensor *ends);
-quern_tensor moe_down_gradient(moe_call *c, const quern_tensor *d_y, const quern_tensor *ends);
-quern_tensor moe_shared_up_gradient(moe_call *c, const quern_tensor *d_h);
-quern_tensor moe_shared_down_gradient(moe_call *c, const quern_tensor *d_y);
+quern_tensor moe_up_gradient(op_build *b, const quern_tensor *d_h, const quern_tensor *ends);
+quern_tensor moe_down_gradient(op_build *b, const quern_tensor *d_y, const quern_tensor *ends);
+quern_tensor moe_shared_up_gradient(op_build *b, const quern_tensor *d_h);
+quern_tensor moe_shared_down_gradient(op_build *b, const quern_tensor *d_y);
 
 /* In layer.c. */
-quern_status moe_plan(op_call *call);
+void moe_build(op_build *b);
 
 #endif

@@ -15,10 +15,11 @@
 #include "core/view.h"
 
 /* The operand of down: the activation, quantised if the call quantises operands. */
-static moe_rows between(moe_call *c, const quern_tensor *act, const moe_routing *r)
+static moe_rows between(op_build *b, const quern_tensor *act, const moe_routing *r)
 {
+    const moe_call *c = moe_call_of(b);
     if (c->params.a4)
-        return moe_quantised(c, "the activation", act, NULL, act->shape[0], &r->ends, &c->down_input);
+        return moe_quantised(b, "the activation", act, NULL, act->shape[0], &r->ends, &c->down_input);
     return (moe_rows){.x = *act};
 }
 
@@ -27,42 +28,38 @@ static quern_dtype between_dtype(const moe_call *c)
     return c->params.a4 ? QUERN_F32 : c->head.like.dtype;
 }
 
-static void plan_forward(moe_call *c)
+static void build_forward(op_build *b)
 {
-    const quern_tensor x = moe_flat(c, M_HIDDEN);
-    const moe_routing r = moe_route(c, &x);
-    const moe_rows rows = moe_gather(c, &x, &r);
-    const quern_tensor act = moe_up(c, &rows, &r.ends, true, between_dtype(c));
-    const moe_rows middle = between(c, &act, &r);
-    const quern_tensor y = moe_down(c, &middle, &r.ends);
+    const moe_call *c = moe_call_of(b);
+    const quern_tensor x = op_rows(b, M_HIDDEN);
+    const moe_routing r = moe_route(b, &x);
+    const moe_rows rows = moe_gather(b, &x, &r);
+    const quern_tensor act = moe_up(b, &rows, &r.ends, true, between_dtype(c));
+    const moe_rows middle = between(b, &act, &r);
+    const quern_tensor y = moe_down(b, &middle, &r.ends);
     quern_tensor shared = {0};
     if (moe_has_shared(&c->head)) {
-        const quern_tensor shared_act = moe_shared_up(c, &x, true);
-        shared = moe_shared_down(c, &shared_act);
+        const quern_tensor shared_act = moe_shared_up(b, &x, true);
+        shared = moe_shared_down(b, &shared_act);
     }
-    *moe_add_combine(c) = (combine_args){.per = c->params.top_k,
+    *OP_ADD(b, combine) = (combine_args){.per = c->params.top_k,
                                          .y = y,
                                          .permutation = r.slots,
                                          .weights = r.weights,
                                          .plus = shared,
                                          .out = op_view(&c->head, M_OUT, false)};
-    moe_give(c, M_EXPERTS, &r.experts);
-    moe_give(c, M_WEIGHTS, &r.weights);
-    moe_give(c, M_OFFSETS, &r.ends);
-    moe_give(c, M_PERMUTATION, &r.slots);
+    op_give(b, M_EXPERTS, &r.experts);
+    op_give(b, M_WEIGHTS, &r.weights);
+    op_give(b, M_OFFSETS, &r.ends);
+    op_give(b, M_PERMUTATION, &r.slots);
 }
 
-/* bf16 gradients feed the bf16 dot product; those of f16 would leave its range. */
-static quern_dtype gradient_dtype(const moe_call *c)
-{
-    return c->head.like.dtype == QUERN_BF16 ? QUERN_BF16 : QUERN_F32;
-}
-
-static swiglu_args *add_swiglu_backward(moe_call *c, const quern_tensor *h, const quern_tensor *d_act,
+static swiglu_args *add_swiglu_backward(op_build *b, const quern_tensor *h, const quern_tensor *d_act,
                                         int64_t granularity)
 {
-    const quern_tensor d_h = moe_room(c, gradient_dtype(c), h->shape[0], h->shape[1]);
-    swiglu_args *args = moe_add_swiglu_backward(c);
+    const moe_call *c = moe_call_of(b);
+    const quern_tensor d_h = op_matrix(b, op_gradient_dtype(c->head.like.dtype), h->shape[0], h->shape[1]);
+    swiglu_args *args = OP_ADD(b, swiglu_backward);
     *args = (swiglu_args){.granularity = granularity > 0 ? granularity : 1,
                           .limit = c->params.limit,
                           .alpha = c->params.alpha,
@@ -74,13 +71,14 @@ static swiglu_args *add_swiglu_backward(moe_call *c, const quern_tensor *h, cons
 }
 
 /* The activation as the down product took it. */
-static quern_tensor activation_taken(moe_call *c, const quern_tensor *h, const moe_routing *r)
+static quern_tensor activation_taken(op_build *b, const quern_tensor *h, const moe_routing *r)
 {
-    const quern_tensor act = moe_activate(c, h, moe_runs(c, false), between_dtype(c));
+    const moe_call *c = moe_call_of(b);
+    const quern_tensor act = moe_activate(b, h, moe_runs(c, false), between_dtype(c));
     if (!c->params.a4) return act;
-    const moe_rows rows = between(c, &act, r);
-    const quern_tensor values = moe_room(c, QUERN_F32, act.shape[0], act.shape[1]);
-    *moe_add_dequantise(c) = (dequantise_args){.per = rows.per,
+    const moe_rows rows = between(b, &act, r);
+    const quern_tensor values = op_matrix(b, QUERN_F32, act.shape[0], act.shape[1]);
+    *OP_ADD(b, dequantise) = (dequantise_args){.per = rows.per,
                                                .codes = rows.codes,
                                                .scales = rows.scales,
                                                .global = rows.global,
@@ -90,21 +88,23 @@ static quern_tensor activation_taken(moe_call *c, const quern_tensor *h, const m
 }
 
 /* The part of the gradient of x that goes through the shared expert. */
-static quern_tensor shared_gradient(moe_call *c, const quern_tensor *x, const quern_tensor *d_out)
+static quern_tensor shared_gradient(op_build *b, const quern_tensor *x, const quern_tensor *d_out)
 {
+    const moe_call *c = moe_call_of(b);
     if (!moe_has_shared(&c->head)) return (quern_tensor){0};
-    const quern_tensor h = moe_shared_up(c, x, false), d_act = moe_shared_down_gradient(c, d_out);
-    const swiglu_args *args = add_swiglu_backward(c, &h, &d_act, moe_runs(c, true));
-    return moe_shared_up_gradient(c, &args->d_h);
+    const quern_tensor h = moe_shared_up(b, x, false), d_act = moe_shared_down_gradient(b, d_out);
+    const swiglu_args *args = add_swiglu_backward(b, &h, &d_act, moe_runs(c, true));
+    return moe_shared_up_gradient(b, &args->d_h);
 }
 
-static void add_bias_gradients(moe_call *c, const moe_routing *r, const quern_tensor *d_y,
+static void add_bias_gradients(op_build *b, const moe_routing *r, const quern_tensor *d_y,
                                const quern_tensor *d_h, const quern_tensor *d_weights)
 {
+    const moe_call *c = moe_call_of(b);
     const quern_tensor d_down = op_view(&c->head, M_D_DOWN_BIAS, false),
                        d_up = op_view(&c->head, M_D_UP_BIAS, false);
     if (op_uses(&c->head, M_DOWN_BIAS))
-        *moe_add_expert_sums(c) = (expert_sums_args){.x = *d_y,
+        *OP_ADD(b, expert_sums) = (expert_sums_args){.x = *d_y,
                                                      .offsets = r->ends,
                                                      .permutation = r->slots,
                                                      .weights = r->weights,
@@ -112,23 +112,24 @@ static void add_bias_gradients(moe_call *c, const moe_routing *r, const quern_te
                                                      .bias = op_view(&c->head, M_DOWN_BIAS, false),
                                                      .d_weights = *d_weights};
     if (d_up.ndim > 0)
-        *moe_add_expert_sums(c) =
+        *OP_ADD(b, expert_sums) =
             (expert_sums_args){.x = *d_h, .offsets = r->ends, .permutation = r->slots, .sums = d_up};
 }
 
 /* The router's gradients from those of its weights; returns that of the hidden states, if it is wanted. */
-static quern_tensor router_gradient(moe_call *c, const quern_tensor *x, const moe_routing *r,
+static quern_tensor router_gradient(op_build *b, const quern_tensor *x, const moe_routing *r,
                                     const quern_tensor *d_weights)
 {
+    const moe_call *c = moe_call_of(b);
     const bool from_hidden = !op_uses(&c->head, M_LOGITS),
                wants_x = from_hidden && op_uses(&c->head, M_D_HIDDEN);
     const bool wants_logits = op_uses(&c->head, M_D_LOGITS);
     if (!wants_x && !wants_logits && !op_uses(&c->head, M_D_WEIGHT)) return (quern_tensor){0};
     const int64_t *s = c->head.symbol;
-    const quern_tensor logits = moe_flat(c, M_LOGITS), none = {0};
-    const quern_tensor d_logits = wants_logits ? moe_room(c, QUERN_F32, s[MS_T], s[MS_E]) : none;
-    const quern_tensor d_x = wants_x ? moe_room(c, QUERN_F32, s[MS_T], s[MS_D]) : none;
-    *moe_add_route_backward(c) = (route_args){.score = (route_score)c->params.score,
+    const quern_tensor logits = op_rows(b, M_LOGITS), none = {0};
+    const quern_tensor d_logits = wants_logits ? op_matrix(b, QUERN_F32, s[MS_T], s[MS_E]) : none;
+    const quern_tensor d_x = wants_x ? op_matrix(b, QUERN_F32, s[MS_T], s[MS_D]) : none;
+    *OP_ADD(b, route_backward) = (route_args){.score = (route_score)c->params.score,
                                               .top_k = c->params.top_k,
                                               .renormalize = c->params.renormalize,
                                               .scale = c->params.route_scale,
@@ -140,35 +141,36 @@ static quern_tensor router_gradient(moe_call *c, const quern_tensor *x, const mo
                                               .d_logits = d_logits,
                                               .d_hidden = d_x,
                                               .d_weight = op_view(&c->head, M_D_WEIGHT, false)};
-    if (wants_logits) moe_give(c, M_D_LOGITS, &d_logits);
+    if (wants_logits) op_give(b, M_D_LOGITS, &d_logits);
     return d_x;
 }
 
-static void plan_backward(moe_call *c)
+static void build_backward(op_build *b)
 {
+    const moe_call *c = moe_call_of(b);
     const int64_t *s = c->head.symbol;
-    const quern_tensor x = moe_flat(c, M_HIDDEN), d_out = moe_flat(c, M_D_OUT);
-    const moe_routing r = moe_route(c, &x);
-    const moe_rows rows = moe_gather(c, &x, &r);
-    const quern_tensor h = moe_up(c, &rows, &r.ends, false, QUERN_F32), act = activation_taken(c, &h, &r);
-    const quern_tensor d_y = moe_room(c, d_out.dtype, s[MS_TK], s[MS_D]);
-    *moe_add_permute(c) = (permute_args){c->params.top_k, d_out, r.slots, d_y};
-    const quern_tensor d_act = moe_down_gradient(c, &d_y, &r.ends),
-                       d_weights = moe_room(c, QUERN_F32, s[MS_T], s[MS_K]);
+    const quern_tensor x = op_rows(b, M_HIDDEN), d_out = op_rows(b, M_D_OUT);
+    const moe_routing r = moe_route(b, &x);
+    const moe_rows rows = moe_gather(b, &x, &r);
+    const quern_tensor h = moe_up(b, &rows, &r.ends, false, QUERN_F32), act = activation_taken(b, &h, &r);
+    const quern_tensor d_y = op_matrix(b, d_out.dtype, s[MS_TK], s[MS_D]);
+    *OP_ADD(b, permute) = (permute_args){c->params.top_k, d_out, r.slots, d_y};
+    const quern_tensor d_act = moe_down_gradient(b, &d_y, &r.ends),
+                       d_weights = op_matrix(b, QUERN_F32, s[MS_T], s[MS_K]);
     const quern_tensor shared =
-        op_uses(&c->head, M_D_HIDDEN) ? shared_gradient(c, &x, &d_out) : (quern_tensor){0};
-    swiglu_args *step = add_swiglu_backward(c, &h, &d_act, moe_runs(c, false));
+        op_uses(&c->head, M_D_HIDDEN) ? shared_gradient(b, &x, &d_out) : (quern_tensor){0};
+    swiglu_args *step = add_swiglu_backward(b, &h, &d_act, moe_runs(c, false));
     step->act = act;
     step->permutation = r.slots;
     step->weights = r.weights;
     step->d_weights = d_weights;
     const quern_tensor d_h = step->d_h;
-    add_bias_gradients(c, &r, &d_y, &d_h, &d_weights);
-    const quern_tensor routed = router_gradient(c, &x, &r, &d_weights);
-    moe_give(c, M_D_WEIGHTS, &d_weights);
+    add_bias_gradients(b, &r, &d_y, &d_h, &d_weights);
+    const quern_tensor routed = router_gradient(b, &x, &r, &d_weights);
+    op_give(b, M_D_WEIGHTS, &d_weights);
     if (!op_uses(&c->head, M_D_HIDDEN)) return;
-    const quern_tensor d_rows = moe_up_gradient(c, &d_h, &r.ends);
-    *moe_add_combine(c) = (combine_args){.per = c->params.top_k,
+    const quern_tensor d_rows = moe_up_gradient(b, &d_h, &r.ends);
+    *OP_ADD(b, combine) = (combine_args){.per = c->params.top_k,
                                          .y = d_rows,
                                          .permutation = r.slots,
                                          .plus = shared,
@@ -194,21 +196,18 @@ static quern_tensor shared_global_view(const op_call *call, moe_tensor tensor)
     return g.ndim == 1 ? view_with_batch(&g) : g;
 }
 
-quern_status moe_plan(op_call *call)
+void moe_build(op_build *b)
 {
-    moe_call *c = (moe_call *)call;
-    c->a = op_workspace();
-    c->steps = 0;
-    for (int i = 0; i < MOE_STEP_KINDS; i++) c->used[i] = 0;
+    op_call *call = b->call;
+    moe_call *c = moe_call_of(b);
     c->up_global = global_view(call, M_UP_GLOBAL);
     c->down_global = global_view(call, M_DOWN_GLOBAL);
     c->up_input = global_view(call, M_UP_INPUT);
     c->down_input = global_view(call, M_DOWN_INPUT);
     c->shared_up_global = shared_global_view(call, M_SHARED_UP_GLOBAL);
     c->shared_down_global = shared_global_view(call, M_SHARED_DOWN_GLOBAL);
-    if (call->operation == MOE_FORWARD) plan_forward(c);
-    else plan_backward(c);
-    return moe_end(c);
+    if (call->operation == MOE_FORWARD) build_forward(b);
+    else build_backward(b);
 }
 
 quern_status quern_moe_forward_workspace(quern_context *ctx, const quern_moe_params *params,

@@ -11,34 +11,35 @@ static quern_tensor view(const moe_call *c, moe_tensor tensor)
     return op_view(&c->head, tensor, false);
 }
 
-/* The shared expert's matrix as a stack of one. */
+/* Experts' matrices [E, ..]: the shared expert's, which is one matrix, as a stack of one. */
 static quern_tensor stacked(const moe_call *c, moe_tensor tensor)
 {
     const quern_tensor t = view(c, tensor);
-    return t.ndim > 0 ? view_with_batch(&t) : t;
+    const bool one = tensor >= M_SHARED_GATE && tensor <= M_SHARED_DOWN_REPACKED;
+    return one && t.ndim > 0 ? view_with_batch(&t) : t;
 }
 
 /* Token ids [..] as [T]. */
-static quern_tensor flat_ids(moe_call *c)
+static quern_tensor flat_ids(op_build *b)
 {
+    const moe_call *c = moe_call_of(b);
     const quern_tensor ids = view(c, M_INPUT_IDS);
     const int64_t tokens = c->head.symbol[MS_T], last = ids.ndim > 1 ? ids.shape[ids.ndim - 1] : 0;
     if (ids.ndim < 2) return ids;
-    permute_args *copy = moe_add_permute(c);
-    copy->x = ids;
-    copy->out = moe_room(c, QUERN_I32, last > 0 ? tokens / last : 0, last);
-    return view_on(&ids, copy->out.data, QUERN_I32, 1, &tokens);
+    const quern_tensor flat = op_matrix(b, QUERN_I32, last > 0 ? tokens / last : 0, last);
+    op_copy(b, &ids, &flat);
+    return view_on(&ids, flat.data, QUERN_I32, 1, &tokens);
 }
 
-moe_routing moe_route(moe_call *c, const quern_tensor *x)
+moe_routing moe_route(op_build *b, const quern_tensor *x)
 {
+    const moe_call *c = moe_call_of(b);
     const int64_t *s = c->head.symbol;
-    const quern_tensor logits = moe_flat(c, M_LOGITS), ids = flat_ids(c);
-    const moe_routing r = {
-        moe_room(c, QUERN_I32, s[MS_T], s[MS_K]), moe_room(c, QUERN_F32, s[MS_T], s[MS_K]),
-        view_on(&c->head.like, arena_take(&c->a, (size_t)s[MS_E] * 4), QUERN_I32, 1, &s[MS_E]),
-        view_on(&c->head.like, arena_take(&c->a, (size_t)s[MS_TK] * 4), QUERN_I32, 1, &s[MS_TK])};
-    route_args *args = moe_add_route_forward(c);
+    const quern_tensor logits = op_rows(b, M_LOGITS), ids = flat_ids(b);
+    const moe_routing r = {op_matrix(b, QUERN_I32, s[MS_T], s[MS_K]),
+                           op_matrix(b, QUERN_F32, s[MS_T], s[MS_K]), op_room(b, QUERN_I32, 1, &s[MS_E]),
+                           op_room(b, QUERN_I32, 1, &s[MS_TK])};
+    route_args *args = OP_ADD(b, route_forward);
     *args = (route_args){.score = (route_score)c->params.score,
                          .top_k = c->params.top_k,
                          .renormalize = c->params.renormalize,
@@ -58,16 +59,17 @@ moe_routing moe_route(moe_call *c, const quern_tensor *x)
     return r;
 }
 
-moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, const quern_tensor *slots,
+moe_rows moe_quantised(op_build *b, const char *name, const quern_tensor *x, const quern_tensor *slots,
                        int64_t rows, const quern_tensor *ends, const quern_tensor *given)
 {
+    const moe_call *c = moe_call_of(b);
     const int64_t k = x->shape[1];
-    moe_rows q = {.codes = moe_room(c, QUERN_U8, rows, k / 2),
-                  .scales = moe_room(c, QUERN_U8, rows, k / QUERN_NVFP4_BLOCK),
+    moe_rows q = {.codes = op_matrix(b, QUERN_U8, rows, k / 2),
+                  .scales = op_matrix(b, QUERN_U8, rows, k / QUERN_NVFP4_BLOCK),
                   .global = *given,
                   .per = given->ndim > 0 ? QUANTISE_GLOBAL_EXPERT : QUANTISE_GLOBAL_ROW};
-    if (given->ndim == 0) q.global = moe_room(c, QUERN_F32, rows, 1);
-    quantise_args *args = moe_add_quantise(c);
+    if (given->ndim == 0) q.global = op_matrix(b, QUERN_F32, rows, 1);
+    quantise_args *args = OP_ADD(b, quantise);
     args->per = q.per;
     args->name = name;
     args->x = *x;
@@ -83,12 +85,13 @@ moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, con
     return q;
 }
 
-moe_rows moe_gather(moe_call *c, const quern_tensor *x, const moe_routing *r)
+moe_rows moe_gather(op_build *b, const quern_tensor *x, const moe_routing *r)
 {
+    const moe_call *c = moe_call_of(b);
     const int64_t rows = c->head.symbol[MS_TK];
-    if (c->params.a4) return moe_quantised(c, "hidden", x, &r->slots, rows, &r->ends, &c->up_input);
-    moe_rows gathered = {.x = moe_room(c, x->dtype, rows, x->shape[1])};
-    permute_args *args = moe_add_permute(c);
+    if (c->params.a4) return moe_quantised(b, "hidden", x, &r->slots, rows, &r->ends, &c->up_input);
+    moe_rows gathered = {.x = op_matrix(b, x->dtype, rows, x->shape[1])};
+    permute_args *args = OP_ADD(b, permute);
     args->per = c->params.top_k;
     args->x = *x;
     args->permutation = r->slots;
@@ -102,10 +105,11 @@ int64_t moe_runs(const moe_call *c, bool shared)
     return op_uses(&c->head, M_GATE_UP) ? c->head.symbol[MS_I] : c->params.granularity;
 }
 
-quern_tensor moe_activate(moe_call *c, const quern_tensor *h, int64_t granularity, quern_dtype dtype)
+quern_tensor moe_activate(op_build *b, const quern_tensor *h, int64_t granularity, quern_dtype dtype)
 {
-    const quern_tensor act = moe_room(c, dtype, h->shape[0], h->shape[1] / 2);
-    swiglu_args *args = moe_add_swiglu_forward(c);
+    const moe_call *c = moe_call_of(b);
+    const quern_tensor act = op_matrix(b, dtype, h->shape[0], h->shape[1] / 2);
+    swiglu_args *args = OP_ADD(b, swiglu_forward);
     args->granularity = granularity > 0 ? granularity : 1;
     args->limit = c->params.limit;
     args->alpha = c->params.alpha;
@@ -114,88 +118,135 @@ quern_tensor moe_activate(moe_call *c, const quern_tensor *h, int64_t granularit
     return args->act = act;
 }
 
-/* Adds a product with NVFP4 weights; the caller fills in its operands. */
-static grouped_gemm_args product(const moe_call *c, int64_t rows, int64_t n, int64_t k,
-                                 const quern_tensor *global, const quern_tensor *ends)
+/* A matrix of each expert, [n, k] in files: floats [E, n, k], or NVFP4. */
+typedef struct moe_weight {
+    int64_t n, k;
+    quern_tensor floats, codes, scales, repacked, global, bias;
+} moe_weight;
+
+static moe_weight weight_of(const moe_call *c, moe_tensor floats, moe_tensor codes,
+                            const quern_tensor *global, int64_t n, int64_t k)
+{
+    return (moe_weight){.n = n,
+                        .k = k,
+                        .floats = stacked(c, floats),
+                        .codes = stacked(c, codes),
+                        .scales = stacked(c, codes + 1),
+                        .repacked = stacked(c, codes + 2),
+                        .global = *global};
+}
+
+static moe_weight up_weight(const moe_call *c)
+{
+    const int64_t *s = c->head.symbol;
+    moe_weight w = weight_of(c, M_GATE_UP, M_UP_CODES, &c->up_global, s[MS_2I], s[MS_D]);
+    w.bias = view(c, M_UP_BIAS);
+    return w;
+}
+
+static moe_weight down_weight(const moe_call *c)
+{
+    const int64_t *s = c->head.symbol;
+    moe_weight w = weight_of(c, M_DOWN, M_DOWN_CODES, &c->down_global, s[MS_D], s[MS_I]);
+    w.bias = view(c, M_DOWN_BIAS);
+    return w;
+}
+
+/* In floats gate and up have matrices of their own: this is the first. */
+static moe_weight shared_up_weight(const moe_call *c)
+{
+    const int64_t *s = c->head.symbol;
+    return weight_of(c, M_SHARED_GATE, M_SHARED_UP_CODES, &c->shared_up_global, s[MS_2IS], s[MS_D]);
+}
+
+static moe_weight shared_down_weight(const moe_call *c)
+{
+    const int64_t *s = c->head.symbol;
+    return weight_of(c, M_SHARED_DOWN, M_SHARED_DOWN_CODES, &c->shared_down_global, s[MS_D], s[MS_IS]);
+}
+
+/* to = a w^T + bias, or with `transposed` false to = a w, by a weight in floats. */
+static void dense(op_build *b, const quern_tensor *a, const quern_tensor *w, bool transposed,
+                  const quern_tensor *ends, const quern_tensor *bias, const quern_tensor *to)
+{
+    grouped_dense_args *args = OP_ADD(b, grouped_dense);
+    args->a = *a;
+    args->b = *w;
+    args->b_transposed = transposed;
+    if (ends != NULL) args->offsets = *ends;
+    if (bias != NULL) args->bias = *bias;
+    args->c = *to;
+}
+
+static grouped_gemm_args packed(const moe_call *c, const moe_weight *w, int64_t rows,
+                                const quern_tensor *ends)
 {
     return (grouped_gemm_args){.tokens = rows,
-                               .n = n,
-                               .k = k,
+                               .n = w->n,
+                               .k = w->k,
                                .granularity = c->params.granularity,
-                               .b_global = *global,
+                               .b_codes = w->codes,
+                               .b_scales = w->scales,
+                               .b_repacked = w->repacked,
+                               .b_global = w->global,
                                .offsets = ends != NULL ? *ends : (quern_tensor){0}};
 }
 
-static void take_rows(grouped_gemm_args *args, const moe_rows *rows)
+/* rows w^T + bias as f32 [R, n], or with the activation in `dtype` [R, n/2]. */
+static quern_tensor product(op_build *b, const moe_rows *rows, const moe_weight *w, const quern_tensor *ends,
+                            bool activate, quern_dtype dtype)
 {
+    const moe_call *c = moe_call_of(b);
+    const int64_t r = rows->codes.ndim > 0 ? rows->codes.shape[0] : rows->x.shape[0];
+    if (w->floats.ndim > 0) {
+        const quern_tensor h = op_matrix(b, QUERN_F32, r, w->n);
+        dense(b, &rows->x, &w->floats, true, ends, &w->bias, &h);
+        return activate ? moe_activate(b, &h, w->n / 2, dtype) : h;
+    }
+    const quern_tensor to = op_matrix(b, activate ? dtype : QUERN_F32, r, activate ? w->n / 2 : w->n);
+    grouped_gemm_args *args = OP_ADD(b, grouped_gemm);
+    *args = packed(c, w, r, ends);
     args->a = rows->x;
     args->a_codes = rows->codes;
     args->a_scales = rows->scales;
     args->a_global = rows->global;
     args->a_per = rows->per;
+    args->bias = w->bias;
+    args->swiglu = activate;
+    args->limit = activate ? c->params.limit : 0.0f;
+    args->alpha = activate ? c->params.alpha : 0.0f;
+    args->beta = activate ? c->params.beta : 0.0f;
+    args->c = to;
+    return to;
 }
 
-static void activate_within(const moe_call *c, grouped_gemm_args *args)
+/* d w in f32, [R, k]. */
+static quern_tensor gradient(op_build *b, const quern_tensor *d, const moe_weight *w,
+                             const quern_tensor *ends)
 {
-    args->swiglu = true;
-    args->limit = c->params.limit;
-    args->alpha = c->params.alpha;
-    args->beta = c->params.beta;
+    const quern_tensor to = op_matrix(b, QUERN_F32, d->shape[0], w->k);
+    if (w->floats.ndim > 0) {
+        dense(b, d, &w->floats, false, ends, NULL, &to);
+        return to;
+    }
+    grouped_gemm_args *args = OP_ADD(b, grouped_gemm_backward);
+    *args = packed(moe_call_of(b), w, d->shape[0], ends);
+    args->d_c = *d;
+    args->d_a = to;
+    return to;
 }
 
-static int64_t count(const moe_rows *rows)
-{
-    return rows->codes.ndim > 0 ? rows->codes.shape[0] : rows->x.shape[0];
-}
-
-/* Adds a product with weights in floats. */
-static quern_tensor dense(moe_call *c, const quern_tensor *a, quern_tensor b, bool transposed,
-                          const quern_tensor *ends, quern_tensor bias, quern_tensor to)
-{
-    grouped_dense_args *args = moe_add_grouped_dense(c);
-    args->a = *a;
-    args->b = b;
-    args->b_transposed = transposed;
-    if (ends != NULL) args->offsets = *ends;
-    args->bias = bias;
-    return args->c = to;
-}
-
-quern_tensor moe_up(moe_call *c, const moe_rows *rows, const quern_tensor *ends, bool activate,
+quern_tensor moe_up(op_build *b, const moe_rows *rows, const quern_tensor *ends, bool activate,
                     quern_dtype dtype)
 {
-    const int64_t *s = c->head.symbol, r = count(rows);
-    if (op_uses(&c->head, M_GATE_UP)) {
-        const quern_tensor h = dense(c, &rows->x, view(c, M_GATE_UP), true, ends, view(c, M_UP_BIAS),
-                                     moe_room(c, QUERN_F32, r, s[MS_2I]));
-        return activate ? moe_activate(c, &h, s[MS_I], dtype) : h;
-    }
-    const quern_tensor to = moe_room(c, activate ? dtype : QUERN_F32, r, activate ? s[MS_I] : s[MS_2I]);
-    grouped_gemm_args *args = moe_add_grouped_gemm(c);
-    *args = product(c, r, s[MS_2I], s[MS_D], &c->up_global, ends);
-    take_rows(args, rows);
-    if (activate) activate_within(c, args);
-    args->b_codes = view(c, M_UP_CODES);
-    args->b_scales = view(c, M_UP_SCALES);
-    args->b_repacked = view(c, M_UP_REPACKED);
-    args->bias = view(c, M_UP_BIAS);
-    return args->c = to;
+    const moe_weight w = up_weight(moe_call_of(b));
+    return product(b, rows, &w, ends, activate, dtype);
 }
 
-quern_tensor moe_down(moe_call *c, const moe_rows *rows, const quern_tensor *ends)
+quern_tensor moe_down(op_build *b, const moe_rows *rows, const quern_tensor *ends)
 {
-    const int64_t *s = c->head.symbol, r = count(rows);
-    const quern_tensor to = moe_room(c, QUERN_F32, r, s[MS_D]);
-    if (op_uses(&c->head, M_DOWN))
-        return dense(c, &rows->x, view(c, M_DOWN), true, ends, view(c, M_DOWN_BIAS), to);
-    grouped_gemm_args *args = moe_add_grouped_gemm(c);
-    *args = product(c, r, s[MS_D], s[MS_I], &c->down_global, ends);
-    take_rows(args, rows);
-    args->b_codes = view(c, M_DOWN_CODES);
-    args->b_scales = view(c, M_DOWN_SCALES);
-    args->b_repacked = view(c, M_DOWN_REPACKED);
-    args->bias = view(c, M_DOWN_BIAS);
-    return args->c = to;
+    const moe_weight w = down_weight(moe_call_of(b));
+    return product(b, rows, &w, ends, false, QUERN_F32);
 }
 
 bool moe_has_shared(const op_call *call)
@@ -205,111 +256,64 @@ bool moe_has_shared(const op_call *call)
 }
 
 /* The half of [T, 2 Is] that holds gate or up. */
-static quern_tensor half(const quern_tensor *t, int64_t width, bool up)
+static quern_tensor half(const quern_tensor *t, bool up)
 {
+    const int64_t width = t->shape[1] / 2;
     quern_tensor h = *t;
     view_narrow(&h, 1, up ? width : 0, width);
     return h;
 }
 
-quern_tensor moe_shared_up(moe_call *c, const quern_tensor *x, bool activate)
+quern_tensor moe_shared_up(op_build *b, const quern_tensor *x, bool activate)
 {
-    const int64_t *s = c->head.symbol;
+    const moe_call *c = moe_call_of(b);
+    const moe_weight w = shared_up_weight(c);
     const moe_rows rows = {.x = *x};
-    const quern_tensor none = {0};
-    if (op_uses(&c->head, M_SHARED_GATE)) {
-        const quern_tensor h = moe_room(c, QUERN_F32, s[MS_T], s[MS_2IS]);
-        dense(c, x, stacked(c, M_SHARED_GATE), true, NULL, none, half(&h, s[MS_IS], false));
-        dense(c, x, stacked(c, M_SHARED_UP), true, NULL, none, half(&h, s[MS_IS], true));
-        return activate ? moe_activate(c, &h, s[MS_IS], x->dtype) : h;
-    }
-    const quern_tensor to =
-        moe_room(c, activate ? x->dtype : QUERN_F32, s[MS_T], activate ? s[MS_IS] : s[MS_2IS]);
-    grouped_gemm_args *args = moe_add_grouped_gemm(c);
-    *args = product(c, s[MS_T], s[MS_2IS], s[MS_D], &c->shared_up_global, NULL);
-    take_rows(args, &rows);
-    if (activate) activate_within(c, args);
-    args->b_codes = stacked(c, M_SHARED_UP_CODES);
-    args->b_scales = stacked(c, M_SHARED_UP_SCALES);
-    args->b_repacked = stacked(c, M_SHARED_UP_REPACKED);
-    return args->c = to;
+    if (w.floats.ndim == 0) return product(b, &rows, &w, NULL, activate, x->dtype);
+    const quern_tensor h = op_matrix(b, QUERN_F32, x->shape[0], w.n), gate = half(&h, false),
+                       up = half(&h, true), up_floats = stacked(c, M_SHARED_UP);
+    dense(b, x, &w.floats, true, NULL, NULL, &gate);
+    dense(b, x, &up_floats, true, NULL, NULL, &up);
+    return activate ? moe_activate(b, &h, w.n / 2, x->dtype) : h;
 }
 
-quern_tensor moe_shared_down(moe_call *c, const quern_tensor *act)
+quern_tensor moe_shared_down(op_build *b, const quern_tensor *act)
 {
-    const int64_t *s = c->head.symbol;
+    const moe_weight w = shared_down_weight(moe_call_of(b));
     const moe_rows rows = {.x = *act};
-    const quern_tensor to = moe_room(c, QUERN_F32, s[MS_T], s[MS_D]), none = {0};
-    if (op_uses(&c->head, M_SHARED_DOWN))
-        return dense(c, act, stacked(c, M_SHARED_DOWN), true, NULL, none, to);
-    grouped_gemm_args *args = moe_add_grouped_gemm(c);
-    *args = product(c, s[MS_T], s[MS_D], s[MS_IS], &c->shared_down_global, NULL);
-    take_rows(args, &rows);
-    args->b_codes = stacked(c, M_SHARED_DOWN_CODES);
-    args->b_scales = stacked(c, M_SHARED_DOWN_SCALES);
-    args->b_repacked = stacked(c, M_SHARED_DOWN_REPACKED);
-    return args->c = to;
+    return product(b, &rows, &w, NULL, false, QUERN_F32);
 }
 
-quern_tensor moe_up_gradient(moe_call *c, const quern_tensor *d_h, const quern_tensor *ends)
+quern_tensor moe_up_gradient(op_build *b, const quern_tensor *d_h, const quern_tensor *ends)
 {
-    const int64_t *s = c->head.symbol;
-    const quern_tensor to = moe_room(c, QUERN_F32, d_h->shape[0], s[MS_D]), none = {0};
-    if (op_uses(&c->head, M_GATE_UP)) return dense(c, d_h, view(c, M_GATE_UP), false, ends, none, to);
-    grouped_gemm_args *args = moe_add_grouped_gemm_backward(c);
-    *args = product(c, d_h->shape[0], s[MS_2I], s[MS_D], &c->up_global, ends);
-    args->b_codes = view(c, M_UP_CODES);
-    args->b_scales = view(c, M_UP_SCALES);
-    args->b_repacked = view(c, M_UP_REPACKED);
-    args->d_c = *d_h;
-    return args->d_a = to;
+    const moe_weight w = up_weight(moe_call_of(b));
+    return gradient(b, d_h, &w, ends);
 }
 
-quern_tensor moe_down_gradient(moe_call *c, const quern_tensor *d_y, const quern_tensor *ends)
+quern_tensor moe_down_gradient(op_build *b, const quern_tensor *d_y, const quern_tensor *ends)
 {
-    const int64_t *s = c->head.symbol;
-    const quern_tensor to = moe_room(c, QUERN_F32, d_y->shape[0], s[MS_I]), none = {0};
-    if (op_uses(&c->head, M_DOWN)) return dense(c, d_y, view(c, M_DOWN), false, ends, none, to);
-    grouped_gemm_args *args = moe_add_grouped_gemm_backward(c);
-    *args = product(c, d_y->shape[0], s[MS_D], s[MS_I], &c->down_global, ends);
-    args->b_codes = view(c, M_DOWN_CODES);
-    args->b_scales = view(c, M_DOWN_SCALES);
-    args->b_repacked = view(c, M_DOWN_REPACKED);
-    args->d_c = *d_y;
-    return args->d_a = to;
+    const moe_weight w = down_weight(moe_call_of(b));
+    return gradient(b, d_y, &w, ends);
 }
 
-quern_tensor moe_shared_up_gradient(moe_call *c, const quern_tensor *d_h)
+quern_tensor moe_shared_up_gradient(op_build *b, const quern_tensor *d_h)
 {
-    const int64_t *s = c->head.symbol;
-    const quern_tensor to = moe_room(c, QUERN_F32, s[MS_T], s[MS_D]), none = {0};
-    if (op_uses(&c->head, M_SHARED_GATE)) {
-        const quern_tensor gate = half(d_h, s[MS_IS], false), up = half(d_h, s[MS_IS], true);
-        dense(c, &gate, stacked(c, M_SHARED_GATE), false, NULL, none, to);
-        dense(c, &up, stacked(c, M_SHARED_UP), false, NULL, none, to);
-        c->grouped_dense[c->used[MOE_grouped_dense] - 1].accumulate = true;
-        return to;
-    }
-    grouped_gemm_args *args = moe_add_grouped_gemm_backward(c);
-    *args = product(c, s[MS_T], s[MS_2IS], s[MS_D], &c->shared_up_global, NULL);
-    args->b_codes = stacked(c, M_SHARED_UP_CODES);
-    args->b_scales = stacked(c, M_SHARED_UP_SCALES);
-    args->b_repacked = stacked(c, M_SHARED_UP_REPACKED);
-    args->d_c = *d_h;
-    return args->d_a = to;
+    const moe_call *c = moe_call_of(b);
+    const moe_weight w = shared_up_weight(c);
+    if (w.floats.ndim == 0) return gradient(b, d_h, &w, NULL);
+    const quern_tensor to = op_matrix(b, QUERN_F32, d_h->shape[0], w.k), gate = half(d_h, false),
+                       up = half(d_h, true);
+    dense(b, &gate, &w.floats, false, NULL, NULL, &to);
+    grouped_dense_args *args = OP_ADD(b, grouped_dense);
+    args->a = up;
+    args->b = stacked(c, M_SHARED_UP);
+    args->accumulate = true;
+    args->c = to;
+    return to;
 }
 
-quern_tensor moe_shared_down_gradient(moe_call *c, const quern_tensor *d_y)
+quern_tensor moe_shared_down_gradient(op_build *b, const quern_tensor *d_y)
 {
-    const int64_t *s = c->head.symbol;
-    const quern_tensor to = moe_room(c, QUERN_F32, s[MS_T], s[MS_IS]), none = {0};
-    if (op_uses(&c->head, M_SHARED_DOWN))
-        return dense(c, d_y, stacked(c, M_SHARED_DOWN), false, NULL, none, to);
-    grouped_gemm_args *args = moe_add_grouped_gemm_backward(c);
-    *args = product(c, s[MS_T], s[MS_D], s[MS_IS], &c->shared_down_global, NULL);
-    args->b_codes = stacked(c, M_SHARED_DOWN_CODES);
-    args->b_scales = stacked(c, M_SHARED_DOWN_SCALES);
-    args->b_repacked = stacked(c, M_SHARED_DOWN_REPACKED);
-    args->d_c = *d_y;
-    return args->d_a = to;
+    const moe_weight w = shared_down_weight(moe_call_of(b));
+    return gradient(b, d_y, &w, NULL);
 }

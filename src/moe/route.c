@@ -3,7 +3,6 @@
 /* route.c - the router and its gradient: their schema, their public functions, and the stage that each
  * runs. */
 #include "core/error.h"
-#include "core/view.h"
 #include "moe/call.h"
 
 #include <stddef.h>
@@ -33,8 +32,7 @@ enum { RS_T = 1, RS_E, RS_D, RS_K, RS_TK, RS_V };
 typedef struct route_call {
     op_call head;
     quern_moe_route_params params;
-    route_args args;
-    const void *scratch;
+    _Alignas(op_step) char program[OP_STEP_BYTES(route)];
 } route_call;
 
 static const op_tensor tensors[] = {
@@ -153,43 +151,29 @@ static quern_status check_data(const op_call *call, void *const *data)
     return QUERN_OK;
 }
 
-static quern_status plan(op_call *call)
+static void build(op_build *b)
 {
-    route_call *c = (route_call *)call;
-    const route_stage *stage =
-        call->operation == ROUTE ? &call->backend->route_forward : &call->backend->route_backward;
-    arena a = op_workspace();
-    if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no routing: the cpu has",
-                         call->backend->name);
-    c->args = (route_args){.score = (route_score)c->params.score,
-                           .top_k = c->params.top_k,
-                           .renormalize = c->params.renormalize,
-                           .scale = c->params.route_scale,
-                           .logits = op_view(call, R_LOGITS, false),
-                           .hidden = op_view(call, R_HIDDEN, false),
-                           .weight = op_view(call, R_WEIGHT, false),
-                           .bias = op_view(call, R_BIAS, false),
-                           .input_ids = op_view(call, R_INPUT_IDS, false),
-                           .tid2eid = op_view(call, R_TID2EID, false),
-                           .experts = op_view(call, R_EXPERTS, false),
-                           .weights = op_view(call, R_WEIGHTS, false),
-                           .offsets = op_view(call, R_OFFSETS, false),
-                           .permutation = op_view(call, R_PERMUTATION, false),
-                           .d_weights = op_view(call, R_D_WEIGHTS, false),
-                           .d_logits = op_view(call, R_D_LOGITS, false),
-                           .d_hidden = op_view(call, R_D_HIDDEN, false),
-                           .d_weight = op_view(call, R_D_WEIGHT, false)};
-    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->args));
-    op_workspace_end(call, &a);
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    const route_call *c = (const route_call *)call;
-    return call->operation == ROUTE ? op_route_forward(call, frame, &c->args, c->scratch)
-                                    : op_route_backward(call, frame, &c->args, c->scratch);
+    const op_call *call = b->call;
+    const quern_moe_route_params *p = &((const route_call *)call)->params;
+    route_args *args = call->operation == ROUTE ? OP_ADD(b, route_forward) : OP_ADD(b, route_backward);
+    *args = (route_args){.score = (route_score)p->score,
+                         .top_k = p->top_k,
+                         .renormalize = p->renormalize,
+                         .scale = p->route_scale,
+                         .logits = op_view(call, R_LOGITS, false),
+                         .hidden = op_view(call, R_HIDDEN, false),
+                         .weight = op_view(call, R_WEIGHT, false),
+                         .bias = op_view(call, R_BIAS, false),
+                         .input_ids = op_view(call, R_INPUT_IDS, false),
+                         .tid2eid = op_view(call, R_TID2EID, false),
+                         .experts = op_view(call, R_EXPERTS, false),
+                         .weights = op_view(call, R_WEIGHTS, false),
+                         .offsets = op_view(call, R_OFFSETS, false),
+                         .permutation = op_view(call, R_PERMUTATION, false),
+                         .d_weights = op_view(call, R_D_WEIGHTS, false),
+                         .d_logits = op_view(call, R_D_LOGITS, false),
+                         .d_hidden = op_view(call, R_D_HIDDEN, false),
+                         .d_weight = op_view(call, R_D_WEIGHT, false)};
 }
 
 const op_family moe_route_family = {
@@ -210,13 +194,13 @@ const op_family moe_route_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(route_call),
     .params_at = offsetof(route_call, params),
+    .program_at = offsetof(route_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *given,

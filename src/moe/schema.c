@@ -395,11 +395,11 @@ const op_family moe_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(moe_call),
     .params_at = offsetof(moe_call, params),
+    .program_at = offsetof(moe_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = moe_plan,
-    .run = moe_run,
+    .build = moe_build,
 };

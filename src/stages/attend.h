@@ -39,11 +39,15 @@ static inline int64_t attend_few_keys(const attend_args *args)
     const bool all_entries = args->mask == ATTEND_COMPRESSED && args->list.ndim == 0;
     return all_entries ? 2 * (args->block_size / args->stride) + 1 : 0;
 }
-#define ATTEND_TENSORS(F)                                                                                    \
-    STAGE_SEQS_TENSORS(F) F(list) F(q) F(k) F(v) F(o) F(lse) F(d_o) F(row_scale) F(delta) F(d_q) F(d_k) F(d_v)
+#define ATTEND_TENSORS(IN, OUT, GRAD)                                                                        \
+    STAGE_SEQS_TENSORS(IN)                                                                                   \
+    IN(list) IN(q) IN(k) IN(v) OUT(o) OUT(lse) IN(d_o) IN(row_scale) GRAD(delta) GRAD(d_q) GRAD(d_k) GRAD(d_v)
 #define ATTEND_VALUES(F)                                                                                     \
     F(mask)                                                                                                  \
-    STAGE_SEQS_VALUES(F) F(causal) F(scale) F(window) F(query_offset) F(block_size) F(stride) F(visibility)  \
-        F(tile) F(scope) F(accumulate_q) F(accumulate_k) F(accumulate_v)
+    STAGE_SEQS_VALUES(F)                                                                                     \
+    F(causal)                                                                                                \
+    F(scale)                                                                                                 \
+    F(window) F(query_offset) F(block_size) F(stride) F(visibility) F(tile) F(scope) F(accumulate_q)         \
+        F(accumulate_k) F(accumulate_v)
 
 #endif

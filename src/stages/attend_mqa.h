@@ -39,11 +39,12 @@ typedef struct attend_mqa_args {
     quern_tensor d_o, d_q, d_kv, d_entries, d_sink;
 } attend_mqa_args;
 STAGE_DECLARE(attend_mqa);
-#define ATTEND_MQA_TENSORS(F)                                                                                \
-    STAGE_SEQS_TENSORS(F)                                                                                    \
-    F(positions)                                                                                             \
-    F(kv_table) F(entries_table) F(q) F(kv) F(entries) F(list) F(count) F(sink) F(cos_sin) F(o) F(lse)       \
-        F(lse_win) F(status) F(d_o) F(d_q) F(d_kv) F(d_entries) F(d_sink)
+#define ATTEND_MQA_TENSORS(IN, OUT, GRAD)                                                                    \
+    STAGE_SEQS_TENSORS(IN)                                                                                   \
+    IN(positions)                                                                                            \
+    IN(kv_table)                                                                                             \
+    IN(entries_table) IN(q) IN(kv) IN(entries) IN(list) IN(count) IN(sink) IN(cos_sin) OUT(o) OUT(lse)       \
+        OUT(lse_win) OUT(status) IN(d_o) GRAD(d_q) GRAD(d_kv) GRAD(d_entries) GRAD(d_sink)
 #define ATTEND_MQA_VALUES(F) STAGE_SEQS_VALUES(F) F(window) F(ratio) F(position) F(scale) F(format) F(page)
 
 #endif

@@ -45,7 +45,7 @@ typedef struct cache_copy_args {
     bool from_cache;
 } cache_copy_args;
 STAGE_DECLARE(cache_copy);
-#define CACHE_COPY_TENSORS(F) F(k) F(v)
+#define CACHE_COPY_TENSORS(IN, OUT, GRAD) OUT(k) OUT(v)
 #define CACHE_COPY_VALUES(F) F(plane) F(runs) F(count) F(from_cache)
 
 /* Tokens of a sequence, and the most it ever had. */
@@ -77,7 +77,7 @@ typedef struct decode_args {
     quern_tensor q, o, lse; /* [1, T, H, D]; lse f32 [1, H, T] or absent */
 } decode_args;
 STAGE_DECLARE(decode);
-#define DECODE_TENSORS(F) F(q) F(o) F(lse)
+#define DECODE_TENSORS(IN, OUT, GRAD) IN(q) OUT(o) OUT(lse)
 #define DECODE_VALUES(F) F(tokens) F(queries) F(capacity) F(window) F(scale)
 
 /* The same over three branches, with their selection and gate. */
@@ -98,10 +98,13 @@ typedef struct nsa_decode_args {
     quern_tensor blocks, block_count; /* [1, Hs, T, k]; the count may be absent */
 } nsa_decode_args;
 STAGE_DECLARE(nsa_decode);
-#define NSA_DECODE_TENSORS(F) F(q) F(o) F(w_gate) F(gates) F(blocks) F(block_count)
+#define NSA_DECODE_TENSORS(IN, OUT, GRAD) IN(q) OUT(o) IN(w_gate) OUT(gates) OUT(blocks) OUT(block_count)
 #define NSA_DECODE_VALUES(F)                                                                                 \
     F(plane)                                                                                                 \
-    F(queries) F(capacity) F(window) F(scale) F(block_size) F(stride) F(select_block) F(k) F(forced_first)   \
-        F(forced_local) F(scorer) F(scope) F(branches) F(gate)
+    F(queries)                                                                                               \
+    F(capacity)                                                                                              \
+    F(window)                                                                                                \
+    F(scale) F(block_size) F(stride) F(select_block) F(k) F(forced_first) F(forced_local) F(scorer) F(scope) \
+        F(branches) F(gate)
 
 #endif

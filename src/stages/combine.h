@@ -19,7 +19,7 @@ typedef struct combine_args {
     quern_tensor out;            /* f32, f16, bf16 [.., D] */
 } combine_args;
 STAGE_DECLARE(combine);
-#define COMBINE_TENSORS(F) F(y) F(permutation) F(weights) F(plus) F(plus_too) F(out)
+#define COMBINE_TENSORS(IN, OUT, GRAD) IN(y) IN(permutation) IN(weights) IN(plus) IN(plus_too) OUT(out)
 #define COMBINE_VALUES(F) F(per)
 
 #endif

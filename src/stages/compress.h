@@ -20,10 +20,12 @@ typedef struct compress_args {
     bool accumulate;
 } compress_args;
 STAGE_DECLARE(compress);
-#define COMPRESS_TENSORS(F)                                                                                  \
-    STAGE_SEQS_TENSORS(F)                                                                                    \
-    F(k) F(v) F(w_k) F(w_v) F(pe_k) F(pe_v) F(k_cmp) F(v_cmp) F(d_k_cmp) F(d_v_cmp) F(d_k) F(d_v) F(d_w_k)   \
-        F(d_w_v) F(d_pe_k) F(d_pe_v)
+#define COMPRESS_TENSORS(IN, OUT, GRAD)                                                                      \
+    IN(seqs.cu_q)                                                                                            \
+    OUT(seqs.cu_kv)                                                                                          \
+    IN(k)                                                                                                    \
+    IN(v) IN(w_k) IN(w_v) IN(pe_k) IN(pe_v) OUT(k_cmp) OUT(v_cmp) IN(d_k_cmp) IN(d_v_cmp) GRAD(d_k)          \
+        GRAD(d_v) GRAD(d_w_k) GRAD(d_w_v) GRAD(d_pe_k) GRAD(d_pe_v)
 #define COMPRESS_VALUES(F) STAGE_SEQS_VALUES(F) F(kind) F(block_size) F(stride) F(accumulate)
 
 #endif

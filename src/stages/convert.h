@@ -11,7 +11,7 @@ typedef struct convert_args {
     quern_tensor in, out;
 } convert_args;
 STAGE_DECLARE(convert);
-#define CONVERT_TENSORS(F) STAGE_SEQS_TENSORS(F) F(in) F(out)
+#define CONVERT_TENSORS(IN, OUT, GRAD) STAGE_SEQS_TENSORS(IN) IN(in) OUT(out)
 #define CONVERT_VALUES(F) STAGE_SEQS_VALUES(F)
 
 #endif

@@ -15,7 +15,7 @@ typedef struct dequantise_args {
     quern_tensor out; /* a row may end within a block */
 } dequantise_args;
 STAGE_DECLARE(dequantise);
-#define DEQUANTISE_TENSORS(F) F(codes) F(scales) F(global) F(offsets) F(out)
+#define DEQUANTISE_TENSORS(IN, OUT, GRAD) IN(codes) IN(scales) IN(global) IN(offsets) OUT(out)
 #define DEQUANTISE_VALUES(F) F(profile) F(per) F(columns)
 
 #endif

@@ -21,7 +21,8 @@ typedef struct expert_sums_args {
     quern_tensor bias, d_weights; /* [E, C], f32 [T, R / T]; or absent */
 } expert_sums_args;
 STAGE_DECLARE(expert_sums);
-#define EXPERT_SUMS_TENSORS(F) F(x) F(offsets) F(permutation) F(weights) F(sums) F(bias) F(d_weights)
+#define EXPERT_SUMS_TENSORS(IN, OUT, GRAD)                                                                   \
+    IN(x) IN(offsets) IN(permutation) IN(weights) OUT(sums) IN(bias) OUT(d_weights)
 #define EXPERT_SUMS_VALUES(F)
 
 #endif

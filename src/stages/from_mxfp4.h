@@ -13,7 +13,8 @@ typedef struct from_mxfp4_args {
     quern_tensor rounded_blocks; /* i64 [1]: blocks of 32 whose codes changed; may be absent */
 } from_mxfp4_args;
 STAGE_DECLARE(from_mxfp4);
-#define FROM_MXFP4_TENSORS(F) F(codes_in) F(exponents) F(codes) F(scales) F(global) F(rounded_blocks)
+#define FROM_MXFP4_TENSORS(IN, OUT, GRAD)                                                                    \
+    IN(codes_in) IN(exponents) OUT(codes) OUT(scales) OUT(global) OUT(rounded_blocks)
 #define FROM_MXFP4_VALUES(F)
 
 #endif

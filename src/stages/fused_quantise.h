@@ -18,8 +18,8 @@ typedef struct fused_quantise_args {
     quern_tensor x, codes[2], scales[2], global[2];
 } fused_quantise_args;
 STAGE_DECLARE(fused_quantise);
-#define FUSED_QUANTISE_TENSORS(F)                                                                            \
-    F(x) F(codes[0]) F(codes[1]) F(scales[0]) F(scales[1]) F(global[0]) F(global[1])
+#define FUSED_QUANTISE_TENSORS(IN, OUT, GRAD)                                                                \
+    IN(x) OUT(codes[0]) OUT(codes[1]) OUT(scales[0]) OUT(scales[1]) OUT(global[0]) OUT(global[1])
 #define FUSED_QUANTISE_VALUES(F) F(profile) F(swiglu) F(limit) F(alpha) F(beta) F(granularity)
 
 #endif

@@ -20,10 +20,12 @@ typedef struct gate_args {
     bool accumulate;
 } gate_args;
 STAGE_DECLARE(gate);
-#define GATE_TENSORS(F)                                                                                      \
-    STAGE_SEQS_TENSORS(F)                                                                                    \
-    F(q) F(w_gate) F(gates) F(o_b[0]) F(o_b[1]) F(o_b[2]) F(o) F(d_o) F(d_o_b[0]) F(d_o_b[1]) F(d_o_b[2])    \
-        F(delta[0]) F(delta[1]) F(delta[2]) F(d_q) F(d_w_gate) F(d_gates)
+#define GATE_TENSORS(IN, OUT, GRAD)                                                                          \
+    STAGE_SEQS_TENSORS(IN)                                                                                   \
+    IN(q)                                                                                                    \
+    IN(w_gate)                                                                                               \
+    OUT(gates) IN(o_b[0]) IN(o_b[1]) IN(o_b[2]) OUT(o) IN(d_o) GRAD(d_o_b[0]) GRAD(d_o_b[1]) GRAD(d_o_b[2])  \
+        GRAD(delta[0]) GRAD(delta[1]) GRAD(delta[2]) GRAD(d_q) GRAD(d_w_gate) GRAD(d_gates)
 #define GATE_VALUES(F) STAGE_SEQS_VALUES(F) F(kind) F(accumulate)
 
 #endif

@@ -13,7 +13,7 @@ typedef struct gemm_args {
     bool accumulate;                 /* c is f32 */
 } gemm_args;
 STAGE_DECLARE(gemm);
-#define GEMM_TENSORS(F) F(a) F(b) F(c)
+#define GEMM_TENSORS(IN, OUT, GRAD) IN(a) IN(b) OUT(c)
 #define GEMM_VALUES(F) F(a_transposed) F(b_transposed) F(accumulate)
 
 #endif

@@ -18,7 +18,7 @@ typedef struct grouped_dense_args {
     quern_tensor c;       /* f32, f16, bf16 [T, N]; rows past the last offset are left alone */
 } grouped_dense_args;
 STAGE_DECLARE(grouped_dense);
-#define GROUPED_DENSE_TENSORS(F) F(a) F(b) F(offsets) F(bias) F(c)
+#define GROUPED_DENSE_TENSORS(IN, OUT, GRAD) IN(a) IN(b) IN(offsets) IN(bias) OUT(c)
 #define GROUPED_DENSE_VALUES(F) F(b_transposed) F(accumulate)
 
 #endif

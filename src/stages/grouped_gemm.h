@@ -46,11 +46,12 @@ typedef struct grouped_gemm_args {
     quern_tensor d_c, d_a;
 } grouped_gemm_args;
 STAGE_DECLARE(grouped_gemm);
-#define GROUPED_GEMM_TENSORS(F)                                                                              \
-    F(a)                                                                                                     \
-    F(a_codes)                                                                                               \
-    F(a_scales) F(pad_row_offsets) F(a_global) F(b_codes) F(b_scales) F(b_repacked) F(b_global) F(offsets)   \
-        F(bias) F(c_old) F(c) F(c_codes) F(c_scales) F(c_global) F(d_c) F(d_a)
+#define GROUPED_GEMM_TENSORS(IN, OUT, GRAD)                                                                  \
+    IN(a)                                                                                                    \
+    IN(a_codes)                                                                                              \
+    IN(a_scales)                                                                                             \
+    IN(pad_row_offsets) IN(a_global) IN(b_codes) IN(b_scales) IN(b_repacked) IN(b_global) IN(offsets)        \
+        IN(bias) IN(c_old) OUT(c) OUT(c_codes) OUT(c_scales) IN(c_global) IN(d_c) GRAD(d_a)
 #define GROUPED_GEMM_VALUES(F)                                                                               \
     F(tokens)                                                                                                \
     F(n)                                                                                                     \

@@ -28,7 +28,8 @@ typedef struct indexer_args {
     quern_tensor scores;     /* f32 [B,T,S] or absent; -inf where an entry is not seen */
 } indexer_args;
 STAGE_DECLARE(indexer);
-#define INDEXER_TENSORS(F) F(positions) F(table) F(q) F(keys) F(w) F(idx) F(count) F(scores)
+#define INDEXER_TENSORS(IN, OUT, GRAD)                                                                       \
+    IN(positions) IN(table) IN(q) IN(keys) IN(w) OUT(idx) OUT(count) OUT(scores)
 #define INDEXER_VALUES(F) F(ratio) F(position) F(page) F(format) F(scale)
 
 #endif

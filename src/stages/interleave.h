@@ -13,7 +13,7 @@ typedef struct interleave_args {
     quern_tensor in, out;
 } interleave_args;
 STAGE_DECLARE(interleave);
-#define INTERLEAVE_TENSORS(F) F(in) F(out)
+#define INTERLEAVE_TENSORS(IN, OUT, GRAD) IN(in) OUT(out)
 #define INTERLEAVE_VALUES(F) F(inverse) F(granularity)
 
 #endif

@@ -11,7 +11,7 @@ typedef struct list_convert_args {
     int64_t from, to, n;
 } list_convert_args;
 STAGE_DECLARE(list_convert);
-#define LIST_CONVERT_TENSORS(F) F(in) F(out) F(count)
+#define LIST_CONVERT_TENSORS(IN, OUT, GRAD) IN(in) OUT(out) OUT(count)
 #define LIST_CONVERT_VALUES(F) F(from) F(to) F(n)
 
 #endif

@@ -22,7 +22,8 @@ typedef struct norm_rope_args {
     quern_tensor d_out, d_x, d_weight;
 } norm_rope_args;
 STAGE_DECLARE(norm_rope);
-#define NORM_ROPE_TENSORS(F) F(x) F(weight) F(cos_sin) F(out) F(d_out) F(d_x) F(d_weight)
+#define NORM_ROPE_TENSORS(IN, OUT, GRAD)                                                                     \
+    IN(x) IN(weight) IN(cos_sin) OUT(out) IN(d_out) GRAD(d_x) GRAD(d_weight)
 #define NORM_ROPE_VALUES(F) F(position) F(norm) F(inverse) F(eps)
 
 #endif

@@ -18,7 +18,7 @@ typedef struct permute_args {
     quern_tensor out;         /* x's dtype [T per, D], or any shape of as many rows of D */
 } permute_args;
 STAGE_DECLARE(permute);
-#define PERMUTE_TENSORS(F) F(x) F(permutation) F(out)
+#define PERMUTE_TENSORS(IN, OUT, GRAD) IN(x) IN(permutation) OUT(out)
 #define PERMUTE_VALUES(F) F(per)
 
 #endif

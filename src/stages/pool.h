@@ -69,17 +69,20 @@ typedef struct pool_args {
     bool accumulate_x;                              /* d_x, f32, is added to */
 } pool_args;
 STAGE_DECLARE(pool);
-#define POOL_TENSORS(F)                                                                                      \
-    F(cu_seqlens)                                                                                            \
-    F(start_tokens)                                                                                          \
-    F(start_positions) F(block_counts) F(has_prev) F(proj) F(x) F(w) F(bias_a) F(bias_b) F(prev_b)           \
-        ENTRY_TENSORS(F) F(cu_entries) F(pooled) F(out) F(d_out) F(d_proj) F(d_x) F(d_w) F(d_prev_b)         \
-            F(d_bias_a) F(d_bias_b) F(d_norm_weight)
+#define POOL_TENSORS(IN, OUT, GRAD)                                                                          \
+    IN(cu_seqlens)                                                                                           \
+    IN(start_tokens)                                                                                         \
+    IN(start_positions)                                                                                      \
+    IN(block_counts) IN(has_prev) IN(proj) IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN)    \
+        IN(cu_entries) OUT(pooled) OUT(out) IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b)        \
+            GRAD(d_bias_a) GRAD(d_bias_b) GRAD(d_norm_weight)
 #define POOL_VALUES(F)                                                                                       \
     F(ratio)                                                                                                 \
     F(width)                                                                                                 \
-    F(overlap) F(batch) F(start_token) F(start_position) F(blocks) F(continued) F(followed) ENTRY_VALUES(F)  \
-        F(accumulate) F(accumulate_x)
+    F(overlap)                                                                                               \
+    F(batch)                                                                                                 \
+    F(start_token)                                                                                           \
+    F(start_position) F(blocks) F(continued) F(followed) ENTRY_VALUES(F) F(accumulate) F(accumulate_x)
 
 /* The state of one sequence that is pooled token by token: a header, then floats. */
 typedef struct pool_state {
@@ -134,7 +137,8 @@ typedef struct pool_append_args {
     quern_tensor out, pooled;
 } pool_append_args;
 STAGE_DECLARE(pool_append);
-#define POOL_APPEND_TENSORS(F) F(proj) F(bias_a) F(bias_b) F(prev_b) ENTRY_TENSORS(F) F(out) F(pooled)
+#define POOL_APPEND_TENSORS(IN, OUT, GRAD)                                                                   \
+    IN(proj) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) OUT(out) OUT(pooled)
 #define POOL_APPEND_VALUES(F) F(batch) F(states) F(cu) ENTRY_VALUES(F)
 
 #endif

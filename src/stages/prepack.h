@@ -19,7 +19,7 @@ typedef struct prepack_args {
     quern_tensor repacked; /* u8 [E, bytes] */
 } prepack_args;
 STAGE_DECLARE(prepack);
-#define PREPACK_TENSORS(F) F(codes) F(scales) F(repacked)
+#define PREPACK_TENSORS(IN, OUT, GRAD) OUT(codes) OUT(scales) OUT(repacked)
 #define PREPACK_VALUES(F) F(inverse) F(k_major) F(order) F(n) F(k)
 
 /* Bytes of an expert's repacked matrix: panels of 64 columns and units of 64 of K, 2304 bytes each. */

@@ -54,7 +54,8 @@ typedef struct quantise_args {
     quern_tensor global; /* written: as given, or computed. May be absent with `given` */
 } quantise_args;
 STAGE_DECLARE(quantise);
-#define QUANTISE_TENSORS(F) F(x) F(offsets) F(slots) F(given) F(codes) F(scales) F(global)
+#define QUANTISE_TENSORS(IN, OUT, GRAD)                                                                      \
+    IN(x) IN(offsets) IN(slots) IN(given) OUT(codes) OUT(scales) OUT(global)
 #define QUANTISE_VALUES(F) F(profile) F(choice) F(per) F(columns) F(name) F(slots_a_row)
 
 #endif

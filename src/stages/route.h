@@ -26,11 +26,12 @@ typedef struct route_args {
     quern_tensor d_weights, d_logits, d_hidden, d_weight;
 } route_args;
 STAGE_DECLARE(route);
-#define ROUTE_TENSORS(F)                                                                                     \
-    F(logits)                                                                                                \
-    F(hidden)                                                                                                \
-    F(weight) F(bias) F(input_ids) F(tid2eid) F(experts) F(weights) F(offsets) F(permutation) F(d_weights)   \
-        F(d_logits) F(d_hidden) F(d_weight)
+#define ROUTE_TENSORS(IN, OUT, GRAD)                                                                         \
+    IN(logits)                                                                                               \
+    IN(hidden)                                                                                               \
+    IN(weight)                                                                                               \
+    IN(bias) IN(input_ids) IN(tid2eid) OUT(experts) OUT(weights) OUT(offsets) OUT(permutation) IN(d_weights) \
+        GRAD(d_logits) GRAD(d_hidden) GRAD(d_weight)
 #define ROUTE_VALUES(F) F(score) F(top_k) F(renormalize) F(scale)
 
 #endif

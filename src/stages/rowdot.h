@@ -11,7 +11,7 @@ typedef struct rowdot_args {
     quern_tensor a, b, out;
 } rowdot_args;
 STAGE_DECLARE(rowdot);
-#define ROWDOT_TENSORS(F) STAGE_SEQS_TENSORS(F) F(a) F(b) F(out)
+#define ROWDOT_TENSORS(IN, OUT, GRAD) STAGE_SEQS_TENSORS(IN) IN(a) IN(b) OUT(out)
 #define ROWDOT_VALUES(F) STAGE_SEQS_VALUES(F)
 
 #endif

@@ -35,7 +35,7 @@ typedef struct select_args {
     /* blocks: the first so many; where causal, as many up to the one of the tile's first query, and with
      * them all up to the one of its last query */
     int64_t forced_first, forced_local;
-    int64_t group_k;  /* entries of a list of groups: STAGE_GROUP_ENTRIES entries, by their mean score; where
+    int64_t group_k; /* entries of a list of groups: STAGE_GROUP_ENTRIES entries, by their mean score; where
                          causal,  the newest that the first query and the last query see are forced */
     quern_tensor q, keys;
     quern_tensor lse; /* PROBABILITY: of each row over the keys that it sees; absent: computed inside */
@@ -43,10 +43,14 @@ typedef struct select_args {
     quern_tensor groups;        /* i32 [B,Hs,rows,group_k], or absent */
 } select_args;
 STAGE_DECLARE(select);
-#define SELECT_TENSORS(F) STAGE_SEQS_TENSORS(F) F(q) F(keys) F(lse) F(blocks) F(count) F(groups)
+#define SELECT_TENSORS(IN, OUT, GRAD)                                                                        \
+    STAGE_SEQS_TENSORS(IN) IN(q) IN(keys) IN(lse) OUT(blocks) OUT(count) OUT(groups)
 #define SELECT_VALUES(F)                                                                                     \
     STAGE_SEQS_VALUES(F)                                                                                     \
-    F(scorer) F(scale) F(causal) F(visibility) F(block_size) F(stride) F(select_block) F(tile) F(scope) F(k) \
-        F(forced_first) F(forced_local) F(group_k)
+    F(scorer)                                                                                                \
+    F(scale)                                                                                                 \
+    F(causal)                                                                                                \
+    F(visibility) F(block_size) F(stride) F(select_block) F(tile) F(scope) F(k) F(forced_first)              \
+        F(forced_local) F(group_k)
 
 #endif

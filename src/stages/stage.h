@@ -8,9 +8,11 @@
  * dim] (varlen: B = 1, N = T, with `seqs.cu_*` set), statistics 3-D [B, H, N], index lists 4-D [B, Hs, rows,
  * k] (varlen: B = 1). A view with ndim == 0 is absent.
  *
- * Lists of fields. Beside each struct NAME_args stand two macros: NAME_TENSORS(F) applies F to each view
- * among its fields, NAME_VALUES(F) to each other field. Pointers are relocated, carried to a GPU by the
- * tests, and hashed into the build id by these lists. A test checks that they cover the struct.
+ * Lists of fields. Beside each struct NAME_args stand two macros. NAME_TENSORS(IN, OUT, GRAD) applies one of
+ * its three to each view among the fields: IN is read; OUT is written by forward stages and read by backward
+ * ones, or may be written; GRAD is written by backward stages. NAME_VALUES(F) applies F to each other field.
+ * By these lists pointers are relocated, carried to a GPU by the tests and hashed into the build id, and it
+ * follows from them which stages may run beside each other. A test checks that they cover the struct.
  */
 #ifndef QUERN_STAGES_STAGE_H
 #define QUERN_STAGES_STAGE_H
@@ -41,8 +43,10 @@ typedef struct stage_exec {
     F(device)                                                                                                \
     F(device_id)                                                                                             \
     F(threads)                                                                                               \
-    F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(prefetch_l2) F(stream) F(gemm) F(compute)    \
-        F(multiprocessors) F(shared_bytes) F(variant)
+    F(parallel_for)                                                                                          \
+    F(parallel_for_arg)                                                                                      \
+    F(forks)                                                                                                 \
+    F(cpu_level) F(prefetch_l2) F(stream) F(gemm) F(compute) F(multiprocessors) F(shared_bytes) F(variant)
 
 enum { STAGE_WHY_BYTES = 200 };
 

@@ -19,7 +19,7 @@ typedef struct store_rows_args {
                            before scales */
 } store_rows_args;
 STAGE_DECLARE(store_rows);
-#define STORE_ROWS_TENSORS(F) F(x) F(slots) F(cache)
+#define STORE_ROWS_TENSORS(IN, OUT, GRAD) IN(x) IN(slots) OUT(cache)
 #define STORE_ROWS_VALUES(F) F(format) F(page) F(first) F(name)
 
 #endif

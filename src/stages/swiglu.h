@@ -23,7 +23,8 @@ typedef struct swiglu_args {
     quern_tensor d_weights;            /* f32, as weights; or absent */
 } swiglu_args;
 STAGE_DECLARE(swiglu);
-#define SWIGLU_TENSORS(F) F(h) F(act) F(d_act) F(permutation) F(weights) F(d_h) F(d_weights)
+#define SWIGLU_TENSORS(IN, OUT, GRAD)                                                                        \
+    IN(h) OUT(act) IN(d_act) IN(permutation) IN(weights) GRAD(d_h) GRAD(d_weights)
 #define SWIGLU_VALUES(F) F(granularity) F(limit) F(alpha) F(beta)
 
 #endif

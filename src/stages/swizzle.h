@@ -15,7 +15,7 @@ typedef struct swizzle_args {
     quern_tensor pad_row_offsets; /* i32 [E + 1]: where they begin; written, may be absent */
 } swizzle_args;
 STAGE_DECLARE(swizzle);
-#define SWIZZLE_TENSORS(F) F(linear) F(swizzled) F(tokens) F(pad_row_offsets)
+#define SWIZZLE_TENSORS(IN, OUT, GRAD) OUT(linear) OUT(swizzled) IN(tokens) OUT(pad_row_offsets)
 #define SWIZZLE_VALUES(F) F(inverse) F(transposed)
 
 #endif

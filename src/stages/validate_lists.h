@@ -14,7 +14,7 @@ typedef struct validate_lists_args {
     quern_tensor status; /* i32 [1]; QUERN_STATUS_* are or-ed in */
 } validate_lists_args;
 STAGE_DECLARE(validate_lists);
-#define VALIDATE_LISTS_TENSORS(F) STAGE_SEQS_TENSORS(F) F(blocks) F(groups) F(status)
+#define VALIDATE_LISTS_TENSORS(IN, OUT, GRAD) STAGE_SEQS_TENSORS(IN) IN(blocks) IN(groups) OUT(status)
 #define VALIDATE_LISTS_VALUES(F) STAGE_SEQS_VALUES(F) F(tile) F(select_block) F(block_size) F(stride)
 
 #endif

@@ -17,7 +17,7 @@ typedef struct widen_blocks_args {
     quern_tensor out;    /* f32 or bf16 [K, N] */
 } widen_blocks_args;
 STAGE_DECLARE(widen_blocks);
-#define WIDEN_BLOCKS_TENSORS(F) F(codes) F(scales) F(out)
+#define WIDEN_BLOCKS_TENSORS(IN, OUT, GRAD) IN(codes) IN(scales) OUT(out)
 #define WIDEN_BLOCKS_VALUES(F)
 
 #endif

@@ -179,7 +179,7 @@ static void threads_look_at_once(void **state)
 }
 
 /* The CPU's stages, with replays. */
-static quern_status plan_with_replays(op_call *call, quern_status (*plan)(op_call *))
+static void use_replays(op_call *call)
 {
     static quern_backend backend; /* must outlive the call */
     backend = *call->backend;
@@ -187,17 +187,18 @@ static quern_status plan_with_replays(op_call *call, quern_status (*plan)(op_cal
     backend.replay_close = close_replay;
     backend.replay = run_replay;
     call->backend = &backend;
-    return plan(call);
 }
 
-static quern_status plan_attention(op_call *call)
+static void build_attention(op_build *b)
 {
-    return plan_with_replays(call, attention_plan);
+    use_replays(b->call);
+    attention_build(b);
 }
 
 static quern_status plan_nsa(op_call *call)
 {
-    return plan_with_replays(call, nsa_plan);
+    use_replays(call);
+    return nsa_plan(call);
 }
 
 /* The same call with all its memory elsewhere each time: it is known from the second on. */
@@ -231,7 +232,7 @@ static void a_call_at_other_addresses_finds_its_replay(void **state)
     quern_attention_tensors of_attention = QUERN_ATTENTION_TENSORS_INIT;
     quern_nsa_params nsa_params = QUERN_NSA_PARAMS_INIT;
     quern_nsa_tensors of_nsa = QUERN_NSA_TENSORS_INIT;
-    dense.plan = plan_attention;
+    dense.build = build_attention;
     sparse.plan = plan_nsa;
     of_attention.q = of_nsa.q = &q;
     of_attention.k = of_nsa.k = &k;

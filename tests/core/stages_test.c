@@ -43,7 +43,7 @@ static void check_cover(const char *what, field *fields, size_t count, size_t si
         field fields[] = {__VA_ARGS__};                                                                      \
         check_cover(#type, fields, sizeof fields / sizeof *fields, sizeof(fields_of));                       \
     }
-#define CHECK_ARGS(name, NAME) CHECK(name##_args, NAME##_TENSORS(FIELD) NAME##_VALUES(FIELD))
+#define CHECK_ARGS(name, NAME) CHECK(name##_args, NAME##_TENSORS(FIELD, FIELD, FIELD) NAME##_VALUES(FIELD))
 
 static void every_field_is_listed(void **unused)
 {

@@ -195,7 +195,7 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
     static size_t name##_views(const size_t **offsets)                                                       \
     {                                                                                                        \
         typedef name##_args fields_of;                                                                       \
-        static const size_t all[] = {NAME##_TENSORS(AT)};                                                    \
+        static const size_t all[] = {NAME##_TENSORS(AT, AT, AT)};                                            \
         *offsets = all;                                                                                      \
         return sizeof all / sizeof *all;                                                                     \
     }
@@ -240,7 +240,7 @@ static size_t attend_gate_views(const size_t **offsets)
         (void)workspace;                                                                                     \
         return bridge(#stage, exec, &copy, offsets, count, stage##_workspace(exec, args), stage##_call);     \
     }
-BACKEND_STAGES(STAGE_BRIDGE)
+BACKEND_STAGES(STAGE_BRIDGE, STAGE_BRIDGE)
 
 static quern_backend bridged = {.name = "cuda, from host memory"};
 #define ROW(stage, name)                                                                                     \
@@ -258,7 +258,7 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
         if (plugin->check_device(0) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         cuda = plugin->backend;
-        BACKEND_STAGES(ROW)
+        BACKEND_STAGES(ROW, ROW)
     }
     *exec = (stage_exec){
         .device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};

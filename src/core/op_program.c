@@ -1,0 +1,296 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* op_program.c - building a program. */
+#include "core/error.h"
+#include "core/op.h"
+#include "core/view.h"
+
+#include <string.h>
+
+static int32_t view_count(op_stage stage)
+{
+    op_view_list list[OP_VIEW_LISTS];
+    int32_t count = 0;
+    for (int32_t i = op_stage_views(stage, list) - 1; i >= 0; i--) count += list[i].count;
+    return count;
+}
+
+/* Refuses a step that the backend lacks or does not take; *bytes: its workspace. */
+static quern_status check_step(const op_call *call, const op_step *step, size_t *bytes)
+{
+    const op_stage stage = (op_stage)step->stage;
+    const void *args = op_step_args(step);
+    char why[STAGE_WHY_BYTES] = "";
+    if (!op_stage_of(call->backend, stage))
+        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no stage %s: the cpu has all",
+                         call->backend->name, op_stage_name(stage));
+    if (!op_stage_takes(call->backend, stage, &call->exec, args, why))
+        return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    *bytes = op_stage_workspace(call->backend, stage, &call->exec, args);
+    return QUERN_OK;
+}
+
+bool op_takes(const op_build *b, op_stage stage, const void *args)
+{
+    char why[STAGE_WHY_BYTES];
+    return op_stage_of(b->call->backend, stage) &&
+           op_stage_takes(b->call->backend, stage, &b->call->exec, args, why);
+}
+
+/* Checks the steps that are there, and finds the most scratch that one needs, or gives each its own. */
+static void check_steps(op_build *b)
+{
+    op_step *step = (op_step *)(void *)b->room;
+    for (int32_t i = 0; i < b->program->steps && b->status == QUERN_OK; i++, step = op_step_next(step)) {
+        size_t bytes = 0;
+        b->status = check_step(b->call, step, &bytes);
+        if (b->program->beside) step->scratch = arena_take(&b->a, bytes);
+        else if (bytes > b->scratch_bytes) b->scratch_bytes = bytes;
+    }
+}
+
+static void share_scratch(op_build *b, const void *scratch)
+{
+    op_step *step = (op_step *)(void *)b->room;
+    for (int32_t i = 0; i < b->program->steps; i++, step = op_step_next(step)) step->scratch = scratch;
+}
+
+static void forget_steps(op_build *b)
+{
+    b->program->steps = b->program->loops = 0;
+    b->program->bytes = 0;
+    b->loop = NULL;
+    b->last = NULL;
+}
+
+/* Runs or sizes the piece that is there, unless one before has failed. */
+static void end_piece(op_build *b)
+{
+    if (b->status == QUERN_OK && b->frame == NULL) check_steps(b);
+    share_scratch(b, b->call->program.scratch);
+    if (b->status == QUERN_OK && b->frame != NULL)
+        b->status = op_steps_run(b->call, b->frame, b->program, (const op_step *)(const void *)b->room);
+    forget_steps(b);
+}
+
+void op_flush(op_build *b)
+{
+    if (b->in_pieces && b->loop == NULL) end_piece(b);
+}
+
+void *op_add(op_build *b, op_stage stage)
+{
+    const size_t moves = b->loop != NULL ? (size_t)b->loop->dims * sizeof(int64_t) : 0,
+                 bytes = sizeof(op_step) + op_stage_bytes(stage) + moves * (size_t)view_count(stage);
+    op_flush(b);
+    if (b->program->bytes + bytes > b->room_bytes) {
+        if (b->status == QUERN_OK)
+            b->status = error_set(QUERN_ERR_INTERNAL, "%s takes more steps than there is room for",
+                                  b->call->family->operations[b->call->operation]);
+        b->last = NULL;
+        memset(&b->dropped, 0, sizeof b->dropped);
+        return &b->dropped;
+    }
+    op_step *step = b->last = (op_step *)(void *)(b->room + b->program->bytes);
+    memset(step, 0, bytes);
+    step->bytes = (uint32_t)bytes;
+    step->stage = (uint8_t)stage;
+    b->program->bytes += bytes;
+    b->program->steps++;
+    return op_step_args(step);
+}
+
+void op_when_asked(op_build *b)
+{
+    if (b->last != NULL) b->last->asked = true;
+}
+
+void op_beside(op_build *b)
+{
+    b->program->beside = b->call->backend->point != NULL;
+}
+
+quern_tensor op_room(op_build *b, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+{
+    quern_tensor t = view_on(&b->call->like, NULL, dtype, ndim, shape);
+    t.data = arena_take(&b->a, (size_t)view_elements(&t) * quern_dtype_size(dtype));
+    return t;
+}
+
+quern_tensor op_matrix(op_build *b, quern_dtype dtype, int64_t rows, int64_t columns)
+{
+    const int64_t shape[] = {rows, columns};
+    return op_room(b, dtype, 2, shape);
+}
+
+void op_copy(op_build *b, const quern_tensor *from, const quern_tensor *to)
+{
+    permute_args *copy = OP_ADD(b, permute);
+    copy->per = 1;
+    copy->x = *from;
+    copy->out = *to;
+}
+
+quern_tensor op_rows(op_build *b, int32_t tensor)
+{
+    const quern_tensor t = op_view(b->call, tensor, false);
+    quern_tensor flat = t;
+    if (t.ndim == 0 || view_flatten(&t, &flat)) return flat;
+    int64_t rows = 1;
+    for (int32_t i = 0; i < t.ndim - 1; i++) rows *= t.shape[i];
+    flat = op_matrix(b, t.dtype, rows, t.shape[t.ndim - 1]);
+    op_copy(b, &t, &flat);
+    return flat;
+}
+
+void op_give(op_build *b, int32_t tensor, const quern_tensor *from)
+{
+    const quern_tensor to = op_view(b->call, tensor, false);
+    if (to.ndim > 0) op_copy(b, from, &to);
+}
+
+quern_dtype op_gradient_dtype(quern_dtype activations)
+{
+    return activations == QUERN_BF16 ? QUERN_BF16 : QUERN_F32;
+}
+
+void op_loop_begin(op_build *b, int32_t dims, const int64_t *extents)
+{
+    op_flush(b);
+    if (b->program->loops == OP_LOOPS_MAX) {
+        if (b->status == QUERN_OK)
+            b->status = error_set(QUERN_ERR_INTERNAL, "more than %d loops", OP_LOOPS_MAX);
+        return;
+    }
+    b->loop = &b->program->loop[b->program->loops];
+    *b->loop = (op_loop){.first = b->program->steps, .dims = dims};
+    memcpy(b->loop->extent, extents, (size_t)dims * sizeof *extents);
+}
+
+void op_loop_end(op_build *b)
+{
+    if (b->loop == NULL) return;
+    b->loop->end = b->program->steps;
+    b->program->loops += b->loop->end > b->loop->first;
+    b->loop = NULL;
+}
+
+void op_moves(op_build *b, const quern_tensor *view, int32_t dim, int64_t elements)
+{
+    op_view_list list[OP_VIEW_LISTS];
+    if (b->loop == NULL || b->last == NULL || view->ndim == 0) return;
+    const op_stage stage = (op_stage)b->last->stage;
+    const int32_t lists = op_stage_views(stage, list);
+    char *args = op_step_args(b->last);
+    int64_t *by = (int64_t *)(void *)(args + op_stage_bytes(stage));
+    for (int32_t n = 0; n < lists; n++)
+        for (int32_t i = 0; i < list[n].count; i++, by += b->loop->dims)
+            if (op_stage_view(args, &list[n], i) == view)
+                by[dim] = elements * (int64_t)quern_dtype_size(view->dtype);
+}
+
+void op_cut(op_build *b, quern_tensor *view, int32_t along)
+{
+    if (b->loop == NULL || view->ndim == 0) return;
+    const int64_t rounds = b->loop->extent[0], part = rounds > 0 ? view->shape[along] / rounds : 0;
+    view_narrow(view, along, 0, part);
+    op_moves(b, view, 0, part * view->strides[along]);
+}
+
+/* The memory of a view: [low, high); empty where it has no elements. */
+static void span_of(const quern_tensor *t, uintptr_t *low, uintptr_t *high)
+{
+    const int64_t size = (int64_t)quern_dtype_size(t->dtype);
+    int64_t down = 0, up = size;
+    *low = *high = (uintptr_t)t->data;
+    if (t->ndim == 0 || view_elements(t) == 0) return;
+    for (int32_t i = 0; i < t->ndim; i++) {
+        const int64_t reach = (t->shape[i] - 1) * t->strides[i] * size;
+        if (reach < 0) down += reach;
+        else up += reach;
+    }
+    *low += (uintptr_t)down;
+    *high += (uintptr_t)up;
+}
+
+/* Whether a view that one of two steps writes overlaps a view of the other. */
+static bool touch(const op_step *a, const op_step *b)
+{
+    op_view_list of_a[OP_VIEW_LISTS], of_b[OP_VIEW_LISTS];
+    const op_stage first = (op_stage)a->stage, second = (op_stage)b->stage;
+    const int32_t lists_a = op_stage_views(first, of_a), lists_b = op_stage_views(second, of_b);
+    for (int32_t i = 0; i < lists_a; i++)
+        for (int32_t k = 0; k < of_a[i].count; k++) {
+            uintptr_t low, high;
+            span_of(op_stage_view(op_step_args(a), &of_a[i], k), &low, &high);
+            for (int32_t j = 0; low < high && j < lists_b; j++)
+                for (int32_t l = 0; l < of_b[j].count; l++) {
+                    uintptr_t from, to;
+                    if (!op_stage_writes(first, &of_a[i], k) && !op_stage_writes(second, &of_b[j], l))
+                        continue;
+                    span_of(op_stage_view(op_step_args(b), &of_b[j], l), &from, &to);
+                    if (from < to && low < to && from < high) return true;
+                }
+        }
+    return false;
+}
+
+/* Which steps each waits for. */
+static void order_steps(op_build *b)
+{
+    const op_step *all[OP_BESIDE_MOST];
+    op_step *step = (op_step *)(void *)b->room;
+    const int32_t steps = b->program->steps;
+    if (steps > OP_BESIDE_MOST || b->program->loops > 0) b->program->beside = false;
+    for (int32_t i = 0; b->program->beside && i < steps; i++, step = op_step_next(step)) {
+        all[i] = step;
+        for (int32_t k = 0; k < i; k++)
+            if (i == steps - 1 || touch(all[k], step)) step->behind |= (uint64_t)1 << k;
+    }
+}
+
+static void begin(op_build *b, op_call *call, op_program *program, void *room, size_t bytes)
+{
+    b->call = call;
+    b->a = op_workspace();
+    b->program = program;
+    b->room = room;
+    b->room_bytes = bytes;
+    b->in_pieces = false;
+    b->frame = NULL;
+    b->scratch_bytes = 0;
+    b->status = QUERN_OK;
+    forget_steps(b);
+}
+
+quern_status op_program_build(op_call *call)
+{
+    op_build b;
+    const size_t at = call->family->program_at;
+    begin(&b, call, &call->program, (char *)call + at, call->family->call_size - at);
+    b.in_pieces = call->family->in_pieces;
+    call->family->build(&b);
+    op_flush(&b);
+    if (b.program->beside) order_steps(&b);
+    if (b.status == QUERN_OK) check_steps(&b);
+    if (!b.program->beside) {
+        call->program.scratch = arena_take(&b.a, b.scratch_bytes);
+        share_scratch(&b, call->program.scratch);
+    }
+    op_workspace_end(call, &b.a);
+    return b.status;
+}
+
+void op_pieces_begin(op_build *b, const op_call *call, const op_frame *frame, op_program *program, void *room,
+                     size_t bytes)
+{
+    begin(b, (op_call *)(uintptr_t)call, program, room, bytes);
+    b->in_pieces = true;
+    b->frame = frame;
+}
+
+quern_status op_pieces_end(op_build *b)
+{
+    op_flush(b);
+    return b->status;
+}

@@ -1,0 +1,144 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * op_program.h - a call as a program: a list of steps, each a stage with its arguments, filled once.
+ *
+ * A family's build() appends the steps in the order in which they run and takes their tensors from the
+ * workspace. The size of the workspace, a backend's refusals, runs, plans, replays and
+ * quern_plan_describe() all read the list.
+ *
+ * The steps stand in the family's own struct, one after the other, so that a call allocates nothing:
+ *
+ *     attend_args *args = OP_ADD(b, attend_forward);
+ *     args->q = op_view(b->call, ATTENTION_Q, true);
+ *
+ * A loop repeats the steps that are added before its end. Views of these steps may move on with its indices.
+ */
+#ifndef QUERN_CORE_OP_PROGRAM_H
+#define QUERN_CORE_OP_PROGRAM_H
+
+#include "core/arena.h"
+#include "core/op_stage.h"
+
+struct op_call;
+struct op_frame;
+
+/* A step. Its arguments follow it, then, in a loop, how far each of their views moves: int64_t [views, dims],
+ * in bytes. */
+typedef struct op_step {
+    uint32_t bytes; /* from here to the next step */
+    uint8_t stage;
+    bool asked;          /* runs only where the caller has a status word */
+    uint64_t behind;     /* the steps that it waits for, a bit each, in a program of `beside` */
+    const void *scratch; /* symbolic, or NULL */
+} op_step;
+static inline void *op_step_args(const op_step *step)
+{
+    return (void *)(uintptr_t)(step + 1);
+}
+static inline op_step *op_step_next(const op_step *step)
+{
+    return (op_step *)((uintptr_t)step + step->bytes);
+}
+/* Bytes of a step whose arguments are NAME_args, outside of loops. */
+#define OP_STEP_BYTES(name) (sizeof(op_step) + sizeof(name##_args))
+
+/* The steps [first, end), for all indices of `dims` extents, the last one fastest. */
+enum { OP_LOOPS_MAX = 4, OP_BESIDE_MOST = 8 /* steps that may run beside each other */ };
+typedef struct op_loop {
+    int32_t first, end, dims;
+    int64_t extent[QUERN_MAX_DIMS];
+} op_loop;
+
+/* What a call keeps, besides the steps. */
+typedef struct op_program {
+    int32_t steps, loops;
+    size_t bytes;        /* of the steps */
+    const void *scratch; /* that steps use in turn, symbolic */
+    /* The steps are few and have memory of their own. Where launches are recorded, each waits for those alone
+     * whose memory it needs, and the last one for all. */
+    bool beside;
+    op_loop loop[OP_LOOPS_MAX];
+} op_program;
+
+/* A program that is being built. */
+typedef struct op_build {
+    struct op_call *call;
+    arena a; /* of the workspace, symbolic */
+    op_program *program;
+    char *room; /* for the steps */
+    size_t room_bytes;
+    op_step *last;
+    op_loop *loop; /* that is open, or NULL */
+    /* A program without an end, in pieces: a step runs once the next one is added (frame NULL: its workspace
+     * is counted), and is then forgotten. */
+    bool in_pieces;
+    const struct op_frame *frame;
+    size_t scratch_bytes; /* most of any step */
+    quern_status status;  /* the first failure; the program is of no use then */
+    op_args dropped;      /* the arguments of steps for which there is no room */
+} op_build;
+
+/* ---- for a family's build() ---- */
+
+/* Appends a step and returns its arguments, all 0 and absent. */
+#define OP_ADD(build, stage) ((__typeof__(((op_args *)NULL)->stage) *)op_add(build, OP_##stage))
+void *op_add(op_build *b, op_stage stage);
+/* The last step runs only where the caller has a status word. */
+void op_when_asked(op_build *b);
+/* Steps may run beside each other, if the backend can do that: each gets its own scratch. */
+void op_beside(op_build *b);
+/* In pieces: the steps so far run now. */
+void op_flush(op_build *b);
+/* Whether the backend has a stage and takes the arguments. */
+bool op_takes(const op_build *b, op_stage stage, const void *args);
+
+/* A contiguous tensor in the workspace. */
+quern_tensor op_room(op_build *b, quern_dtype dtype, int32_t ndim, const int64_t *shape);
+quern_tensor op_matrix(op_build *b, quern_dtype dtype, int64_t rows, int64_t columns);
+/* A tensor of the call, [.., columns], as a matrix: a view, or a copy where its strides forbid one. Absent
+ * where the call does not use it. */
+quern_tensor op_rows(op_build *b, int32_t tensor);
+/* Copies rows that are as many and as long, whatever the shapes. */
+void op_copy(op_build *b, const quern_tensor *from, const quern_tensor *to);
+/* The same to a tensor of the call, if the call has it. */
+void op_give(op_build *b, int32_t tensor, const quern_tensor *from);
+/* The dtype of a gradient between two products: bf16 for the bf16 dot product; f16 would leave its range. */
+quern_dtype op_gradient_dtype(quern_dtype activations);
+
+/* The steps that follow are repeated, up to op_loop_end(). Loops have no loops inside. */
+void op_loop_begin(op_build *b, int32_t dims, const int64_t *extents);
+void op_loop_end(op_build *b);
+/* `view`, of the last step's arguments, moves on by so many elements with each index of the loop's dimension
+ * `dim`. */
+void op_moves(op_build *b, const quern_tensor *view, int32_t dim, int64_t elements);
+/* In a loop over one extent n: `view` is the n-th part of what it was along `along`, and moves on by that
+ * part. Without a loop, or where the view is absent, it stays as it is. */
+void op_cut(op_build *b, quern_tensor *view, int32_t along);
+
+/* ---- for op.c and plan.c ---- */
+
+const op_step *op_program_steps(const struct op_call *call);
+/* Runs the steps that stand at `steps`, one after the other. */
+quern_status op_steps_run(const struct op_call *call, const struct op_frame *frame, const op_program *program,
+                          const op_step *steps);
+
+/* Builds a call's program with its family's build(), and sets the call's workspace. */
+quern_status op_program_build(struct op_call *call);
+quern_status op_program_run(const struct op_call *call, const struct op_frame *frame);
+/* A program in pieces, of a family whose run() calls its build() again. */
+void op_pieces_begin(op_build *b, const struct op_call *call, const struct op_frame *frame,
+                     op_program *program, void *room, size_t bytes);
+quern_status op_pieces_end(op_build *b);
+
+/* What a program runs: its stages in the order of their first runs, with the kernels that each would
+ * choose. */
+enum { OP_LISTED_MAX = 16 };
+typedef struct op_listed {
+    const char *stage;
+    char kernel[STAGE_NAME_BYTES]; /* "" where the stage does not name them */
+    int64_t times;
+} op_listed;
+int32_t op_program_list(const struct op_call *call, op_listed listed[OP_LISTED_MAX]);
+
+#endif

@@ -1,0 +1,163 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* op_program_run.c - running a program, and what it would run. */
+#include "core/error.h"
+#include "core/op.h"
+
+#include <string.h>
+
+/* The bytes by which a view moves on within a loop. */
+static int64_t moved(const op_step *step, int32_t view, const op_loop *loop, const int64_t *index)
+{
+    const int64_t *by = (const int64_t *)(const void *)((const char *)op_step_args(step) +
+                                                        op_stage_bytes((op_stage)step->stage)) +
+                        (ptrdiff_t)view * loop->dims;
+    int64_t bytes = 0;
+    for (int32_t d = 0; d < loop->dims; d++) bytes += by[d] * index[d];
+    return bytes;
+}
+
+/* The arguments with addresses in place of symbolic pointers. */
+static void place(const op_step *step, const op_frame *frame, const op_loop *loop, const int64_t *index,
+                  op_args *now)
+{
+    op_view_list list[OP_VIEW_LISTS];
+    const int32_t lists = op_stage_views((op_stage)step->stage, list);
+    int32_t number = 0;
+    memcpy(now, op_step_args(step), op_stage_bytes((op_stage)step->stage));
+    for (int32_t n = 0; n < lists; n++)
+        for (int32_t i = 0; i < list[n].count; i++, number++) {
+            quern_tensor *view = op_stage_view(now, &list[n], i);
+            if (view->ndim == 0) continue;
+            char *data = op_placed(view->data, frame);
+            view->data = loop != NULL ? data + moved(step, number, loop, index) : data;
+        }
+}
+
+/* Runs a step at an index of its loop (NULL: it is in none). */
+static quern_status run_step(const op_call *call, const op_frame *frame, const op_step *step,
+                             const op_loop *loop, const int64_t *index)
+{
+    op_args now;
+    void *scratch = step->scratch != NULL ? op_placed(step->scratch, frame) : NULL;
+    if (step->asked && !frame->asked) return QUERN_OK;
+    place(step, frame, loop, index, &now);
+    return op_stage_run(call->backend, (op_stage)step->stage, &frame->exec, &now, scratch);
+}
+
+static int64_t rounds_of(const op_loop *loop)
+{
+    int64_t rounds = 1;
+    for (int32_t d = 0; d < loop->dims; d++) rounds *= loop->extent[d];
+    return rounds;
+}
+
+static quern_status run_loop(const op_call *call, const op_frame *frame, const op_step *first,
+                             const op_loop *loop)
+{
+    int64_t index[QUERN_MAX_DIMS] = {0};
+    quern_status status = QUERN_OK;
+    for (int64_t left = rounds_of(loop); left > 0 && status == QUERN_OK; left--) {
+        const op_step *step = first;
+        for (int32_t i = loop->first; i < loop->end && status == QUERN_OK; i++, step = op_step_next(step))
+            status = run_step(call, frame, step, loop, index);
+        for (int32_t d = loop->dims - 1; d >= 0 && ++index[d] == loop->extent[d]; d--) index[d] = 0;
+    }
+    return status;
+}
+
+quern_status op_steps_run(const op_call *call, const op_frame *frame, const op_program *program,
+                          const op_step *step)
+{
+    int32_t loops = 0;
+    quern_status status = QUERN_OK;
+    for (int32_t i = 0; i < program->steps && status == QUERN_OK;) {
+        const op_loop *loop = &program->loop[loops];
+        if (loops == program->loops || loop->first != i) {
+            status = run_step(call, frame, step, NULL, NULL);
+            step = op_step_next(step);
+            i++;
+            continue;
+        }
+        status = run_loop(call, frame, step, loop);
+        for (; i < loop->end; i++) step = op_step_next(step);
+        loops++;
+    }
+    return status;
+}
+
+const op_step *op_program_steps(const op_call *call)
+{
+    return (const op_step *)(const void *)((const char *)call + call->family->program_at);
+}
+
+/* Every step behind those that it waits for; `start`: what those wait for that wait for none. */
+static quern_status run_beside(const op_call *call, const op_frame *frame, const op_step *step, int32_t first,
+                               const backend_point *start)
+{
+    backend_point behind[OP_BESIDE_MOST];
+    for (int32_t i = first; i < call->program.steps; i++, step = op_step_next(step)) {
+        const backend_point *points[OP_BESIDE_MOST] = {start};
+        int32_t count = 0;
+        for (int32_t s = first; s < i; s++)
+            if (step->behind >> s & 1) points[count++] = &behind[s];
+        quern_status status = call->backend->resume(&frame->exec, points, count > 0 ? count : 1);
+        if (status == QUERN_OK) status = run_step(call, frame, step, NULL, NULL);
+        if (status != QUERN_OK) return status;
+        if (!call->backend->point(&frame->exec, &behind[i]))
+            return error_set(QUERN_ERR_DEVICE, "the stream is no longer recorded");
+    }
+    return QUERN_OK;
+}
+
+quern_status op_program_run(const op_call *call, const op_frame *frame)
+{
+    const op_program *program = &call->program;
+    const op_step *step = op_program_steps(call);
+    backend_point start;
+    int32_t asked = 0;
+    quern_status status = QUERN_OK;
+    if (!program->beside) return op_steps_run(call, frame, program, step);
+    for (; asked < program->steps && step->asked && status == QUERN_OK; asked++, step = op_step_next(step))
+        status = run_step(call, frame, step, NULL, NULL);
+    if (status != QUERN_OK) return status;
+    if (call->backend->point(&frame->exec, &start)) return run_beside(call, frame, step, asked, &start);
+    for (int32_t i = asked; i < program->steps && status == QUERN_OK; i++, step = op_step_next(step))
+        status = run_step(call, frame, step, NULL, NULL);
+    return status;
+}
+
+/* ---- describing ---- */
+
+static void list_step(const op_call *call, const op_step *step, int64_t times, op_listed *listed,
+                      int32_t *count)
+{
+    const op_stage stage = (op_stage)step->stage;
+    char kernel[STAGE_NAME_BYTES];
+    op_stage_kernel(call->backend, stage, &call->exec, op_step_args(step), kernel);
+    int32_t i = 0;
+    while (i < *count && (listed[i].stage != op_stage_name(stage) || strcmp(listed[i].kernel, kernel) != 0))
+        i++;
+    if (i == OP_LISTED_MAX) return;
+    if (i == *count) {
+        listed[i] = (op_listed){.stage = op_stage_name(stage)};
+        memcpy(listed[i].kernel, kernel, sizeof kernel);
+        ++*count;
+    }
+    listed[i].times += times;
+}
+
+int32_t op_program_list(const op_call *call, op_listed listed[OP_LISTED_MAX])
+{
+    const op_program *program = &call->program;
+    const op_step *step = op_program_steps(call);
+    int32_t count = 0;
+    for (int32_t i = 0; i < program->steps; i++, step = op_step_next(step)) {
+        int64_t times = step->asked ? 0 : 1;
+        for (int32_t l = 0; l < program->loops; l++)
+            if (i >= program->loop[l].first && i < program->loop[l].end)
+                times *= rounds_of(&program->loop[l]);
+        if (times > 0) list_step(call, step, times, listed, &count);
+    }
+    return count;
+}
