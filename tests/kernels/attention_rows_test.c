@@ -300,12 +300,13 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
                     ds_pairs = matrix(random, QUERN_I32, ROWS / 2, lds, TEST_UNALIGNED);
         test_tensor ds_words = matrix(random, QUERN_I32, ROWS, lds / 2, TEST_UNALIGNED);
         int32_t lo[ROWS], hi[ROWS];
-        float lse2[ROWS], delta[ROWS], row_scale[ROWS], dp_scale[ROWS];
+        float top[ROWS], factor[ROWS], delta[ROWS], row_scale[ROWS], dp_scale[ROWS];
         test_tensor_normal(&t, random, 3);
         for (int32_t r = 0; r < ROWS; r++) {
             interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r],
                      &hi[r]);
-            lse2[r] = r == 4 ? INFINITY : (float)(9 + test_random_normal(random));
+            top[r] = r == 4 ? INFINITY : (float)(9 + test_random_normal(random));
+            factor[r] = (float)(0.5 + test_random_uniform(random));
             delta[r] = r == 5 ? 0 : (float)test_random_normal(random);
             row_scale[r] = r % 2 ? 1.0f : (float)test_random_uniform(random);
             dp_scale[r] = r == 5 ? 0 : row_scale[r]; /* a row with one key: dS is 0 */
@@ -321,7 +322,8 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
                                             lo,
                                             hi,
                                             scale2,
-                                            lse2,
+                                            top,
+                                            factor,
                                             delta,
                                             row_scale,
                                             dp_scale,
@@ -339,8 +341,8 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
             for (int32_t c = 0; c < columns; c++) {
                 const double x = in[r * lds + c], g = in[(ROWS + r) * lds + c];
                 const bool seen = c >= lo[r] && c < hi[r] && r != 4;
-                const double p = seen ? exp2(x * scale2 - lse2[r]) : 0,
-                             bound = seen ? exp2_bound(kernels, name, p, x * scale2, lse2[r]) : 0;
+                const double p = seen ? exp2((x - top[r]) * scale2) * factor[r] : 0,
+                             bound = seen ? exp2_bound(kernels, name, p, x * scale2, top[r] * scale2) : 0;
                 const double size = fabs(g * dp_scale[r]) + fabs(delta[r]),
                              most = bound * size + p * size * 0x1p-23;
                 const double expected_p = row_scale[r] * p,

@@ -112,13 +112,14 @@ static void check_gradient(const mqa_kernels *kernels, bool narrow, int64_t keys
     static float s[SCORES + 1], dp[SCORES + 1], s0[SCORES], dp0[SCORES];
     static uint16_t p[SCORES + 1], ds[SCORES + 1];
     static uint32_t pairs[SCORES + 1];
-    float lse2[HEADS_MOST], delta[HEADS_MOST];
+    float top[HEADS_MOST], factor[HEADS_MOST], delta[HEADS_MOST];
     const char *name = narrow ? "mqa_gradient_bf16" : "mqa_gradient_f32";
     const float scale2 = 0.37f, scale = 0.25f;
     fill_scores(s, keys, heads, random);
     for (int64_t i = 0; i < keys * heads; i++) dp[i] = (float)test_random_normal(random);
     for (int64_t h = 0; h < heads; h++) {
-        lse2[h] = h == 5 || h == 9 ? INFINITY : (float)(1 + test_random_uniform(random));
+        top[h] = h == 5 || h == 9 ? INFINITY : (float)(3 + test_random_uniform(random));
+        factor[h] = (float)(0.5 + test_random_uniform(random));
         delta[h] = (float)test_random_normal(random);
     }
     dp[9 + heads * (keys - 1)] = NAN; /* of a head that sees nothing */
@@ -126,19 +127,20 @@ static void check_gradient(const mqa_kernels *kernels, bool narrow, int64_t keys
     s[keys * heads] = dp[keys * heads] = 77;
     p[keys * heads] = ds[keys * heads] = 77;
     pairs[(keys + 1) / 2 * heads] = 77;
-    const mqa_gradient t = {s, dp, (int32_t)keys, (int32_t)heads, scale2, scale, lse2, delta, p, ds, pairs};
+    const mqa_gradient t = {s, dp, (int32_t)keys, (int32_t)heads, scale2, scale, top, factor, delta,
+                            p, ds, pairs};
     (narrow ? kernels->mqa_gradient_bf16 : kernels->mqa_gradient_f32)(&t);
     assert_true(s[keys * heads] == 77 && dp[keys * heads] == 77);
     assert_true(p[keys * heads] == 77 && ds[keys * heads] == 77 && pairs[(keys + 1) / 2 * heads] == 77);
     for (int64_t i = 0; i < keys * heads; i++) {
         const int64_t k = i / heads, h = i % heads;
-        const double x = (double)s0[i] * (double)scale2,
-                     exact_p = lse2[h] == INFINITY ? 0 : exp2(x - (double)lse2[h]);
+        const double x = ((double)s0[i] - (double)top[h]) * (double)scale2,
+                     exact_p = top[h] == INFINITY ? 0 : exp2(x) * (double)factor[h];
         const double unit =
             test_kernel_bound("mqa", name, kernels->level, 1, fabs(x) < 100 ? fabs(x) + 2 : 2);
         const double size = exact_p * (fabs((double)dp0[i]) + fabs((double)delta[h])) * (double)scale;
         const double exact_ds =
-            lse2[h] == INFINITY ? 0 : exact_p * ((double)dp0[i] - (double)delta[h]) * (double)scale;
+            top[h] == INFINITY ? 0 : exact_p * ((double)dp0[i] - (double)delta[h]) * (double)scale;
         const double round_p = narrow ? test_kernel_rounding(QUERN_BF16, exact_p) : 0,
                      round_ds = narrow ? test_kernel_rounding(QUERN_BF16, exact_ds) : 0;
         expect(kernels, "P", k, h, narrow ? half_at(p, i) : (double)s[i], exact_p, unit * exact_p + round_p);

@@ -18,6 +18,8 @@
 #include "core/arena.h"
 #include "cpu/kernels/attention_kernels.h"
 
+#include <math.h>
+
 enum {
     TILE_ROWS = 192, /* query rows that use a tile of keys read from L3 */
     STEP_ROWS = 96,  /* rows per step: 16 micro-kernels of 6, 6 vectors of 16 */
@@ -26,6 +28,17 @@ enum {
 };
 
 static const float log2_e = 1.44269504088896340736f; /* scores are powers of 2: exp(x) = exp2(x log2 e) */
+
+/* An lse in f32 is off by up to |lse| 2^-24, an error of the whole row's P, and where one key has nearly all
+ * of P, dS is what the rounding of delta leaves. From this |lse| on, an eighth of the gradients' bound, a row
+ * is coarse: its scores are computed twice, and the first time give its lse and delta. */
+enum { LSE_COARSE = 20, LSE_COARSE_HALF = 4096 /* f16, bf16 */ };
+
+static inline bool lse_is_coarse(float lse, quern_dtype dtype)
+{
+    const float size = lse < 0 ? -lse : lse;
+    return size > (dtype == QUERN_F32 ? LSE_COARSE : LSE_COARSE_HALF) && size < INFINITY;
+}
 
 /* One sequence of the call: its rows in the tensors, and the first row of its keys in the panels. */
 typedef struct attend_sequence {
@@ -44,7 +57,7 @@ typedef struct attend_plan {
     int64_t packed_rows; /* rows in panels, per kv head */
     int64_t list_block;  /* keys of a listed block */
     int64_t sequences;
-    float scale2; /* the softmax's factor of scores; 1 where Q already carries scale * log2 e */
+    float scale2; /* scale * log2 e, the softmax's factor of scores: Q times it would be rounded */
 } attend_plan;
 
 typedef struct attend_packed {

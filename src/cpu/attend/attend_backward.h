@@ -29,7 +29,6 @@ static inline float *gradient_at(const gradient_rows *g, int64_t b, int64_t toke
 
 typedef struct backward_plan {
     attend_plan attend;
-    float scale2;                   /* scale * log2 e */
     int64_t value_words;            /* words of a value or d_o row: Dv, or Dv / 2 */
     int64_t key_width, value_width; /* D, Dv rounded up to 16 */
     int64_t key_ld, value_ld;       /* floats or words of a row: an odd number of cache lines */
@@ -47,7 +46,9 @@ typedef struct backward_rows {
     void *q_pairs, *d_o_pairs; /* bf16: pairs along rows, [rows / 2][ld]; f32: q and d_o again */
     float *d_q;                /* [rows][key_ld], not yet scaled */
     int32_t *lo, *hi;          /* keys that the row sees */
-    float *lse2, *delta, *row_scale, *dp_scale;
+    float *top, *factor, *delta, *row_scale, *dp_scale; /* P = exp2((S - top) scale2) factor */
+    float *lse;                                         /* as given */
+    float *max, *sum, *mean; /* of S, of P, of P dP: running, by backward_weigh() */
     uint8_t *nonfinite; /* [rows]: q or d_o has a nonfinite value */
 } backward_rows;
 
@@ -77,14 +78,19 @@ void backward_rows_copy(const backward_plan *plan, const backward_rows *src, int
                         const backward_rows *dst, int64_t to);
 void backward_rows_prefetch(const backward_plan *plan, const backward_rows *rows, int64_t row);
 void backward_rows_pair(const backward_plan *plan, const backward_rows *rows, int64_t n);
-/* Reads rows [row0, row0 + n) of unit `unit` of a sequence; sets d_q to 0. */
-void backward_rows_load(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
+/* Reads rows [row0, row0 + n) of unit `unit` of a sequence; sets d_q to 0. Returns whether some row is
+ * coarse: all its keys have to pass through backward_weigh(), then it through backward_rows_settle(). */
+bool backward_rows_load(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
                         int64_t n, const backward_rows *rows);
+void backward_rows_settle(const backward_plan *plan, int64_t n, const backward_rows *rows);
 /* Writes their d_q, or adds it to what is there. */
 void backward_rows_store(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
                          int64_t n, const backward_rows *rows);
 
 void backward_scratch_carve(const backward_plan *plan, arena *a, backward_scratch *scratch);
+/* Adds the tile of keys to max, sum and mean of n rows. */
+void backward_weigh(const backward_plan *plan, const backward_rows *rows, int32_t n,
+                    const backward_keys *keys, const backward_scratch *scratch);
 /* Adds the contributions of n rows and the tile of keys to d_q, d_k and d_v. */
 void backward_step(const backward_plan *plan, const backward_rows *rows, int32_t n, backward_keys *keys,
                    const backward_scratch *scratch);

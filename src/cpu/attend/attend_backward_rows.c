@@ -13,6 +13,7 @@
 #include "cpu/attend/nonfinite.h"
 #include "cpu/rows_at.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -29,7 +30,8 @@ void backward_rows_carve(const backward_plan *p, int64_t capacity, arena *a, bac
     rows->q_pairs = p->attend.bf16 ? arena_take(a, n * (size_t)p->key_ld * 2) : rows->q;
     rows->d_o_pairs = p->attend.bf16 ? arena_take(a, n * (size_t)p->value_ld * 2) : rows->d_o;
     rows->d_q = arena_take(a, n * (size_t)p->key_ld * 4);
-    float **floats[] = {&rows->lse2, &rows->delta, &rows->row_scale, &rows->dp_scale};
+    float **floats[] = {&rows->top, &rows->factor, &rows->delta, &rows->row_scale, &rows->dp_scale,
+                        &rows->lse, &rows->max,    &rows->sum,   &rows->mean};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) *floats[i] = arena_take(a, n * 4);
     rows->lo = arena_take(a, n * 4);
     rows->hi = arena_take(a, n * 4);
@@ -48,10 +50,15 @@ backward_rows backward_rows_from(const backward_plan *p, const backward_rows *ro
                            rows->d_q + first * p->key_ld,
                            rows->lo + first,
                            rows->hi + first,
-                           rows->lse2 + first,
+                           rows->top + first,
+                           rows->factor + first,
                            rows->delta + first,
                            rows->row_scale + first,
                            rows->dp_scale + first,
+                           rows->lse + first,
+                           rows->max + first,
+                           rows->sum + first,
+                           rows->mean + first,
                            rows->nonfinite + first};
 }
 
@@ -64,10 +71,15 @@ void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_
     memcpy((uint32_t *)dst->d_o + to * o_ld, (const uint32_t *)src->d_o + from * o_ld, (size_t)o_ld * 4);
     dst->lo[to] = src->lo[from];
     dst->hi[to] = src->hi[from];
-    dst->lse2[to] = src->lse2[from];
+    dst->top[to] = src->top[from];
+    dst->factor[to] = src->factor[from];
     dst->delta[to] = src->delta[from];
     dst->row_scale[to] = src->row_scale[from];
     dst->dp_scale[to] = src->dp_scale[from];
+    dst->lse[to] = src->lse[from];
+    dst->max[to] = src->max[from];
+    dst->sum[to] = src->sum[from];
+    dst->mean[to] = src->mean[from];
     dst->nonfinite[to] = src->nonfinite[from];
 }
 
@@ -83,7 +95,8 @@ void backward_rows_pair(const backward_plan *p, const backward_rows *rows, int64
 {
     if (n % 2 != 0) {
         rows->lo[n] = rows->hi[n] = 0;
-        rows->lse2[n] = rows->delta[n] = rows->row_scale[n] = rows->dp_scale[n] = 0.0f;
+        rows->top[n] = rows->factor[n] = rows->delta[n] = rows->row_scale[n] = rows->dp_scale[n] = 0.0f;
+        rows->lse[n] = rows->max[n] = rows->sum[n] = rows->mean[n] = 0.0f;
         rows->nonfinite[n] = 0;
     }
     if (!p->attend.bf16) return;
@@ -126,7 +139,7 @@ static float dot(const float *x, const float *y, int64_t n) /* n: a multiple of 
 
 /* The mean of dP weighted by P, over keys [lo, hi) of one query and head. */
 static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int64_t query, int64_t head,
-                        int64_t lo, int64_t hi, float lse2)
+                        int64_t lo, int64_t hi, float top)
 {
     const attend_args *args = p->attend.args;
     const attention_kernels *kernels = p->attend.kernels;
@@ -140,7 +153,7 @@ static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int6
         const row_source k = rows_at(&args->k, seq->view_b, seq->k0 + key, kv_head, 1),
                          v = rows_at(&args->v, seq->view_b, seq->k0 + key, kv_head, 1);
         kernels->pack_rows_f32(&k, 1.0f, x, dim_k);
-        const float weight_of_key = exp2f(dot(q, x, dim_k) * p->scale2 - lse2);
+        const float weight_of_key = exp2f((dot(q, x, dim_k) - top) * p->attend.scale2);
         kernels->pack_rows_f32(&v, 1.0f, x, dim_v);
         sum += weight_of_key * dot(d_o, x, dim_v);
         weight += weight_of_key;
@@ -148,9 +161,31 @@ static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int6
     return sum / weight;
 }
 
-void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0,
+static const double log2_e_exact = 1.4426950408889634074;
+
+/* top and factor of a row whose lse is `lse2` in powers of two. */
+static void take_lse2(const backward_plan *p, const backward_rows *rows, int64_t r, double lse2)
+{
+    const double top = lse2 / (double)p->attend.scale2;
+    rows->top[r] = fabs(top) > FLT_MAX && isfinite(lse2) ? copysignf(FLT_MAX, (float)lse2) : (float)top;
+    rows->factor[r] =
+        isfinite(rows->top[r]) ? (float)exp2((double)rows->top[r] * (double)p->attend.scale2 - lse2) : 1.0f;
+}
+
+void backward_rows_settle(const backward_plan *p, int64_t n, const backward_rows *rows)
+{
+    for (int64_t r = 0; r < n; r++) {
+        if (!lse_is_coarse(rows->lse[r], p->attend.args->q.dtype)) continue;
+        rows->top[r] = rows->max[r];
+        rows->factor[r] = 1.0f / rows->sum[r];
+        if (rows->dp_scale[r] != 0.0f) rows->delta[r] = rows->row_scale[r] * (rows->mean[r] / rows->sum[r]);
+    }
+}
+
+bool backward_rows_load(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0,
                         int64_t n, const backward_rows *rows)
 {
+    bool coarse = false;
     const attend_args *args = p->attend.args;
     const int64_t hs = p->attend.hs, head0 = (int64_t)unit * hs;
     const quern_dtype packed = p->attend.bf16 ? QUERN_BF16 : QUERN_F32;
@@ -171,15 +206,19 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
             const bool none = lse == -INFINITY;
             rows->lo[r + i] = (int32_t)lo;
             rows->hi[r + i] = (int32_t)(none ? lo : hi);
-            rows->lse2[r + i] = lse * log2_e;
+            rows->lse[r + i] = lse;
+            take_lse2(p, rows, r + i, (double)lse * log2_e_exact);
             const bool one = hi - lo == 1; /* P is 1 and dS exactly 0, whatever delta's rounding */
             rows->row_scale[r + i] =
                 args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
             rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);
             if (!one && !none && hi - lo <= few)
                 rows->delta[r + i] = rows->row_scale[r + i] *
-                                     mean_of_dp(p, seq, query, head0 + h + i, lo, hi, rows->lse2[r + i]);
+                                     mean_of_dp(p, seq, query, head0 + h + i, lo, hi, rows->top[r + i]);
             rows->dp_scale[r + i] = one ? 0.0f : rows->row_scale[r + i];
+            rows->max[r + i] = -INFINITY;
+            rows->sum[r + i] = rows->mean[r + i] = 0.0f;
+            coarse |= lse_is_coarse(lse, p->attend.args->q.dtype);
             rows->nonfinite[r + i] = any_nonfinite(q_to + i * q_ld, packed, p->attend.dim_k) ||
                                      any_nonfinite(o_to + i * o_ld, packed, p->attend.dim_v);
         }
@@ -187,6 +226,7 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
     }
     backward_rows_pair(p, rows, n);
     memset(rows->d_q, 0, (size_t)(n * p->key_ld) * sizeof(float));
+    return coarse;
 }
 
 void backward_rows_store(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0,

@@ -206,35 +206,94 @@ static void multiply(const backward_plan *p, const backward_rows *rows, backward
     sum_over_keys(p, rows, keys, a, b, base, c0, c1, s);
 }
 
+/* What a tile of rows sees of a tile of keys. */
+typedef struct tile_view {
+    int64_t base;       /* the key of column 0 */
+    int32_t columns;    /* a multiple of 16 */
+    int32_t first, end; /* the rows that see some of it; none: first >= end */
+    bool whole;         /* every row sees every column, except padding */
+} tile_view;
+
+static tile_view look(const backward_rows *rows, int32_t n, const backward_keys *keys,
+                      const backward_scratch *s)
+{
+    tile_view v = {.base = keys->key0 & ~(int64_t)15};
+    const int32_t seen = (int32_t)(keys->key1 - v.base);
+    v.columns = (seen + 15) & ~15;
+    v.whole = v.base == keys->key0 && (seen == v.columns || keys->key1 == keys->seq->nk);
+    for (int32_t r = 0; r < n + (n & 1); r++) {
+        const int64_t lo = rows->lo[r] > keys->key0 ? rows->lo[r] : keys->key0,
+                      hi = rows->hi[r] < keys->key1 ? rows->hi[r] : keys->key1;
+        s->tile_lo[r] = lo < hi ? (int32_t)(lo - v.base) : 0;
+        s->tile_hi[r] = lo < hi ? (int32_t)(hi - v.base) : 0;
+        v.whole = v.whole && (r == n || (s->tile_lo[r] == 0 && s->tile_hi[r] == seen));
+    }
+    rows_meeting(s, n, 0, v.columns, &v.first, &v.end);
+    return v;
+}
+
+/* S and dP where the tile's rows see them. */
+static void score_all(const backward_plan *p, const backward_rows *rows, int32_t n, const backward_keys *keys,
+                      const tile_view *v, const backward_scratch *s)
+{
+    const attention_kernels *k = p->attend.kernels;
+    for (int32_t c = 0; c < v->columns;) {
+        const int64_t in_panel = (keys->seq->packed0 + v->base + c) % k->panel;
+        const int32_t w =
+            (int32_t)(k->panel - in_panel < v->columns - c ? k->panel - in_panel : v->columns - c);
+        int32_t a, b;
+        rows_meeting(s, n, c, c + w, &a, &b);
+        if (a < b) score(p, rows, keys, a, b, v->base, c, w, s);
+        c += w;
+    }
+}
+
+static float dot(const float *x, const float *y, int32_t n)
+{
+    float lanes[16] = {0}, sum = 0.0f;
+    int32_t c = 0;
+    for (; c + 16 <= n; c += 16)
+        for (int i = 0; i < 16; i++) lanes[i] += x[c + i] * y[c + i];
+    for (; c < n; c++) lanes[c % 16] += x[c] * y[c];
+    for (int i = 0; i < 16; i++) sum += lanes[i];
+    return sum;
+}
+
+void backward_weigh(const backward_plan *p, const backward_rows *rows, int32_t n, const backward_keys *keys,
+                    const backward_scratch *s)
+{
+    const tile_view v = look(rows, n, keys, s);
+    float *shrink = (float *)(void *)s->ds_words;
+    if (v.first >= v.end) return;
+    score_all(p, rows, n, keys, &v, s);
+    const softmax_tile soft = {s->s + (int64_t)v.first * BACKWARD_LDS,
+                               BACKWARD_LDS,
+                               v.end - v.first,
+                               v.columns,
+                               s->tile_lo + v.first,
+                               s->tile_hi + v.first,
+                               p->attend.scale2,
+                               rows->max + v.first,
+                               rows->sum + v.first,
+                               shrink + v.first};
+    p->attend.kernels->softmax_f32(&soft);
+    for (int32_t r = v.first; r < v.end; r++) {
+        const int64_t at = (int64_t)r * BACKWARD_LDS + s->tile_lo[r];
+        rows->mean[r] = rows->mean[r] * shrink[r] + dot(s->s + at, s->dp + at, s->tile_hi[r] - s->tile_lo[r]);
+    }
+}
+
 void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n, backward_keys *keys,
                    const backward_scratch *s)
 {
     const attention_kernels *k = p->attend.kernels;
-    const int64_t base = keys->key0 & ~(int64_t)15;
-    const int32_t columns = (int32_t)((keys->key1 - base + 15) & ~(int64_t)15),
-                  seen = (int32_t)(keys->key1 - base);
-    /* Whole: every row sees every column, except padding. */
-    bool whole = base == keys->key0 && (seen == columns || keys->key1 == keys->seq->nk), nonfinite = false;
-    for (int32_t r = 0; r < n + (n & 1); r++) {
-        const int64_t lo = rows->lo[r] > keys->key0 ? rows->lo[r] : keys->key0,
-                      hi = rows->hi[r] < keys->key1 ? rows->hi[r] : keys->key1;
-        s->tile_lo[r] = lo < hi ? (int32_t)(lo - base) : 0;
-        s->tile_hi[r] = lo < hi ? (int32_t)(hi - base) : 0;
-        whole = whole && (r == n || (s->tile_lo[r] == 0 && s->tile_hi[r] == seen));
-        nonfinite |= rows->nonfinite[r];
-    }
-    int32_t first, end;
-    rows_meeting(s, n, 0, columns, &first, &end);
+    const tile_view v = look(rows, n, keys, s);
+    const int64_t base = v.base;
+    const int32_t columns = v.columns, first = v.first, end = v.end;
+    bool nonfinite = false;
     if (first >= end) return;
-
-    for (int32_t c = 0; c < columns;) {
-        const int64_t in_panel = (keys->seq->packed0 + base + c) % k->panel;
-        const int32_t w = (int32_t)(k->panel - in_panel < columns - c ? k->panel - in_panel : columns - c);
-        int32_t a, b;
-        rows_meeting(s, n, c, c + w, &a, &b);
-        if (a < b) score(p, rows, keys, a, b, base, c, w, s);
-        c += w;
-    }
+    for (int32_t r = 0; r < n + (n & 1); r++) nonfinite |= rows->nonfinite[r];
+    score_all(p, rows, n, keys, &v, s);
     const int32_t top = first & ~1;
     const softmax_backward_tile soft = {s->s + (int64_t)top * BACKWARD_LDS,
                                         s->dp + (int64_t)top * BACKWARD_LDS,
@@ -243,8 +302,9 @@ void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n,
                                         columns,
                                         s->tile_lo + top,
                                         s->tile_hi + top,
-                                        p->scale2,
-                                        rows->lse2 + top,
+                                        p->attend.scale2,
+                                        rows->top + top,
+                                        rows->factor + top,
                                         rows->delta + top,
                                         rows->row_scale + top,
                                         rows->dp_scale + top,
@@ -255,7 +315,7 @@ void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n,
     else k->softmax_backward_f32(&soft);
 
     const backward_rows used = nonfinite ? finite_rows(p, rows, n, s) : *rows;
-    if (whole && same_freshness(keys, columns)) {
+    if (v.whole && same_freshness(keys, columns)) {
         multiply(p, &used, keys, first, end, base, 0, columns, s);
         for (int32_t c = 0; c < columns; c += KEY_ALIGN) keys->fresh[c / KEY_ALIGN] = false;
     } else {

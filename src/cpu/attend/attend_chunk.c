@@ -78,7 +78,6 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
     c->head0 = plan->units == plan->heads ? unit : unit * plan->group;
     c->row0 = row0;
     c->rows = rows;
-    const float scale = plan->args->scale * log2_e;
     for (int32_t r = 0;
          r < rows;) { /* the heads of one query at a time; of all queries, where that is one head */
         const int64_t query = (row0 + r) / plan->hs, h = (row0 + r) % plan->hs;
@@ -93,7 +92,7 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
         if (plan->bf16)
             k->pack_rows_bf16(&src, (uint16_t *)((uint32_t *)c->q + r * plan->key_words),
                               2 * plan->key_words);
-        else k->pack_rows_f32(&src, scale, (float *)c->q + r * plan->key_words, plan->key_words);
+        else k->pack_rows_f32(&src, 1.0f, (float *)c->q + r * plan->key_words, plan->key_words);
         r += (int32_t)n;
     }
 }

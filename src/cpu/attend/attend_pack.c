@@ -30,7 +30,7 @@ attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
                         ? args->seqs.batch * round_up(args->seqs.n_kv, KEY_ALIGN)
                         : round_up(args->seqs.n_kv, KEY_ALIGN) + KEY_ALIGN * args->seqs.batch;
     p.list_block = args->mask == ATTEND_COMPRESSED ? STAGE_GROUP_ENTRIES : args->block_size;
-    p.scale2 = p.bf16 ? args->scale * log2_e : 1.0f;
+    p.scale2 = args->scale * log2_e;
     return p;
 }
 

@@ -94,7 +94,6 @@ static backward_plan plan_of(const stage_exec *exec, const attend_args *args, ar
 {
     backward_plan p = {.attend = attend_plan_of(exec, args)};
     const attend_plan *f = &p.attend;
-    p.scale2 = args->scale * log2_e;
     p.value_words = f->bf16 ? f->dim_v / 2 : f->dim_v;
     p.key_width = round_up(f->dim_k, 16);
     p.value_width = round_up(f->dim_v, 16);
@@ -180,6 +179,7 @@ typedef struct backward_task {
     int32_t unit, kv_head;
     turn *turns;
     int64_t first, self; /* indices into turns: the first task of this sequence and head, and this task */
+    bool weighs;         /* the walk over the keys weighs coarse rows, before the gradients' walk */
 } backward_task;
 
 static void begin_keys(const backward_task *t, int64_t key0, int64_t key1)
@@ -192,9 +192,18 @@ static void begin_keys(const backward_task *t, int64_t key0, int64_t key1)
     for (int32_t i = 0; i < BACKWARD_KEYS / KEY_ALIGN; i++) keys->fresh[i] = true;
 }
 
+static void step(const backward_task *t, const backward_rows *rows, int64_t n)
+{
+    backward_thread *own = t->own;
+    const int32_t count = (int32_t)least(n, BACKWARD_ROWS);
+    if (t->weighs) backward_weigh(&t->job->plan, rows, count, &own->keys, &own->scratch);
+    else backward_step(&t->job->plan, rows, count, &own->keys, &own->scratch);
+}
+
 /* Waits for the task's turn, adds the tile's dK and dV to memory, and lets the next task go on. */
 static void end_keys(const backward_task *t)
 {
+    if (t->weighs) return;
     const backward_plan *p = &t->job->plan;
     const attention_kernels *k = p->attend.kernels;
     const backward_keys *keys = &t->own->keys;
@@ -226,8 +235,7 @@ static void run_range(const backward_task *t)
         begin_keys(t, key, least(key + BACKWARD_KEYS, end));
         for (int64_t r = 0; r < t->rows; r += BACKWARD_ROWS) {
             const backward_rows tile = backward_rows_from(p, chunk, r);
-            backward_step(p, &tile, (int32_t)least(t->rows - r, BACKWARD_ROWS), &t->own->keys,
-                          &t->own->scratch);
+            step(t, &tile, t->rows - r);
         }
         end_keys(t);
     }
@@ -238,19 +246,24 @@ static void prefetch(const float *row, int64_t n)
     for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i, 1);
 }
 
-/* Runs the gathered rows against the current tile of keys and adds their dQ to the chunk's. */
+/* Runs the gathered rows against the current tile of keys and adds their dQ to the chunk's, or hands back
+ * what was weighed. */
 static void step_gathered(const backward_task *t, int32_t n)
 {
     const backward_plan *p = &t->job->plan;
-    const backward_rows *g = &t->own->gathered;
+    const backward_rows *g = &t->own->gathered, *chunk = &t->own->chunk;
     backward_rows_pair(p, g, n);
     memset(g->d_q, 0, (size_t)(n * p->key_ld) * sizeof(float));
-    backward_step(p, g, n, &t->own->keys, &t->own->scratch);
-    for (int32_t i = 0; i < n; i++) {
-        if (i + ROWS_AHEAD < n)
-            prefetch(t->own->chunk.d_q + t->own->rows[i + ROWS_AHEAD] * p->key_ld, p->key_width);
-        p->attend.kernels->rows->add_scaled(t->own->chunk.d_q + t->own->rows[i] * p->key_ld,
-                                            g->d_q + i * p->key_ld, 1.0f, p->key_width);
+    step(t, g, n);
+    for (int32_t i = 0; i < n && t->weighs; i++) {
+        chunk->max[t->own->rows[i]] = g->max[i];
+        chunk->sum[t->own->rows[i]] = g->sum[i];
+        chunk->mean[t->own->rows[i]] = g->mean[i];
+    }
+    for (int32_t i = 0; i < n && !t->weighs; i++) {
+        if (i + ROWS_AHEAD < n) prefetch(chunk->d_q + t->own->rows[i + ROWS_AHEAD] * p->key_ld, p->key_width);
+        p->attend.kernels->rows->add_scaled(chunk->d_q + t->own->rows[i] * p->key_ld, g->d_q + i * p->key_ld,
+                                            1.0f, p->key_width);
     }
 }
 
@@ -271,8 +284,7 @@ static void run_block(const backward_task *t, const int32_t *entries, int32_t n)
         if (!job->gathers) {
             for (int64_t r = from; r < to; r += BACKWARD_ROWS) {
                 const backward_rows tile = backward_rows_from(p, chunk, r);
-                backward_step(p, &tile, (int32_t)least(to - r, BACKWARD_ROWS), &t->own->keys,
-                              &t->own->scratch);
+                step(t, &tile, to - r);
             }
             continue;
         }
@@ -309,6 +321,12 @@ static void run_lists(const backward_task *t)
     }
 }
 
+static void walk(const backward_task *t)
+{
+    if (!t->job->listed) run_range(t);
+    else if (attend_list_length(&t->job->plan.attend) > 0) run_lists(t);
+}
+
 static void run_task(void *arg, int64_t index, int32_t thread)
 {
     backward_job *job = arg;
@@ -331,9 +349,13 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     t.row0 = (slot - slot_of(job, low)) * job->chunk_rows;
     t.rows = least(t.seq.nq * f->hs - t.row0, job->chunk_rows);
     if (t.rows > 0) {
-        backward_rows_load(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
-        if (!job->listed) run_range(&t);
-        else if (attend_list_length(f) > 0) run_lists(&t);
+        t.weighs = backward_rows_load(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
+        if (t.weighs) {
+            walk(&t);
+            backward_rows_settle(p, t.rows, &t.own->chunk);
+            t.weighs = false;
+        }
+        walk(&t);
         backward_rows_store(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
     }
     atomic_store_explicit(&t.turns[t.self], TURN_DONE, memory_order_release);

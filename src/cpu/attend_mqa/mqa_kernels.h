@@ -20,12 +20,12 @@ typedef struct mqa_softmax {
     float *shrink;       /* out: the factor for what the head has summed so far */
 } mqa_softmax;
 
-/* P = exp2(s scale2 - lse2), dS = P (dp - delta) scale; 0 in heads whose lse2 is +inf. */
+/* P = exp2((s - top) scale2) factor, dS = P (dp - delta) scale; 0 in heads whose top is +inf. */
 typedef struct mqa_gradient {
     float *s, *dp; /* [keys][heads]; f32: P and dS on return */
     int32_t keys, heads;
     float scale2, scale;
-    const float *lse2, *delta;
+    const float *top, *factor, *delta;
     uint16_t *p, *ds;   /* bf16 results: [keys][heads] */
     uint32_t *ds_pairs; /* bf16 results, dS in pairs of keys: [(keys + 1) / 2][heads] */
 } mqa_gradient;

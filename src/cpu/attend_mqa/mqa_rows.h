@@ -27,15 +27,15 @@ INLINE vfloat column_max(const float *s, int32_t keys, int64_t stride)
     return v_max(odd, even);
 }
 
-/* exp2(s scale2 + base) of a column; returns its sum. Even and odd keys are summed apart. */
-INLINE vfloat column_exp2(float *s, int32_t keys, int64_t stride, vfloat scale2, vfloat base, bool narrow)
+/* exp2((s - max) scale2) of a column; returns its sum. Even and odd keys are summed apart. */
+INLINE vfloat column_exp2(float *s, int32_t keys, int64_t stride, vfloat scale2, vfloat max, bool narrow)
 {
     vfloat sum_even = {0}, sum_odd = {0};
     float *to = s;
     for (int32_t k = 0; k < keys; k += 2, s += 2 * stride) {
         const bool both = k + 1 < keys;
-        const vfloat even = v_exp2(v_fma(v_load(s), scale2, base));
-        const vfloat odd = both ? v_exp2(v_fma(v_load(s + stride), scale2, base)) : (vfloat){0};
+        const vfloat even = v_exp2((v_load(s) - max) * scale2);
+        const vfloat odd = both ? v_exp2((v_load(s + stride) - max) * scale2) : (vfloat){0};
         sum_even += even;
         sum_odd += odd;
         if (narrow) {
@@ -57,8 +57,8 @@ INLINE void softmax_columns(const mqa_softmax *t, bool narrow)
         const vfloat before = v_load(t->max + c),
                      after = v_max(column_max(t->s + c, t->keys, t->heads), before);
         const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
-        const vfloat base = v_select(after == -INFINITY, (vfloat){0}, -after * scale2);
-        const vfloat sum = column_exp2(t->s + c, t->keys, t->heads, scale2, base, narrow);
+        const vfloat max = v_select(after == -INFINITY, (vfloat){0}, after);
+        const vfloat sum = column_exp2(t->s + c, t->keys, t->heads, scale2, max, narrow);
         v_store(t->max + c, after);
         v_store(t->shrink + c, fall);
         v_store(t->sum + c, v_load(t->sum + c) * fall + sum);
@@ -82,9 +82,10 @@ typedef struct gradient_vector {
 INLINE gradient_vector gradient_of(const mqa_gradient *t, int32_t key, int32_t c)
 {
     const int64_t at = (int64_t)key * t->heads + c;
-    const vfloat lse2 = v_load(t->lse2 + c), p = v_exp2(v_fma(v_load(t->s + at), v_splat(t->scale2), -lse2));
+    const vfloat top = v_load(t->top + c),
+                 p = v_exp2((v_load(t->s + at) - top) * t->scale2) * v_load(t->factor + c);
     const vfloat ds = p * (v_load(t->dp + at) - v_load(t->delta + c)) * t->scale;
-    const vint none = lse2 == INFINITY;
+    const vint none = top == INFINITY;
     return (gradient_vector){v_select(none, (vfloat){0}, p), v_select(none, (vfloat){0}, ds)};
 }
 

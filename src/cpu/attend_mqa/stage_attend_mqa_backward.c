@@ -39,7 +39,8 @@ typedef struct mqa_work {
     mqa_tile tile;
     float *q_columns, *d_o_columns, *dp, *d_q;
     uint32_t *ds_pairs;
-    float *rows, *row, *angles, *lse2, *delta; /* rows: [columns][pitch] words; row: two of f32 */
+    float *rows, *row, *angles; /* rows: [columns][pitch] words; row: two of f32 */
+    float *lse, *top, *factor, *delta, *max, *sum, *mean, *shrink; /* [columns] */
     float *sums;                               /* [OWNER_KEYS][panel] */
 } mqa_work;
 
@@ -92,8 +93,8 @@ static void carve_work(const mqa_plan *p, arena *a, mqa_work *w)
     w->rows = arena_take(a, (size_t)(p->columns * p->pitch) * sizeof *w->rows);
     w->row = arena_take(a, (size_t)(2 * p->width) * sizeof *w->row);
     w->angles = arena_take(a, (size_t)p->rope * sizeof *w->angles);
-    w->lse2 = arena_take(a, columns);
-    w->delta = arena_take(a, columns);
+    float **of_heads[] = {&w->lse, &w->top, &w->factor, &w->delta, &w->max, &w->sum, &w->mean, &w->shrink};
+    for (size_t i = 0; i < sizeof of_heads / sizeof *of_heads; i++) *of_heads[i] = arena_take(a, columns);
     w->sums = arena_take(a, (size_t)(OWNER_KEYS * p->panel) * sizeof *w->sums);
 }
 
@@ -135,29 +136,37 @@ static double sink_of(const attend_mqa_args *a, int64_t h)
     return is_present(&a->sink) ? (double)((const float *)a->sink.data)[h] : -INFINITY;
 }
 
-/* Per head: lse2 = lse' in powers of two (+inf: the head sees nothing), delta, and its share of dsink. */
-static void head_terms(const backward_job *job, int64_t row, int64_t h, float delta, mqa_work *w,
+/* Sets top and factor of a head, so that P = exp2((s - top) scale2) factor is over the sum of lse and the
+ * sink, and its share of dsink. `top`: close to lse / scale. */
+static void take_lse(const backward_job *job, int64_t h, float top, double lse, mqa_work *w, mqa_slot *slot)
+{
+    const mqa_plan *p = &job->plan;
+    const double sink = sink_of(p->args, h), above = (double)top - lse / (double)p->args->scale;
+    w->top[h] = top;
+    w->factor[h] = (float)(exp2(above * (double)p->scale2) / (1 + exp(sink - lse)));
+    slot->sink_terms[h] = (float)((double)w->delta[h] / (1 + exp(lse - sink)));
+}
+
+/* Reads a head's lse. Returns whether it is coarse. */
+static bool head_terms(const backward_job *job, int64_t row, int64_t h, float delta, mqa_work *w,
                        mqa_slot *slot)
 {
     const attend_mqa_args *a = job->plan.args;
     const float lse = *(const float *)row_at(&a->lse, job->seq.view_b, h, row);
-    const double sink = sink_of(a, h);
-    const double most = sink > (double)lse ? sink : (double)lse;
-    w->lse2[h] = INFINITY;
+    w->lse[h] = lse;
+    w->top[h] = INFINITY;
+    w->factor[h] = 0.0f;
     w->delta[h] = delta;
     slot->sink_terms[h] = 0.0f;
-    if (lse == -INFINITY) return;
-    const double both =
-        sink == -INFINITY ? (double)lse : most + log(exp((double)lse - most) + exp(sink - most));
-    w->lse2[h] = (float)(both * 1.4426950408889634074);
-    slot->sink_terms[h] = sink == -INFINITY ? 0.0f : (float)(exp(sink - both) * (double)delta);
+    if (lse != -INFINITY) take_lse(job, h, lse / a->scale, (double)lse, w, slot);
+    return lse_is_coarse(lse, a->q.dtype);
 }
 
 /* Packs rows of heads as the B of products over heads; a head that sees nothing is 0. */
 static void pack_heads(const mqa_plan *p, mqa_work *w, float *rows, float *to)
 {
     for (int64_t h = 0; h < p->columns; h++)
-        if (w->lse2[h] == INFINITY) memset(rows + h * p->pitch, 0, (size_t)p->pitch * sizeof *rows);
+        if (w->top[h] == INFINITY) memset(rows + h * p->pitch, 0, (size_t)p->pitch * sizeof *rows);
     const int64_t panel_words = p->columns / 2 * p->panel;
     for (int64_t c = 0; p->bf16 && c < p->dim; c += MAX_DIM) {
         const int64_t dim = p->dim - c < MAX_DIM ? p->dim - c : MAX_DIM;
@@ -174,16 +183,19 @@ static void copy_heads(const mqa_plan *p, const row_source *src, float *to)
     else p->kernels->pack_rows_f32(src, 1.0f, to, p->pitch);
 }
 
-/* Writes rotated dO as rows in the dtype of the products, and delta of every head. */
-static void take_d_o(const backward_job *job, int64_t row, int64_t position, mqa_work *w, mqa_slot *slot)
+/* Writes rotated dO as rows in the dtype of the products, and delta of every head. Returns whether some head
+ * is coarse. */
+static bool take_d_o(const backward_job *job, int64_t row, int64_t position, mqa_work *w, mqa_slot *slot)
 {
     const mqa_plan *p = &job->plan;
     const row_source d_o = mqa_heads(&p->args->d_o, job->seq.view_b, row),
                      o = mqa_heads(&p->args->o, job->seq.view_b, row);
+    bool coarse = false;
     if (p->rope > 0) mqa_angles(p, position, w->angles);
     for (int64_t h = p->heads; h < p->columns; h++) {
-        w->lse2[h] = INFINITY;
-        w->delta[h] = 0.0f;
+        w->lse[h] = -INFINITY;
+        w->top[h] = INFINITY;
+        w->factor[h] = w->delta[h] = 0.0f;
     }
     for (int64_t h = 0; h < p->heads; h++) {
         const int64_t element = (int64_t)quern_dtype_size(d_o.dtype);
@@ -196,27 +208,80 @@ static void take_d_o(const backward_job *job, int64_t row, int64_t position, mqa
         for (int64_t c = 0; c < p->width; c += 16)
             for (int i = 0; i < 16; i++) lanes[i] += x[c + i] * y[c + i];
         for (int i = 0; i < 16; i++) delta += lanes[i];
-        head_terms(job, row, h, delta, w, slot);
+        coarse |= head_terms(job, row, h, delta, w, slot);
         if (p->rope > 0)
             p->rotation->rotate_row(x + p->dim - p->rope, w->angles, w->angles + p->rope / 2, p->rope, false);
         p->conversion->convert(x, QUERN_F32, w->rows + h * p->pitch, p->bf16 ? QUERN_BF16 : QUERN_F32,
                                p->dim);
+    }
+    return coarse;
+}
+
+/* A tile's S and dP: in the slot, or for bf16 beside it. */
+static void tile_scores(const mqa_plan *p, int64_t first, const mqa_work *w, const mqa_slot *slot, float **s,
+                        float **dp)
+{
+    *s = p->bf16 ? w->dp + MQA_TILE * p->columns : (float *)slot->p + first * p->columns;
+    *dp = p->bf16 ? w->dp : (float *)slot->ds + first * p->columns;
+    mqa_scores(p, &w->tile, w->q_columns, *s);
+    mqa_scores(p, &w->tile, w->d_o_columns, *dp);
+}
+
+static void fill_tile(const backward_job *job, const mqa_slot *slot, int64_t first, mqa_work *w)
+{
+    const int64_t rest = slot->keys.n - first;
+    mqa_tile_fill(&job->plan, &job->seq, &slot->keys, first, rest < MQA_TILE ? rest : MQA_TILE, &w->tile);
+}
+
+/* Runs through the query's keys for the largest score, the sum of P and the mean of dP of every head. Coarse
+ * heads take their lse and delta from them. */
+static void weigh(const backward_job *job, mqa_work *w, mqa_slot *slot)
+{
+    const mqa_plan *p = &job->plan;
+    for (int64_t h = 0; h < p->columns; h++) {
+        w->max[h] = -INFINITY;
+        w->sum[h] = w->mean[h] = 0.0f;
+    }
+    for (int64_t first = 0; first < slot->keys.n; first += MQA_TILE) {
+        float *s, *dp;
+        fill_tile(job, slot, first, w);
+        tile_scores(p, first, w, slot, &s, &dp);
+        const mqa_softmax soft = {s,      (int32_t)w->tile.n, (int32_t)p->columns, p->scale2, w->max,
+                                  w->sum, w->shrink};
+        p->rows->mqa_softmax_f32(&soft);
+        for (int64_t h = 0; h < p->columns; h++) w->mean[h] *= w->shrink[h];
+        for (int64_t i = 0; i < w->tile.n; i++)
+            for (int64_t h = 0; h < p->columns; h++)
+                w->mean[h] += s[i * p->columns + h] * dp[i * p->columns + h];
+    }
+    for (int64_t h = 0; h < p->heads; h++) {
+        if (!lse_is_coarse(w->lse[h], p->args->q.dtype)) continue;
+        const double sum = (double)w->sum[h], sink = sink_of(p->args, h),
+                     lse = (double)w->max[h] * (double)p->args->scale + log(sum);
+        w->delta[h] = (float)((double)w->mean[h] / sum / (1 + exp(sink - lse)));
+        take_lse(job, h, w->max[h], lse, w, slot);
     }
 }
 
 /* Writes P and dS of a tile of keys from `first` on into the slot. Returns dS as the A of dQ = dS K. */
 static const float *tile_gradient(const mqa_plan *p, int64_t first, mqa_work *w, mqa_slot *slot)
 {
-    const int64_t at = first * p->columns, n = w->tile.n;
-    float *s = p->bf16 ? w->dp + MQA_TILE * p->columns : (float *)slot->p + at,
-          *dp = p->bf16 ? w->dp : (float *)slot->ds + at;
-    mqa_scores(p, &w->tile, w->q_columns, s);
-    mqa_scores(p, &w->tile, w->d_o_columns, dp);
+    const int64_t at = first * p->columns;
+    float *s, *dp;
+    tile_scores(p, first, w, slot, &s, &dp);
     /* One key without a sink: P is exactly 1 and dS 0. */
     for (int64_t h = 0; h < p->heads && slot->keys.n == 1; h++)
         if (sink_of(p->args, h) == -INFINITY) w->delta[h] = dp[h];
-    mqa_gradient g = {s,        dp,   (int32_t)n, (int32_t)p->columns, p->scale2, p->args->scale, w->lse2,
-                      w->delta, NULL, NULL,       w->ds_pairs};
+    mqa_gradient g = {.s = s,
+                      .dp = dp,
+                      .keys = (int32_t)w->tile.n,
+                      .heads = (int32_t)p->columns,
+                      .scale2 = p->scale2,
+                      .scale = p->args->scale,
+                      .top = w->top,
+                      .factor = w->factor,
+                      .delta = w->delta,
+                      .ds_pairs = w->ds_pairs};
     if (!p->bf16) {
         p->rows->mqa_gradient_f32(&g);
         return dp;
@@ -233,7 +298,7 @@ static void store_d_q(const backward_job *job, int64_t row, bool any, mqa_work *
     const quern_tensor *t = &p->args->d_q;
     for (int64_t h = 0; is_present(t) && h < p->heads; h++) {
         float *d_q = w->d_q + h * p->width;
-        if (!any || w->lse2[h] == INFINITY) memset(d_q, 0, (size_t)p->width * sizeof *d_q);
+        if (!any || w->top[h] == INFINITY) memset(d_q, 0, (size_t)p->width * sizeof *d_q);
         mqa_store(p, d_q, t, job->seq.view_b * t->strides[0] + row * t->strides[1] + h * t->strides[2]);
     }
 }
@@ -247,7 +312,7 @@ static void run_query(void *arg, int64_t index, int32_t thread)
     const int64_t query = job->first + index, row = job->seq.query0 + query;
     const row_source q = mqa_heads(&p->args->q, job->seq.view_b, row);
     slot->keys = mqa_keys_of(p, &job->seq, query, slot->list);
-    take_d_o(job, row, job->seq.position + query, w, slot);
+    const bool coarse = take_d_o(job, row, job->seq.position + query, w, slot);
     const row_source d_o = {w->rows, p->bf16 ? QUERN_BF16 : QUERN_F32, p->bf16 ? 2 * p->pitch : p->pitch,
                             p->heads, p->dim};
     if (slot->keys.n > 0) {
@@ -257,9 +322,9 @@ static void run_query(void *arg, int64_t index, int32_t thread)
         copy_heads(p, &q, w->rows);
         pack_heads(p, w, w->rows, slot->q);
     }
+    if (coarse && slot->keys.n > 0) weigh(job, w, slot);
     for (int64_t first = 0; first < slot->keys.n; first += MQA_TILE) {
-        mqa_tile_fill(p, &job->seq, &slot->keys, first,
-                      slot->keys.n - first < MQA_TILE ? slot->keys.n - first : MQA_TILE, &w->tile);
+        fill_tile(job, slot, first, w);
         const float *ds = tile_gradient(p, first, w, slot);
         if (is_present(&p->args->d_q)) mqa_values(p, &w->tile, ds, w->d_q, first > 0);
     }

@@ -38,8 +38,7 @@ decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t 
     s.value_width = round_up16(dim_v);
     s.value_panel = s.value_width < s.kernels->panel ? s.value_width : s.kernels->panel;
     s.value_panels = round_up(dim_v, s.value_panel) / s.value_panel;
-    s.q_scale = scale * log2_e;
-    s.scale2 = s.bf16 ? scale * log2_e : 1.0f;
+    s.scale2 = scale * log2_e;
     return s;
 }
 
@@ -72,7 +71,7 @@ void decode_rows_pack(const decode_shape *shape, const quern_tensor *q, int64_t 
     const row_source src = {row_at(q, 0, row, head), q->dtype, q->strides[2], n, shape->dim_k};
     float *dst = (float *)rows->q + at * shape->key_words;
     if (shape->bf16) shape->kernels->pack_rows_bf16(&src, (uint16_t *)(void *)dst, 2 * shape->key_words);
-    else shape->kernels->pack_rows_f32(&src, shape->q_scale, dst, shape->key_words);
+    else shape->kernels->pack_rows_f32(&src, 1.0f, dst, shape->key_words);
 }
 
 void decode_rows_reset(decode_rows *rows, int32_t n)

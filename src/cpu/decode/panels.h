@@ -28,7 +28,6 @@ typedef struct decode_shape {
     int64_t dim_k, dim_v;
     int64_t key_words, value_width; /* words of a key or query in a panel; floats of an O row */
     int64_t value_panel, value_panels;
-    float q_scale; /* multiplies Q */
     float scale2;  /* multiplies scores in the softmax */
 } decode_shape;
 

@@ -5,15 +5,17 @@
  * vectors and compiled by each level's file under its own flags.
  *
  * From a tile of scores S = Q K^T and dP = dO V^T, with c = row_scale (the gate of the branch, or 1):
- *   P = exp2(S scale2 - lse2), dS = P (c dP - delta), and c P, which is what dV = (c P)^T dO needs.
+ *   P = exp2((S - top) scale2) f, dS = P (c dP - delta), and c P, which is what dV = (c P)^T dO needs.
+ * top is about lse or the largest score, unscaled; f makes up the difference. Scores close to top lose
+ * nothing in it, however large they are.
  * (dS has a c of its own: c = delta = 0 makes dS exactly 0 in a row with one key.) f32: both overwrite S and
  * dP. Read along rows they are the A of dQ = dS K; read along columns, the A of the other two products. bf16
  * dot products need pairs along the dimension of the sum: rows for dV and dK, keys for dQ. The kernel
  * therefore takes two rows at a time and writes dS twice: interleaved with its neighbour row, and row by row.
  *
- * Per vector of scores: 5 FMAs and 4 more operations of exp2, 3 of dS, 4 loads and stores; bf16 adds 3
- * conversions, a permute and a store. A product at D = 128 does 1280 operations per score: at two FMAs a
- * cycle the rows take about 4% of the f32 and 8% of the bf16 time.
+ * Per vector of scores: 5 FMAs and 4 more operations of exp2, 3 around it, 3 of dS, 4 loads and stores; bf16
+ * adds 3 conversions, a permute and a store. A product at D = 128 does 1280 operations per score: at two FMAs
+ * a cycle the rows take about 4% of the f32 and 8% of the bf16 time.
  */
 #ifndef QUERN_CPU_ATTENTION_BACKWARD_ROWS_H
 #define QUERN_CPU_ATTENTION_BACKWARD_ROWS_H
@@ -30,7 +32,8 @@ INLINE backward_vector backward_of(const softmax_backward_tile *t, int32_t r, in
                                    int32_t hi)
 {
     if (c >= hi || c + LANES <= lo) return (backward_vector){{0}, {0}};
-    const vfloat p = v_exp2(v_fma(v_load(t->s + r * t->lds + c), v_splat(t->scale2), v_splat(-t->lse2[r])));
+    const vfloat above = v_load(t->s + r * t->lds + c) - t->top[r],
+                 p = v_exp2(above * t->scale2) * t->factor[r];
     const vfloat ds =
         p * v_fma(v_load(t->dp + r * t->lds + c), v_splat(t->dp_scale[r]), v_splat(-t->delta[r]));
     const vfloat scaled = p * v_splat(t->row_scale[r]);

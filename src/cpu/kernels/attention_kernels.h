@@ -47,15 +47,15 @@ typedef struct softmax_tile {
     float *shrink;    /* out: the factor for what the row has summed so far */
 } softmax_tile;
 
-/* The backward's row step: P = exp2(s scale2 - lse2), dS = P (dp_scale dp - delta). Columns [lo[r], hi[r]) of
- * row r are seen; in the others both are 0. */
+/* The backward's row step: P = exp2((s - top) scale2) factor, dS = P (dp_scale dp - delta). Columns [lo[r],
+ * hi[r]) of row r are seen; in the others both are 0. */
 typedef struct softmax_backward_tile {
     float *s, *dp;         /* [rows][lds]; f32: row_scale * P and dS on return */
     int64_t lds;           /* even */
     int32_t rows, columns; /* columns: a multiple of 16; bf16: rows even */
     const int32_t *lo, *hi;
     float scale2;
-    const float *lse2, *delta, *row_scale, *dp_scale; /* per row */
+    const float *top, *factor, *delta, *row_scale, *dp_scale; /* per row */
     /* bf16 results: row_scale * P and dS in pairs along rows [rows / 2][lds], dS in pairs along columns
      * [rows][lds / 2]. */
     uint32_t *p_pairs, *ds_pairs, *ds_words;

@@ -177,15 +177,16 @@ INLINE vfloat max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
     return top;
 }
 
-/* s = 2^(s scale2 + base) over the row's columns; returns a vector whose lanes add up to the sum. */
-INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfloat scale2, vfloat base,
+/* s = 2^((s - max) scale2) over the row's columns; returns a vector whose lanes add up to the sum. The
+ * difference comes first: large scores close to the maximum lose nothing in it. */
+INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfloat scale2, vfloat max,
                           bool whole, bool narrow)
 {
     vfloat sum = {0};
     if (whole) {
 #pragma GCC unroll 4
         for (int32_t c = 0; c < columns; c += LANES) {
-            const vfloat p = v_exp2(v_fma(v_load(s + c), scale2, base));
+            const vfloat p = v_exp2((v_load(s + c) - max) * scale2);
             sum += p;
             store_p(s, c, p, narrow);
         }
@@ -194,8 +195,7 @@ INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfl
     const int32_t first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
     for (int32_t c = 0; c < first; c += LANES) store_p(s, c, (vfloat){0}, narrow);
     for (int32_t c = first; c < last; c += LANES) {
-        const vfloat p =
-            v_select(lanes_in(c, lo, hi), v_exp2(v_fma(v_load(s + c), scale2, base)), (vfloat){0});
+        const vfloat p = v_select(lanes_in(c, lo, hi), v_exp2((v_load(s + c) - max) * scale2), (vfloat){0});
         sum += p;
         store_p(s, c, p, narrow);
     }
@@ -209,7 +209,7 @@ INLINE void softmax_some(const softmax_tile *t, int32_t r0, int32_t n, int most,
 {
     const vfloat scale2 = v_splat(t->scale2);
     vfloat lanes[LANES];
-    float base[LANES];
+    float max[LANES];
     for (int32_t i = 0; i < n; i++) {
         const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
         const float *s = t->s + (r0 + i) * t->lds;
@@ -219,15 +219,15 @@ INLINE void softmax_some(const softmax_tile *t, int32_t r0, int32_t n, int most,
     const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)),
                  after = v_max(lane_maxima(lanes, most), before);
     const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
-    v_store(base, v_select(after == -INFINITY, (vfloat){0}, -after * scale2));
+    v_store(max, v_select(after == -INFINITY, (vfloat){0}, after));
     v_store_first(t->max + r0, n, after);
     v_store_first(t->shrink + r0, n, fall);
     for (int32_t i = 0; i < n; i++) {
         const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
         float *s = t->s + (r0 + i) * t->lds;
         lanes[i] = lo == 0 && hi == t->columns
-                       ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
-                       : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
+                       ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(max[i]), true, narrow)
+                       : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(max[i]), false, narrow);
     }
     for (int32_t i = n; i < most; i++) lanes[i] = (vfloat){0};
     v_store_first(t->sum + r0, n, v_load_first(t->sum + r0, n, (vfloat){0}) * fall + lane_sums(lanes, most));

@@ -45,7 +45,6 @@ void select_plan_make(const stage_exec *exec, const select_args *args, select_pl
     if (!softmax) {
         a->bf16 = false;
         a->key_words = a->dim_k;
-        a->scale2 = 1.0f;
     }
     p->kernels = nsa_kernels_for(exec->cpu_level);
     p->list_heads = a->units;
