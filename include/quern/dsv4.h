@@ -292,7 +292,8 @@ QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *ex
  *
  *   o[t,h] = rotate back (sum_i p_i key_i),  p_i = e^(D^-1/2 q . key_i) / (e^sink[h] + sum of the numerators)
  *
- * lse[h,t] is the logarithm of that sum without the sink. A query without keys has output 0 and lse -inf.
+ * lse[h,t] is the logarithm of that sum without the sink. A query without keys has output 0 and lse -inf. A
+ * sink of inf leaves nothing to the keys: the head's output and gradients are 0.
  */
 typedef struct quern_dsv4_attention_params {
     size_t size;

@@ -56,7 +56,8 @@ static double sink_of(const oracle_core_arrays *x, int64_t h)
     return x->sink != NULL ? x->sink[h] : -INFINITY;
 }
 
-/* Scores of a head's keys; returns the logarithm of the denominator, the sink in it. */
+/* Scores of a head's keys; returns the logarithm of the denominator, the sink in it: infinite where the sink
+ * leaves nothing to the keys. */
 static double scores_of(const oracle_core *c, const oracle_core_arrays *x, const key_set *k, const double *q,
                         double sink, double *score)
 {
@@ -64,6 +65,7 @@ static double scores_of(const oracle_core *c, const oracle_core_arrays *x, const
         score[i] = oracle_dot(q, key_row(c, x, k, i), c->dim) / sqrt((double)c->dim);
     const double lse = log_sum(score, k->n);
     const double both[] = {lse, sink};
+    if (sink == INFINITY) return INFINITY;
     return lse == -INFINITY ? -INFINITY : log_sum(both, 2);
 }
 
@@ -98,7 +100,7 @@ static void head_backward(const oracle_core *c, const oracle_core_arrays *x, con
 {
     const int64_t at = (t * c->heads + h) * c->dim;
     const double all = scores_of(c, x, k, x->q + at, sink_of(x, h), score), scale = 1 / sqrt((double)c->dim);
-    if (all == -INFINITY) return;
+    if (isinf(all)) return;
     double *d_o = malloc((size_t)c->dim * sizeof *d_o);
     const double delta = oracle_dot(x->d_o + at, x->o + at, c->dim);
     memcpy(d_o, x->d_o + at, (size_t)c->dim * sizeof *d_o);

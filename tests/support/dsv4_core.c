@@ -84,7 +84,7 @@ core_case core_case_make(test_random *random, const oracle_core *shape, int64_t 
     if (parts->list) fill_lists(&c, random);
     if (parts->sink && test_random_one_in(random, 3)) {
         double *sink = test_tensor_get(&c.t[CORE_SINK]);
-        sink[0] = -INFINITY;
+        sink[0] = test_random_one_in(random, 2) ? INFINITY : -INFINITY;
         test_tensor_set(&c.t[CORE_SINK], sink);
         free(sink);
     }

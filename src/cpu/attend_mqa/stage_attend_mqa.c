@@ -172,7 +172,7 @@ static void finish(const mqa_plan *p, const mqa_sequence *seq, int64_t query, bo
         float *o = s->o + h * p->width;
         const float lse = any ? natural_lse(p, s->max[h], s->sum[h]) : -INFINITY;
         const double sink = is_present(&a->sink) ? (double)((const float *)a->sink.data)[h] : -INFINITY;
-        if (lse == -INFINITY) memset(o, 0, (size_t)p->width * sizeof *o);
+        if (lse == -INFINITY || sink == INFINITY) memset(o, 0, (size_t)p->width * sizeof *o);
         else
             p->kernels->scale_row(o, (float)(1.0 / (double)s->sum[h] / (1.0 + exp(sink - (double)lse))),
                                   p->width);

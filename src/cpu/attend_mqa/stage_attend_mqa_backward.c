@@ -147,12 +147,13 @@ static void take_lse(const backward_job *job, int64_t h, float top, double lse, 
     slot->sink_terms[h] = (float)((double)w->delta[h] / (1 + exp(lse - sink)));
 }
 
-/* Reads a head's lse. Returns whether it is coarse. */
+/* Reads a head's lse: that of no keys where the sink leaves them nothing. Returns whether it is coarse. */
 static bool head_terms(const backward_job *job, int64_t row, int64_t h, float delta, mqa_work *w,
                        mqa_slot *slot)
 {
     const attend_mqa_args *a = job->plan.args;
-    const float lse = *(const float *)row_at(&a->lse, job->seq.view_b, h, row);
+    const float lse =
+        sink_of(a, h) == INFINITY ? -INFINITY : *(const float *)row_at(&a->lse, job->seq.view_b, h, row);
     w->lse[h] = lse;
     w->top[h] = INFINITY;
     w->factor[h] = 0.0f;
