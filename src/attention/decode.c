@@ -57,7 +57,8 @@ static quern_status check_tensors(const quern_cache *cache, const decode_call *c
         {"o", t->o, act, 3, {c->call.tokens, heads, p->dim_v}, false, true},
         {"lse", t->lse, VIEW_F32, 2, {heads, c->call.tokens}, true, true},
     };
-    const quern_status status = view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
+    quern_status status = view_check_order(t->q, t->o);
+    if (status == QUERN_OK) status = view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
     return status == QUERN_OK ? view_check_heads(heads, p->kv_heads, c->call.tokens) : status;
 }
 

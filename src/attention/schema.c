@@ -99,6 +99,7 @@ static quern_status derive(op_call *call)
     const quern_tensor *q = t[ATTENTION_Q], *k = t[ATTENTION_K], *v = t[ATTENTION_V];
     if ((status = view_check_head_dim("q", q->shape[at + 2])) != QUERN_OK ||
         (status = view_check_head_dim("v", v->shape[at + 2])) != QUERN_OK ||
+        (status = view_check_order(q, t[ATTENTION_O])) != QUERN_OK ||
         (status = view_check_heads(q->shape[at + 1], k->shape[at + 1], q->shape[at])) != QUERN_OK)
         return status;
     if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)

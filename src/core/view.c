@@ -240,6 +240,19 @@ quern_status view_check_heads(int64_t heads, int64_t kv_heads, int64_t queries)
                      (long long)kv_heads);
 }
 
+quern_status view_check_order(const quern_tensor *q, const quern_tensor *o)
+{
+    if (q == NULL || o == NULL || q->ndim != o->ndim || (q->ndim != 3 && q->ndim != 4)) return QUERN_OK;
+    const int64_t *of_q = q->shape + q->ndim - 3, *of_o = o->shape + q->ndim - 3;
+    if (of_q[0] == of_q[1] || of_q[0] != of_o[1] || of_q[1] != of_o[0]) return QUERN_OK;
+    return error_set(
+        QUERN_ERR_INVALID_ARGUMENT,
+        "q has %lld x %lld tokens and heads, o %lld x %lld: the order %s is accepted for both, and q "
+        "(or o) seems to be in %s",
+        (long long)of_q[0], (long long)of_q[1], (long long)of_o[0], (long long)of_o[1],
+        q->ndim == 4 ? "[B, N, H, D]" : "[T, H, D]", q->ndim == 4 ? "[B, H, N, D]" : "[H, T, D]");
+}
+
 /* Whether `delta` = sum_i d_i strides_i for some |d_i| < shape_i, strides nested as overlaps_itself() wants:
  * the widest stride leaves at most two choices of d. */
 static bool reachable(const quern_tensor *t, int64_t delta, uint32_t used)

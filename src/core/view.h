@@ -54,6 +54,9 @@ bool view_share_memory(const quern_tensor *a, const view_span *a_span, const que
  * there may be any number of heads. */
 quern_status view_check_head_dim(const char *name, int64_t dim);
 quern_status view_check_heads(int64_t heads, int64_t kv_heads, int64_t queries);
+/* Refuses q [.., N, H, D] and o, of the same ndim, where one has tokens and heads the other way around.
+ * Either may be NULL; their shapes are checked elsewhere. */
+quern_status view_check_order(const quern_tensor *q, const quern_tensor *o);
 /* Checks cu_seqlens [batch + 1], which the host can read: from 0, never falling, the last at most `total`. */
 quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *name, int64_t total);
 

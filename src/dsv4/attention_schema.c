@@ -237,6 +237,7 @@ static quern_status derive(op_call *call)
     call->like = *t[DA_Q];
     quern_status status = op_check_activation(call, DA_Q, at + 3);
     if (status == QUERN_OK) status = view_check_head_dim("q", t[DA_Q]->shape[at + 2]);
+    if (status == QUERN_OK) status = view_check_order(t[DA_Q], t[DA_O]);
     if (status == QUERN_OK) status = op_find_batch(call, DA_CU_SEQLENS, t[DA_Q], &s[AS_B]);
     if (status != QUERN_OK) return status;
     if (p->ratio == 0) p->ratio = t[DA_IDX] != NULL ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;

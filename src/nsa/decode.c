@@ -134,7 +134,8 @@ static quern_status check_tensors(const quern_cache *cache, const decode_call *c
         {"block_idx", t->block_idx, VIEW_I32, 3, {c->list_heads, tokens, p->num_selected}, true, true},
         {"block_count", t->block_count, VIEW_I32, 2, {c->list_heads, tokens}, true, true},
     };
-    return view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
+    const quern_status status = view_check_order(t->q, t->o);
+    return status == QUERN_OK ? view_check_all(rules, sizeof rules / sizeof *rules, t->q, run) : status;
 }
 
 /* A view with a leading extent of 1, or none. */

@@ -252,6 +252,8 @@ static quern_status derive(op_call *call)
     if ((status = op_find_batch(call, T(cu_seqlens), t[lead], &s[S_B])) != QUERN_OK) return status;
     const int64_t n = t[lead]->shape[at];
     const bool queries = op_uses(call, T(q));
+    if (queries && op_uses(call, T(o)) && (status = view_check_order(t[T(q)], t[T(o)])) != QUERN_OK)
+        return status;
     s[S_H] = q != OP_NONE ? t[q]->shape[at + 1] : 0;
     s[S_HKV] = k != OP_NONE ? t[k]->shape[at + 1] : 0;
     s[S_D] = queries ? t[T(q)]->shape[at + 2] : k != OP_NONE ? t[k]->shape[at + 2] : 0;

@@ -84,6 +84,13 @@ static void tensors_size(bad_call *b)
 {
     b->c.tensors.size = 12;
 }
+static void heads_before_tokens(bad_call *b)
+{
+    quern_tensor *q = &b->c.q.view;
+    const int64_t tokens = q->shape[1];
+    q->shape[1] = q->shape[2];
+    q->shape[2] = tokens;
+}
 static void negative_window(bad_call *b)
 {
     b->c.params.window = -3;
@@ -365,6 +372,8 @@ static const mistake mistakes[] = {
     SHAPES("batch of k", k_batch, BOTH, "k.shape[0]", "1", "2"),
     SHAPES("length of v", v_length, BOTH, "v.shape[1]", "8", "9"),
     SHAPES("length of o", o_length, BOTH, "o.shape[1]", "6", "7"),
+    SHAPES("q of [B, H, N, D]", heads_before_tokens, BOTH, "q has 4 x 7 tokens and heads, o 7 x 4",
+           "[B, N, H, D]", "q (or o) seems to be in [B, H, N, D]"),
     SHAPES("heads of lse", lse_heads, BOTH, "lse.shape[1]", "2", "4"),
     SHAPES("dim of k", k_dim, BOTH, "k.shape[3]", "8", "16"),
     SHAPES("dim of d_k", d_k_dim, BACKWARD, "d_k.shape[3]", "8", "16"),

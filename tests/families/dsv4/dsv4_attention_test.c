@@ -275,6 +275,26 @@ static void expect_refusal(core_case *c, quern_context *ctx, const quern_dsv4_at
         if (c->t[i].buffer != NULL) test_tensor_check_unchanged(&c->t[i], "a tensor of a refused call");
 }
 
+static void a_query_with_heads_before_tokens_is_named(void **state)
+{
+    (void)state;
+    test_random random = {13};
+    const oracle_core x = {
+        .queries = 4, .raw = 9, .heads = 2, .dim = 16, .window = 5, .ratio = 4, .start = 10};
+    const core_parts parts = {.sink = true};
+    core_case c = core_case_make(&random, &x, 2, NULL, QUERN_F32, &parts);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    const quern_dsv4_attention_params p = core_case_params(&c);
+    quern_dsv4_attention_tensors t = core_case_tensors(&c);
+    quern_tensor q = c.t[CORE_Q].view;
+    q.shape[1] = x.heads;
+    q.shape[2] = x.queries;
+    t.q = &q;
+    expect_refusal(&c, ctx, &p, &t, false, "q has 2 x 4 tokens and heads, o 4 x 2");
+    quern_context_destroy(ctx);
+    core_case_free(&c);
+}
+
 static void refusals(void **state)
 {
     (void)state;
@@ -377,10 +397,14 @@ static void refusals(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(random_calls),          cmocka_unit_test(released_shapes),
-        cmocka_unit_test(threads_change_no_bit), cmocka_unit_test(cuts_change_no_bit),
-        cmocka_unit_test(golden_layers),         cmocka_unit_test(lists_in_any_order),
-        cmocka_unit_test(nonfinite_values),      cmocka_unit_test(refusals)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(random_calls),
+                                       cmocka_unit_test(released_shapes),
+                                       cmocka_unit_test(threads_change_no_bit),
+                                       cmocka_unit_test(cuts_change_no_bit),
+                                       cmocka_unit_test(golden_layers),
+                                       cmocka_unit_test(lists_in_any_order),
+                                       cmocka_unit_test(nonfinite_values),
+                                       cmocka_unit_test(a_query_with_heads_before_tokens_is_named),
+                                       cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -9,6 +9,7 @@
 
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define P(field) offsetof(quern_nsa_params, field)
 #define BAD QUERN_ERR_INVALID_ARGUMENT
@@ -422,11 +423,30 @@ static void every_illegal_combination_is_named_and_writes_nothing(void **state)
     quern_context_destroy(ctx);
 }
 
+static void a_query_with_heads_before_tokens_is_named(void **state)
+{
+    const int64_t of_q[] = {1, 4, 64, 16}, of_k[] = {1, 64, 2, 16}, of_o[] = {1, 64, 4, 16};
+    const quern_tensor q = quern_tensor_contiguous(NULL, QUERN_F32, 4, of_q),
+                       k = quern_tensor_contiguous(NULL, QUERN_F32, 4, of_k),
+                       o = quern_tensor_contiguous(NULL, QUERN_F32, 4, of_o);
+    quern_context *ctx = NULL;
+    quern_nsa_params p = QUERN_NSA_PARAMS_INIT;
+    quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
+    size_t bytes;
+    (void)state;
+    assert_int_equal(quern_context_create(NULL, &ctx), QUERN_OK);
+    t.q = &q, t.k = t.v = &k, t.o = &o;
+    assert_int_equal(quern_nsa_forward_workspace(ctx, &p, &t, &bytes), QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(ctx), "q has 4 x 64 tokens and heads, o 64 x 4"));
+    quern_context_destroy(ctx);
+}
+
 int main(void)
 {
     setenv("QUERN_CUDA_LIBRARY", "/nowhere/libquern_cuda.so.0", 1); /* as on a machine without a GPU */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_illegal_combination_is_named_and_writes_nothing),
+        cmocka_unit_test(a_query_with_heads_before_tokens_is_named),
     };
     return cmocka_run_group_tests(tests, nsa_make_bases, nsa_free_bases);
 }
