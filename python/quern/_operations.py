@@ -8,7 +8,9 @@ import atexit
 import functools
 import operator
 import pathlib
+import pkgutil
 import struct
+import sys
 from typing import Any, Iterable, Mapping, NamedTuple
 
 import tvm_ffi
@@ -17,7 +19,18 @@ from . import _arrays
 from ._batch import packed
 
 tvm_ffi.register_error("NotImplementedError", NotImplementedError)
-library = tvm_ffi.load_module(str(next(pathlib.Path(__file__).parent.glob("quern_ffi*.so"))))
+
+
+def _load() -> Any:
+    """The C library's functions: beside these files, or, where these are the sources, wherever Python finds
+    the package installed."""
+    for folder in pkgutil.extend_path(list(sys.modules[__package__].__path__), __package__):
+        for file in pathlib.Path(folder).glob("quern_ffi*.so"):
+            return tvm_ffi.load_module(str(file))
+    raise ImportError("quern has no quern_ffi.so: a package that pip installed, from its folder too, is accepted")
+
+
+library = _load()
 atexit.register(library.keep_plans)
 _parameters, _expect, _expect_of, _run = (
     library.parameters,

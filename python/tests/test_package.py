@@ -3,7 +3,9 @@
 """What the wheel brings: libquern with every CPU level, one runtime dependency, no other's library."""
 
 import importlib.metadata as metadata
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -20,6 +22,24 @@ import quern
 q, k, v = (np.random.default_rng(0).standard_normal((1, 70, h, 24)).astype(np.float32) for h in (4, 2, 2))
 sys.stdout.buffer.write(quern.attention(q, k, v).tobytes())
 """
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def imported(python, folder, **environment):
+    """Whose files Python imports in a folder."""
+    command = [python, "-c", "import quern; print(quern.__version__, quern.__file__)"]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
+def loaded_library():
+    """The libquern of this process."""
+    mapped = (line.split()[-1] for line in open("/proc/self/maps"))
+    return next(path for path in mapped if pathlib.Path(path).name.startswith("libquern.so"))
 
 
 @pytest.fixture
@@ -63,3 +83,31 @@ def test_cpu_levels(run_alone):
     assert want.size == 70 * 4 * 24
     for got in results.values():
         assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want)
+
+
+def test_import_beside_the_sources():
+    """Python takes the sources in its folder first."""
+    version, file = imported(sys.executable, ROOT / "python")
+    assert version == quern.__version__ and file == str(ROOT / "python" / "quern" / "__init__.py")
+
+
+@pytest.mark.parametrize("mode", ["redirect", "inplace"])
+def test_editable_install(mode, tmp_path):
+    """pip install -e, with the libquern that is here; then from the sources' folder and from another."""
+    for folder in ("python/quern", "python/src", "include"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for file in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / "python" / file, tmp_path / "python")
+    for name in ("libquern.so", "libquern.so.0"):
+        (tmp_path / name).symlink_to(loaded_library())
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    settings = ("-C", f"editable.mode={mode}", "-C", f"cmake.define.QUERN_BUILT={tmp_path}")
+    command = [python, "-m", "pip", "install", "-q", "-e", tmp_path / "python", *settings]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "No matching distribution" in done.stderr:
+        pytest.skip("no package index has what an install builds with")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for folder in (tmp_path, tmp_path / "python"):
+        version, file = imported(python, folder, PYTHONPATH="")
+        assert version == quern.__version__ and file == str(tmp_path / "python" / "quern" / "__init__.py")
