@@ -11,7 +11,7 @@ import pathlib
 import pkgutil
 import struct
 import sys
-from typing import Any, Iterable, Mapping, NamedTuple
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 
 import tvm_ffi
 
@@ -27,7 +27,7 @@ def _load() -> Any:
     for folder in pkgutil.extend_path(list(sys.modules[__package__].__path__), __package__):
         for file in pathlib.Path(folder).glob("quern_ffi*.so"):
             return tvm_ffi.load_module(str(file))
-    raise ImportError("quern has no quern_ffi.so: a package that pip installed, from its folder too, is accepted")
+    raise ImportError("quern has no quern_ffi.so: a package that pip has installed is accepted")
 
 
 library = _load()
@@ -74,7 +74,7 @@ UNUSED, NEEDED, OPTIONAL, RESULT, OPTIONAL_RESULT = range(5)  # quern_op_role
 _EXPECTED = struct.Struct("9q")
 _EXTENTS = struct.Struct("4q")
 _NO_EXTENTS = bytes(_EXTENTS.size)
-_ASKED = "?"
+ASKED = "?"
 _ABSENT = _EXPECTED.pack(-1, *[0] * 8)
 
 
@@ -149,16 +149,21 @@ def _text(value: Any) -> str:
     return text
 
 
+def line(name: str, value: Any) -> str:
+    """A parameter as a line of name=value. None leaves it as it is."""
+    return "" if value is None else f"{name}={_text(value)}\n"
+
+
 @functools.lru_cache(maxsize=1024)
 def lines(settings: tuple[tuple[str, Any], ...]) -> str:
-    """Parameters as lines of name=value; a preset comes first. None leaves a parameter as it is."""
-    return "".join(f"{name}={_text(value)}\n" for name, value in settings if value is not None)
+    """Parameters as lines of name=value; a preset comes first."""
+    return "".join(line(name, value) for name, value in settings)
 
 
 @functools.lru_cache(maxsize=1024)
 def params_from(name: str, settings: str) -> bytes:
     """A params struct from lines of name=value; those of extents say nothing of it."""
-    stated = "".join(line for line in settings.splitlines(True) if not line.startswith(_ASKED))
+    stated = "".join(line for line in settings.splitlines(True) if not line.startswith(ASKED))
     try:
         return bytes(_parameters(OPERATIONS[name].number, stated))
     except ValueError:
@@ -166,15 +171,34 @@ def params_from(name: str, settings: str) -> bytes:
         raise
 
 
+def filled(settings: str, integers: Sequence[Any], floats: Sequence[Any]) -> str:
+    """Such lines with the numbers that a graph left open, in their order, for the values "#" and "~"."""
+    if not integers and not floats:
+        return settings
+    left = {"#": iter(integers), "~": iter(floats)}
+    parts = (line.rpartition("=") for line in settings.splitlines())
+    return "".join(f"{name}={next(left[v]) if v in left else v}\n" for name, _, v in parts)
+
+
+def values(settings: str, integers: Sequence[Any]) -> dict[str, Any]:
+    """What such lines say, by name: numbers, symbols where a graph left an integer open, and words."""
+    left, found = iter(integers), {}
+    for text in settings.splitlines():
+        name, _, value = text.removeprefix(ASKED).partition("=")
+        number = value.removeprefix("-").isdigit()
+        found[name] = next(left) if value == "#" else int(value) if number else value
+    return found
+
+
 def asked_lines(asked: Iterable[tuple[str, int]]) -> str:
     """Extents of results that no input says, as lines beside the parameters."""
-    return "".join(f"{_ASKED}{name}={operator.index(extent)}\n" for name, extent in asked)
+    return "".join(f"{ASKED}{name}={operator.index(extent)}\n" for name, extent in asked)
 
 
 @functools.lru_cache(maxsize=1024)
 def asked_of(settings: str) -> Mapping[str, int] | None:
     """The extents of asked_lines()."""
-    found = (line[1:].split("=") for line in settings.splitlines() if line.startswith(_ASKED))
+    found = (line[1:].split("=") for line in settings.splitlines() if line.startswith(ASKED))
     return {name: int(extent) for name, extent in found} or None
 
 

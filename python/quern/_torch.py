@@ -2,31 +2,37 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """The operations as PyTorch operators, torch.ops.quern.<name>, made from what quern/op.h says of them.
 
-    quern::<name>(Tensor? <input>, ..., str settings, str results) -> Tensor[]
+    quern::<name>(Tensor? <input>, ..., str settings, str results, SymInt[] integers=[], Tensor? floats=None)
+        -> Tensor[]
     quern::<name>_out(Tensor? <input>, ..., str settings, Tensor(a!)? <result>, ...) -> ()
-    quern::backward(str name, Tensor[] tensors, str fields, str results, str settings) -> Tensor[]
+    quern::backward(str name, Tensor[] tensors, str fields, str results, str settings, SymInt[] integers=[],
+        Tensor? floats=None) -> Tensor[]
 
-`settings` are parameters as lines of name=value, and extents that no input says as lines of ?name=extent;
-`results` are the names of the results wanted. A result has a
-gradient where the operation's backward pass takes one; all others, and lists of indices, have none.
+`settings` are parameters as lines of name=value, and extents that no input says as lines of ?name=extent.
+Where a graph is to serve many values, "#" stands for the next of the integers, "~" for the next of the
+floats, f64 on the CPU. `results` are the names of the results wanted; after a "+", which adds what a backward
+needs, those that it may keep. A result has a gradient where the operation's backward pass takes one; all
+others, and lists of indices, have none.
 """
 
 from __future__ import annotations
 
 import functools
 from keyword import iskeyword
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from . import _arrays
 from . import _operations as ops
+from ._extents import Extents, hint
 
 _LIBRARY = torch.library.Library("quern", "FRAGMENT")
 _PT2 = (torch.Tag.pt2_compliant_tag,)
 _NUMBERS = {getattr(torch, name): i for i, name in enumerate(ops.DTYPES) if hasattr(torch, name)}
 _CAST = ("act", "stored")  # classes of tensors that autocast casts
+_OPEN = "SymInt[] integers=[], Tensor? floats=None"
 _SIZED_BY_DATA = ("nvfp4-swizzle",)  # operations whose results' extents depend on what a tensor holds
 
 
@@ -47,40 +53,66 @@ def _words(text: str) -> tuple[str, ...]:
 # ---- shapes without data ----
 
 
-def _hint(extent: Any) -> int:
-    if isinstance(extent, int):
-        return extent
-    known = extent.node.hint
-    return int(extent) if known is None else int(known)
+def _known(settings: str, integers: Sequence[int] = (), floats: Tensor | None = None) -> str:
+    """The settings of a call."""
+    return ops.filled(settings, integers, () if floats is None else floats.tolist())
+
+
+def _example(settings: str, integers: Sequence[Any] = (), floats: Tensor | None = None) -> str:
+    """Settings of which graphs are made: neither roles nor extents follow from a float."""
+    return ops.filled(settings, [hint(n) for n in integers], [1.0] * (0 if floats is None else len(floats)))
 
 
 def _fake(
-    name: str, backward: bool, tensors: Mapping[str, Tensor], settings: str, results: str
+    name: str,
+    backward: bool,
+    tensors: Mapping[str, Tensor],
+    settings: str,
+    results: str,
+    integers: Sequence[Any] = (),
+    floats: Tensor | None = None,
 ) -> list[Tensor]:
-    """Empty results. An extent that an input has too stays symbolic; others fix the inputs' shapes."""
+    """Empty results. Their extents follow from the symbols of the inputs' extents and of the integers; where
+    it is not known how, those are fixed."""
     operation = ops.OPERATIONS[name]
     views = {
-        field: (_NUMBERS[t.dtype], int(t.device.type == "cuda"), tuple(_hint(n) for n in t.shape))
+        field: (_NUMBERS[t.dtype], int(t.device.type == "cuda"), tuple(hint(n) for n in t.shape))
         for field, t in tensors.items()
     }
-    expected = ops.expect_of(name, backward, settings, views)
-    extents: dict[str, Any] = {}
-    for field, t in tensors.items():
-        names = operation.shape_of(field, tensors)
-        if len(names) == t.dim():
-            extents.update((n, extent) for n, extent in zip(names, t.shape) if n not in extents)
-    first = next(iter(tensors.values()))
-    symbolic = any(not isinstance(n, int) for t in tensors.values() for n in t.shape)
+    stated = _example(settings, integers, floats)
+    expected = ops.expect_of(name, backward, stated, views)
+    symbols = [n for t in tensors.values() for n in t.shape if not isinstance(n, int)]
+    symbols += [n for n in integers if not isinstance(n, int)]
+    extents = Extents(operation, tensors, ops.values(settings, integers)) if symbols else None
     made = []
-    for field in _words(results):
-        names = operation.shape_of(field, tensors)
+    for field in _all_results(name, stated, tuple(tensors), results):
         dtype, shape = expected[field]
-        if symbolic and len(names) == len(shape) and all(n in extents for n in names):
-            shape = tuple(extents[n] for n in names)
-        elif symbolic:
-            [int(n) for t in tensors.values() for n in t.shape]
-        made.append(first.new_empty(shape, dtype=getattr(torch, ops.DTYPES[dtype])))
+        found = shape if extents is None else extents.shape(field, shape)
+        if found is None:
+            for n in symbols:
+                int(n)
+        like = next(iter(tensors.values()))
+        made.append(like.new_empty(found or shape, dtype=getattr(torch, ops.DTYPES[dtype])))
     return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _all_results(name: str, settings: str, present: tuple[str, ...], results: str) -> tuple[str, ...]:
+    """The results wanted, then what the backward needs of the forward, then what it may keep."""
+    wanted, plus, keep = results.partition("+")
+    if not plus:
+        return _words(wanted)
+    found = ops.roles(name, True, settings, (*present, *OPERATORS[name].triggers.values()))
+    fields = ops.OPERATIONS[name].fields
+    needed = (
+        field
+        for field, role in found.items()
+        if fields[field].results[0]
+        and field not in present
+        and field not in _words(wanted)
+        and (role == ops.NEEDED or (role == ops.OPTIONAL and field in _words(keep)))
+    )
+    return (*_words(wanted), *needed)
 
 
 # ---- the operators ----
@@ -106,7 +138,7 @@ class Operator:
     def _define(self) -> None:
         inputs = "".join(f"Tensor? {field}{'_' * iskeyword(field)}, " for field in self.inputs)
         outs = "".join(f", Tensor(a{i}!)? out_{field}" for i, field in enumerate(self.results))
-        _LIBRARY.define(f"{self.word}({inputs}str settings, str results) -> Tensor[]", tags=_PT2)
+        _LIBRARY.define(f"{self.word}({inputs}str settings, str results, {_OPEN}) -> Tensor[]", tags=_PT2)
         _LIBRARY.define(f"{self.word}_out({inputs}str settings{outs}) -> ()", tags=_PT2)
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(self.word, self._forward, device)
@@ -120,13 +152,19 @@ class Operator:
             )
 
     def _forward(self, *arguments: Any) -> list[Tensor]:
-        *tensors, settings, results = arguments
-        given = {field: _dense(t) for field, t in zip(self.inputs, tensors) if t is not None}
-        params, asked = ops.params_from(self.name, settings), ops.asked_of(settings)
+        tensors, (settings, results, *more) = self._split(arguments)
+        given = {field: _dense(t) for field, t in tensors.items()}
+        stated = _known(settings, *more)
+        params, asked = ops.params_from(self.name, stated), ops.asked_of(stated)
+        names = _all_results(self.name, stated, tuple(given), results)
         if self.name in _SIZED_BY_DATA:  # a graph knows the most that they can take
-            made = _fake(self.name, False, given, settings, results)
-            given.update(zip(_words(results), made))
-        return list(ops.call(self.name, params, given, _words(results), asked=asked))
+            given.update(zip(names, _fake(self.name, False, given, stated, results)))
+        return list(ops.call(self.name, params, given, names, asked=asked))
+
+    def _split(self, arguments: tuple[Any, ...]) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+        count = len(self.inputs)
+        tensors = {field: t for field, t in zip(self.inputs, arguments) if t is not None}
+        return tensors, arguments[count:]
 
     def _write(self, *arguments: Any) -> None:
         count = len(self.inputs)
@@ -136,34 +174,36 @@ class Operator:
         ops.call(self.name, ops.params_from(self.name, arguments[count]), given, ())
 
     def _shapes(self, *arguments: Any) -> list[Tensor]:
-        *tensors, settings, results = arguments
-        given = {field: t for field, t in zip(self.inputs, tensors) if t is not None}
-        return _fake(self.name, False, given, settings, results)
+        given, rest = self._split(arguments)
+        return _fake(self.name, False, given, *rest)
 
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        *tensors, settings, results = inputs
-        kept = {field: t for field, t in zip(self.inputs, tensors) if t is not None}
-        made = dict(zip(_words(results), output))
-        floats = [t for field, t in made.items() if field not in self.triggers]
-        ctx.mark_non_differentiable(*floats)
+        kept, (settings, results, integers, floats) = self._split(inputs)
+        stated = _example(settings, integers, floats)
+        made = dict(zip(_all_results(self.name, stated, tuple(kept), results), output))
+        ctx.mark_non_differentiable(*[t for field, t in made.items() if field not in self.triggers])
         wanted = tuple(f for f, need in zip(self.inputs, ctx.needs_input_grad) if need)
-        ctx.results, needed = gradients_of(self.name, settings, tuple(kept), tuple(made), wanted)
+        ctx.results, needed = gradients_of(self.name, stated, tuple(kept), tuple(made), wanted)
         ctx.dtypes = {field: t.dtype for field, t in kept.items()}
         kept.update((field, t) for field, t in made.items() if field in needed)
         ctx.fields = " ".join((*kept, *(self.triggers[f] for f in made if f in self.triggers)))
         ctx.differentiable = tuple(i for i, field in enumerate(made) if field in self.triggers)
-        ctx.settings = settings
-        ctx.save_for_backward(*kept.values())
+        ctx.settings, ctx.integers = settings, integers
+        ctx.save_for_backward(*kept.values(), floats)
 
     def _backward(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-        tensors = [*ctx.saved_tensors, *(grads[i] for i in ctx.differentiable)]
-        made = torch.ops.quern.backward(self.name, tensors, ctx.fields, ctx.results, ctx.settings)
+        *kept, floats = ctx.saved_tensors
+        tensors = [*kept, *(grads[i] for i in ctx.differentiable)]
+        made = torch.ops.quern.backward(
+            self.name, tensors, ctx.fields, ctx.results, ctx.settings, ctx.integers, floats
+        )
         found = dict(zip(_words(ctx.results), made))
         given = (
             found[self.gradients[field]].to(ctx.dtypes[field]) if self.gradients.get(field) in found else None
             for field in self.inputs
         )
-        return (*given, None, None)
+        rest = (None, None, None if ctx.integers else [], None)  # as many as the call had arguments
+        return (*given, *rest)[: len(ctx.needs_input_grad)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,19 +223,23 @@ def gradients_of(
 
 
 _LIBRARY.define(
-    "backward(str name, Tensor[] tensors, str fields, str results, str settings) -> Tensor[]", tags=_PT2
+    f"backward(str name, Tensor[] tensors, str fields, str results, str settings, {_OPEN}) -> Tensor[]",
+    tags=_PT2,
 )
 
 
-def _backward(name: str, tensors: list[Tensor], fields: str, results: str, settings: str) -> list[Tensor]:
+def _backward(
+    name: str, tensors: list[Tensor], fields: str, results: str, settings: str, *more: Any
+) -> list[Tensor]:
     given = {field: _dense(t) for field, t in zip(_words(fields), tensors)}
-    return list(ops.call(name, ops.params_from(name, settings), given, _words(results), backward=True))
+    params = ops.params_from(name, _known(settings, *more))
+    return list(ops.call(name, params, given, _words(results), backward=True))
 
 
 def _backward_shapes(
-    name: str, tensors: list[Tensor], fields: str, results: str, settings: str
+    name: str, tensors: list[Tensor], fields: str, results: str, settings: str, *more: Any
 ) -> list[Tensor]:
-    return _fake(name, True, dict(zip(_words(fields), tensors)), settings, results)
+    return _fake(name, True, dict(zip(_words(fields), tensors)), settings, results, *more)
 
 
 def _no_second(ctx: Any, grads: list[Tensor]) -> tuple[None, ...]:
@@ -218,28 +262,31 @@ OPERATORS = {
 # ---- calls ----
 
 
-@torch.compiler.assume_constant_result
-def _lines(settings: tuple[tuple[str, Any], ...], asked: tuple[tuple[str, int], ...]) -> str:
-    return ops.lines(settings) + ops.asked_lines(asked)
+def _numbers(
+    settings: tuple[tuple[str, Any], ...], asked: tuple[tuple[str, Any], ...]
+) -> tuple[str, list[Any], Tensor | None]:
+    """Settings as the operators take them while a graph is made: numbers that it leaves open apart."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    text, integers, floats = "", [], []
+    for name, value in (*settings, *((f"{ops.ASKED}{name}", extent) for name, extent in asked)):
+        if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not has_static_value(value):
+            real = isinstance(value, (float, torch.SymFloat))
+            (floats if real else integers).append(value)
+            text += f"{name}={'~' if real else '#'}\n"
+        else:
+            text += ops.line(name, value)
+    if not floats:
+        return text, integers, None
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return text, integers, torch.stack([one * value for value in floats])  # a product stays symbolic
 
 
-@torch.compiler.assume_constant_result
-def _results(
-    name: str, settings: str, present: tuple[str, ...], results: tuple[str, ...], keep: tuple[str, ...]
-) -> str:
-    """The results, then what the backward needs of the forward, then what it may keep."""
-    triggers = tuple(OPERATORS[name].triggers.values())
-    found = ops.roles(name, True, settings, (*present, *triggers))
-    fields = ops.OPERATIONS[name].fields
-    needed = (
-        field
-        for field, role in found.items()
-        if fields[field].results[0]
-        and field not in present
-        and field not in results
-        and (role == ops.NEEDED or (role == ops.OPTIONAL and field in keep))
-    )
-    return " ".join((*results, *needed))
+def _makes_graph(settings: tuple[tuple[str, Any], ...], asked: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether numbers may be symbols."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(isinstance(value, (torch.SymInt, torch.SymFloat)) for _, value in (*settings, *asked))
 
 
 def _trains(operator: Operator, tensors: Mapping[str, Tensor | None]) -> bool:
@@ -276,10 +323,13 @@ def run(
     given = _autocast(operator, tensors)
     if not operator.triggers:
         given = {field: t if t is None else t.detach() for field, t in given.items()}
-    text = _lines(settings, asked)
     wanted = " ".join(results)
     if _trains(operator, given):
-        present = tuple(field for field, t in given.items() if t is not None)
-        wanted = _results(name, text, present, results, keep)
-    made = operator.call(*[given.get(field) for field in operator.inputs], text, wanted)
+        wanted += " + " + " ".join(keep)
+    inputs = [given.get(field) for field in operator.inputs]
+    if _makes_graph(settings, asked):
+        text, integers, floats = _numbers(settings, asked)
+        made = operator.call(*inputs, text, wanted, integers, floats)
+    else:
+        made = operator.call(*inputs, ops.lines(settings) + ops.asked_lines(asked), wanted)
     return tuple(made[: len(results)])

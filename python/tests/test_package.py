@@ -95,7 +95,8 @@ def test_import_beside_the_sources():
 def test_editable_install(mode, tmp_path):
     """pip install -e, with the libquern that is here; then from the sources' folder and from another."""
     for folder in ("python/quern", "python/src", "include"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        without = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=without)
     for file in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / "python" / file, tmp_path / "python")
     for name in ("libquern.so", "libquern.so.0"):
