@@ -28,7 +28,7 @@ static const op_tensor tensors[] = {
     {"d_out", "d_out", OP_STORED, DC_OUT, {OP_LEAD, DS_N, DS_C}, {DS_N, DS_C}},
     {"d_proj", "d_proj", OP_ACTIVATION, DC_PROJ, {OP_LEAD, DS_T, DS_COLUMNS}, {DS_T, DS_COLUMNS}},
     {"d_x", "dX", OP_ACTIVATION, DC_X, {OP_LEAD, DS_T, DS_IN}, {DS_T, DS_IN}},
-    {"d_prev_b", "dprev_b", OP_WEIGHT, DC_PREV_B, {OP_LEAD, DS_R, DS_2C}, {DS_B, DS_R, DS_2C}},
+    {"d_prev_b", "dprev_b", OP_SOURCE, DC_PREV_B, {OP_LEAD, DS_R, DS_2C}, {DS_B, DS_R, DS_2C}},
     {"d_w", "dW", OP_F32, DC_W, {DS_IN, DS_COLUMNS}, {0}},
     {"d_b_a", "dB_a", OP_F32, DC_B_A, {DS_R, DS_C}, {0}},
     {"d_b_b", "dB_b", OP_F32, DC_B_B, {DS_R, DS_C}, {0}},
@@ -50,7 +50,7 @@ static const op_tensor tensors[] = {
      {DS_T, DS_ICOLUMNS}},
     {"index_d_prev_b",
      "dindex_prev_b",
-     OP_WEIGHT,
+     OP_SOURCE,
      DC_INDEX_PREV_B,
      {OP_LEAD, DS_R, DS_2CI},
      {DS_B, DS_R, DS_2CI}},
@@ -264,8 +264,7 @@ static quern_status derive_entries(op_call *call)
 }
 
 /* Dtypes of a compressor's tensors that depend on more than the activations'. */
-static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, int out, int d_out,
-                                 int prev_b, int d_prev_b)
+static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, int out, int d_out)
 {
     const bool bytes = format != QUERN_DSV4_ROWS;
     const quern_tensor *const *t = call->given;
@@ -276,10 +275,6 @@ static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, 
     if (op_uses(call, d_out) && t[d_out]->dtype == QUERN_U8)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype u8: f32, f16 or bf16 is accepted",
                          tensors[d_out].field);
-    if (op_uses(call, d_prev_b) && t[d_prev_b]->dtype != t[prev_b]->dtype)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: %s, as %s, is accepted",
-                         tensors[d_prev_b].field, quern_dtype_name(t[d_prev_b]->dtype),
-                         quern_dtype_name(t[prev_b]->dtype), tensors[prev_b].field);
     return QUERN_OK;
 }
 
@@ -299,7 +294,7 @@ static quern_status derive_index(op_call *call)
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
     s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
     if ((status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE])) != QUERN_OK) return status;
-    return check_dtypes(call, own.format, DC_INDEX_OUT, DC_INDEX_D_OUT, DC_INDEX_PREV_B, DC_INDEX_D_PREV_B);
+    return check_dtypes(call, own.format, DC_INDEX_OUT, DC_INDEX_D_OUT);
 }
 
 static quern_status derive(op_call *call)
@@ -346,7 +341,7 @@ static quern_status derive(op_call *call)
     if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK ||
         (status = derive_entries(call)) != QUERN_OK)
         return status;
-    if ((status = check_dtypes(call, p->format, DC_OUT, DC_D_OUT, DC_PREV_B, DC_D_PREV_B)) != QUERN_OK ||
+    if ((status = check_dtypes(call, p->format, DC_OUT, DC_D_OUT)) != QUERN_OK ||
         (status = dsv4_weight_check(call, floats[0], DC_W_FP8, s[DS_IN])) != QUERN_OK ||
         (status = dsv4_weight_check(call, floats[1], DC_INDEX_W_FP8, s[DS_IN])) != QUERN_OK)
         return status;
