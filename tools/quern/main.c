@@ -18,6 +18,7 @@ static const struct verb {
     {"info", verb_info, "version, CPU level, threads; with --measure the machine's ceilings"},
     {"run", verb_run, "one operation on tensors of a file"},
     {"compare", verb_compare, "the tensors of two files"},
+    {"inspect", verb_inspect, "what a checkpoint holds, and what a loader would trip over"},
     {"bench", verb_bench, "time an operation, beside the limit of the machine"},
     {"probe", verb_probe, "the longest sequence within a memory limit"},
 };
@@ -124,7 +125,7 @@ static int run_verb(int argc, char **argv)
             return verbs[i].call(argc - 1, argv + 1);
         }
     }
-    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, bench and probe are accepted",
+    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, inspect, bench and probe are accepted",
                 argv[1]);
 }
 
