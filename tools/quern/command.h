@@ -25,6 +25,8 @@ enum {
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The same with the library's last error; the code follows from the status. */
 int fail_status(quern_status status);
+/* Memory for small things, JSON among them; without it the command ends. */
+void *need_memory(size_t bytes);
 /* The same for a file that is read, whose contents the command does not accept. `path` NULL: the library's
  * sentence alone. */
 int fail_file(const char *path, quern_status status);

@@ -138,7 +138,7 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
     if (j->set_params != NULL && (code = j->set_params(j)) != EXIT_DONE) return code;
     const quern_status status = quern_op_roles(j->op->op, QUERN_OP_FORWARD, &j->params, &j->tensors, roles);
     if (status != QUERN_OK) {
-        code = check_missing(j, NULL, path);
+        if (status != QUERN_ERR_OUT_OF_MEMORY) code = check_missing(j, NULL, path);
         return code == EXIT_DONE ? fail_status(status) : code;
     }
     code = check_missing(j, roles, path);
@@ -176,17 +176,20 @@ static quern_status download(collection *c, quern_tensor copies[COLLECTED_MAX], 
     return status == QUERN_OK ? quern_cuda_synchronize(0, NULL) : status;
 }
 
-/* Whether an input is an output, too: the call would have computed it had it not been there. */
-static bool passes_through(const job *j, int tensor)
+/* Whether an input is an output, too: the call would have computed it had it not been there. An error is of
+ * memory. */
+static quern_status passes_through(const job *j, int tensor, bool *passes)
 {
-    quern_op_role roles[QUERN_OP_TENSORS_MAX];
+    quern_op_role roles[QUERN_OP_TENSORS_MAX] = {QUERN_OP_UNUSED};
     any_params params = j->params;
     any_tensors others = j->tensors;
     for (int32_t i = 0; i < j->op->info.tensor_count; i++)
         if (!j->input[i] || i == tensor) others.t[i] = NULL;
-    return quern_op_follow(j->op->op, &params, &others) == QUERN_OK &&
-           quern_op_roles(j->op->op, QUERN_OP_FORWARD, &params, &others, roles) == QUERN_OK &&
-           (roles[tensor] == QUERN_OP_RESULT || roles[tensor] == QUERN_OP_OPTIONAL_RESULT);
+    quern_status status = quern_op_follow(j->op->op, &params, &others);
+    if (status == QUERN_OK) status = quern_op_roles(j->op->op, QUERN_OP_FORWARD, &params, &others, roles);
+    *passes =
+        status == QUERN_OK && (roles[tensor] == QUERN_OP_RESULT || roles[tensor] == QUERN_OP_OPTIONAL_RESULT);
+    return status == QUERN_ERR_OUT_OF_MEMORY ? status : QUERN_OK;
 }
 
 int job_write(const job *j, const char *op, const char *path)
@@ -198,8 +201,10 @@ int job_write(const job *j, const char *op, const char *path)
         const quern_op_tensor *t = &j->op->tensors[i];
         const bool result = (t->result[QUERN_OP_FORWARD] && (!t->aside || j->aside)) ||
                             (j->backward && t->result[QUERN_OP_BACKWARD]);
-        if (result && j->tensors.t[i] != NULL && (!j->input[i] || passes_through(j, i)))
-            c.items[c.count++] = (quern_safetensors_item){name_of(j, i), j->tensors.t[i]};
+        bool written = result && j->tensors.t[i] != NULL;
+        const quern_status status = written && j->input[i] ? passes_through(j, i, &written) : QUERN_OK;
+        if (status != QUERN_OK) return fail_status(status);
+        if (written) c.items[c.count++] = (quern_safetensors_item){name_of(j, i), j->tensors.t[i]};
     }
     for (size_t i = 0; i < j->added_count; i++)
         c.items[c.count++] = (quern_safetensors_item){j->added_names[i], &j->added[i]};

@@ -5,9 +5,11 @@
 #include "output.h"
 
 #include <quern/cuda.h>
+#include <quern/file.h>
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const struct verb {
@@ -129,8 +131,17 @@ static int run_verb(int argc, char **argv)
                 argv[1]);
 }
 
+void *need_memory(size_t bytes)
+{
+    void *p = malloc(bytes);
+    if (p != NULL) return p;
+    quern_file_discard_all();
+    exit(fail(EXIT_MACHINE, "no memory"));
+}
+
 int main(int argc, char **argv)
 {
+    json_set_alloc_funcs(need_memory, free);
     output_keep_streams();
     output_end_on_signals();
     return output_flush(run_verb(argc, argv));

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* False without memory. */
 static bool read_operation(operation *o)
 {
     if (quern_op_get(o->op, &o->info) != QUERN_OK || o->info.tensor_count > QUERN_OP_TENSORS_MAX ||
@@ -31,13 +32,11 @@ const operation *operation_named(const char *name)
     for (const operation *o = known; o != NULL; o = o->next)
         if (strcmp(o->name, name) == 0) return o;
     const quern_op *op = quern_op_named(name);
-    operation *o = op != NULL ? calloc(1, sizeof *o) : NULL;
-    if (o == NULL) return NULL;
+    if (op == NULL) return NULL;
+    operation *o = need_memory(sizeof *o);
+    memset(o, 0, sizeof *o);
     o->op = op;
-    if (!read_operation(o)) {
-        free(o);
-        return NULL;
-    }
+    if (!read_operation(o)) exit(fail_status(QUERN_ERR_OUT_OF_MEMORY));
     o->next = known;
     known = o;
     return o;

@@ -35,7 +35,7 @@ typedef struct operation {
     struct operation *next;
 } operation;
 
-/* NULL where there is none of the name (or no memory). */
+/* NULL where there is none of the name. */
 const operation *operation_named(const char *name);
 /* The number of a tensor; -1 where there is none of the name. */
 int tensor_named(const operation *op, const char *name);

@@ -74,8 +74,7 @@ void output_print(const json_t *root, size_t flags)
 json_t *output_text(const char *text)
 {
     size_t n = 0;
-    char *bytes = malloc(strlen(text) + 1);
-    if (bytes == NULL) return NULL;
+    char *bytes = need_memory(strlen(text) + 1);
     for (const char *at = text; *at != '\0'; at++) {
         const bool zero = at[0] == '\xc0' && at[1] == '\x80';
         bytes[n++] = zero ? '\0' : *at;

@@ -16,8 +16,8 @@ int output_json(const char *path, const json_t *root, size_t flags);
 int output_chart(const char *path, FILE *script);
 /* Prints JSON to standard output. */
 void output_print(const json_t *root, size_t flags);
-/* A string of a file; its U+0000, which quern/safetensors.h hands out as C0 80, is one again. NULL without
- * memory, or where it is no UTF-8. */
+/* A string of a file; its U+0000, which quern/safetensors.h hands out as C0 80, is one again. NULL where it
+ * is no UTF-8. */
 json_t *output_text(const char *text);
 /* A number, or null where it is none: JSON has no infinity and no NaN. */
 json_t *output_number(double value);
