@@ -10,48 +10,57 @@
 
 #include <math.h>
 
-/* The attention stage's arguments. */
-static attend_args attend_of(const attention_call *c)
+static stage_seqs sequences_of(const op_call *call)
+{
+    const int64_t *s = call->symbol;
+    const bool any = call->varlen || s[ATTENTION_NQ] > 0 ||
+                     s[ATTENTION_NKV] > 0; /* no loop goes over sequences without tokens */
+    return (stage_seqs){any ? s[ATTENTION_B] : 0, s[ATTENTION_NQ], s[ATTENTION_NKV],
+                        op_view(call, ATTENTION_CU_Q, false), op_view(call, ATTENTION_CU_KV, false)};
+}
+
+/* Fills the attention stage's arguments. */
+static void fill(const attention_call *c, attend_args *a)
 {
     const op_call *h = &c->head;
-    const int64_t *s = h->symbol;
-    attend_args a = {.mask = ATTEND_RANGE,
-                     .causal = c->params.causal,
-                     .window = c->params.window,
-                     .query_offset = c->params.query_offset,
-                     .tile = 1};
-    a.q = op_view(h, ATTENTION_Q, true);
-    a.k = op_view(h, ATTENTION_K, true);
-    a.v = op_view(h, ATTENTION_V, true);
-    a.o = op_view(h, ATTENTION_O, true);
-    a.lse = op_view(h, ATTENTION_LSE, true);
-    a.d_o = op_view(h, ATTENTION_D_O, true);
-    a.d_q = op_view(h, ATTENTION_D_Q, true);
-    a.d_k = op_view(h, ATTENTION_D_K, true);
-    a.d_v = op_view(h, ATTENTION_D_V, true);
-    const bool any = h->varlen || s[ATTENTION_NQ] > 0 ||
-                     s[ATTENTION_NKV] > 0; /* no loop goes over sequences without tokens */
-    a.seqs = (stage_seqs){any ? s[ATTENTION_B] : 0, s[ATTENTION_NQ], s[ATTENTION_NKV],
-                          op_view(h, ATTENTION_CU_Q, false), op_view(h, ATTENTION_CU_KV, false)};
-    a.scale = c->params.scale > 0.0f ? c->params.scale : 1.0f / sqrtf((float)s[ATTENTION_D]);
-    return a;
+    a->mask = ATTEND_RANGE;
+    a->seqs = sequences_of(h);
+    a->causal = c->params.causal;
+    a->scale = c->params.scale > 0.0f ? c->params.scale : 1.0f / sqrtf((float)h->symbol[ATTENTION_D]);
+    a->window = c->params.window;
+    a->query_offset = c->params.query_offset;
+    a->tile = 1;
+    a->q = op_view(h, ATTENTION_Q, true);
+    a->k = op_view(h, ATTENTION_K, true);
+    a->v = op_view(h, ATTENTION_V, true);
+    a->o = op_view(h, ATTENTION_O, true);
+    a->lse = op_view(h, ATTENTION_LSE, true);
+}
+
+static void add_backward(op_build *b)
+{
+    const op_call *h = b->call;
+    const quern_tensor o = op_view(h, ATTENTION_O, true), d_o = op_view(h, ATTENTION_D_O, true);
+    const int64_t shape[] = {o.shape[0], o.shape[2], o.shape[1]};
+    const quern_tensor delta = op_room(b, QUERN_F32, 3, shape);
+    *OP_ADD(b, rowdot) = (rowdot_args){sequences_of(h), d_o, o, delta};
+    attend_args *attend = OP_ADD(b, attend_backward);
+    fill((const attention_call *)h, attend);
+    attend->d_o = d_o;
+    attend->delta = delta;
+    attend->d_q = op_view(h, ATTENTION_D_Q, true);
+    attend->d_k = op_view(h, ATTENTION_D_K, true);
+    attend->d_v = op_view(h, ATTENTION_D_V, true);
 }
 
 void attention_build(op_build *b)
 {
-    attend_args attend = attend_of((const attention_call *)b->call);
     validate_lists_args *lists = OP_ADD(b, validate_lists);
-    lists->seqs = attend.seqs;
+    lists->seqs = sequences_of(b->call);
     lists->status = op_status_view(b->call);
     op_when_asked(b);
-    if (b->call->operation == ATTENTION_FORWARD) {
-        *OP_ADD(b, attend_forward) = attend;
-        return;
-    }
-    const int64_t shape[] = {attend.q.shape[0], attend.q.shape[2], attend.q.shape[1]};
-    attend.delta = op_room(b, QUERN_F32, 3, shape);
-    *OP_ADD(b, rowdot) = (rowdot_args){attend.seqs, attend.d_o, attend.o, attend.delta};
-    *OP_ADD(b, attend_backward) = attend;
+    if (b->call->operation == ATTENTION_BACKWARD) add_backward(b);
+    else fill((const attention_call *)b->call, OP_ADD(b, attend_forward));
 }
 
 quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_attention_params *params,

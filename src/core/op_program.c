@@ -30,11 +30,15 @@ static quern_status check_step(const op_call *call, const op_step *step, size_t 
     return QUERN_OK;
 }
 
+bool op_has(const op_build *b, op_stage stage)
+{
+    return op_stage_of(b->call->backend, stage);
+}
+
 bool op_takes(const op_build *b, op_stage stage, const void *args)
 {
     char why[STAGE_WHY_BYTES];
-    return op_stage_of(b->call->backend, stage) &&
-           op_stage_takes(b->call->backend, stage, &b->call->exec, args, why);
+    return op_stage_takes(b->call->backend, stage, &b->call->exec, args, why);
 }
 
 /* Checks the steps that are there, and finds the most scratch that one needs, or gives each its own. */
@@ -105,9 +109,17 @@ void op_when_asked(op_build *b)
     if (b->last != NULL) b->last->asked = true;
 }
 
-void op_beside(op_build *b)
+bool op_beside(op_build *b)
 {
-    b->program->beside = b->call->backend->point != NULL;
+    return b->program->beside = b->call->backend->point != NULL;
+}
+
+void op_drop(op_build *b)
+{
+    if (b->last == NULL) return;
+    b->program->bytes -= b->last->bytes;
+    b->program->steps--;
+    b->last = NULL;
 }
 
 quern_tensor op_room(op_build *b, quern_dtype dtype, int32_t ndim, const int64_t *shape)

@@ -86,11 +86,15 @@ typedef struct op_build {
 void *op_add(op_build *b, op_stage stage);
 /* The last step runs only where the caller has a status word. */
 void op_when_asked(op_build *b);
-/* Steps may run beside each other, if the backend can do that: each gets its own scratch. */
-void op_beside(op_build *b);
+/* Steps may run beside each other, each with its own scratch; false where the backend cannot do that. */
+bool op_beside(op_build *b);
+/* Takes the last step back. */
+void op_drop(op_build *b);
+/* Whether the backend has a stage, which may be an optional one. */
+bool op_has(const op_build *b, op_stage stage);
 /* In pieces: the steps so far run now. */
 void op_flush(op_build *b);
-/* Whether the backend has a stage and takes the arguments. */
+/* Whether the backend, which has the stage, takes the arguments. */
 bool op_takes(const op_build *b, op_stage stage, const void *args);
 
 /* A contiguous tensor in the workspace. */

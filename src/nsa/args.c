@@ -1,33 +1,31 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* args.c - helpers of carve: tensors in the workspace, and the stages' arguments. */
-#include "core/view.h"
+/* args.c - tensors in the workspace, and the stages' arguments. */
 #include "nsa/call.h"
 
-quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+quern_tensor nsa_given_or_room(nsa_build *c, const quern_tensor *given, quern_dtype dtype, int32_t ndim,
+                               const int64_t *shape)
 {
-    quern_tensor t = view_on(&call->head.like, NULL, dtype, ndim, shape);
-    t.data = arena_take(a, (size_t)view_elements(&t) * quern_dtype_size(dtype));
-    return t;
+    return given->ndim > 0 ? *given : op_room(c->b, dtype, ndim, shape);
 }
 
-quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype,
-                               int32_t ndim, const int64_t *shape)
-{
-    return given->ndim > 0 ? *given : nsa_take(call, a, dtype, ndim, shape);
-}
-
-quern_tensor nsa_sum_for(nsa_call *c, const quern_tensor *out, arena *a)
+quern_tensor nsa_sum_for(nsa_build *c, const quern_tensor *out, int64_t heads)
 {
     if (out->ndim == 0 || out->dtype == QUERN_F32) return *out;
-    const quern_tensor sum = nsa_take(c, a, QUERN_F32, 4, out->shape);
+    const int64_t shape[] = {out->shape[0], out->shape[1], heads, out->shape[3]};
+    const quern_tensor sum = op_room(c->b, QUERN_F32, 4, shape);
     c->convert[c->converts++] = (convert_args){c->tokens, sum, *out};
     return sum;
 }
 
-attend_args nsa_branch_args(const nsa_call *c, int branch)
+void nsa_add_converts(nsa_build *c, int32_t first)
 {
-    const quern_nsa_params *p = &c->params;
+    for (int32_t i = first; i < c->converts; i++) *OP_ADD(c->b, convert) = c->convert[i];
+}
+
+attend_args nsa_branch_args(const nsa_build *c, int branch)
+{
+    const quern_nsa_params *p = c->params;
     static const attend_mask masks[] = {ATTEND_COMPRESSED, ATTEND_BLOCKS, ATTEND_RANGE};
     attend_args a = {.mask = masks[branch],
                      .causal = p->causal,
@@ -50,10 +48,10 @@ attend_args nsa_branch_args(const nsa_call *c, int branch)
     return a;
 }
 
-bool nsa_selects_all(const nsa_call *c)
+bool nsa_selects_all(const nsa_build *c)
 {
-    const int64_t blocks = (c->n + c->params.select_block - 1) / c->params.select_block;
-    return c->params.selection == QUERN_NSA_LIST_COMPUTED && c->params.num_selected >= blocks;
+    const int64_t blocks = (c->n + c->params->select_block - 1) / c->params->select_block;
+    return c->params->selection == QUERN_NSA_LIST_COMPUTED && c->params->num_selected >= blocks;
 }
 
 void nsa_attend_all(attend_args *args)
@@ -62,13 +60,13 @@ void nsa_attend_all(attend_args *args)
     args->list = (quern_tensor){0};
 }
 
-compress_args nsa_compress_args(const nsa_call *c)
+compress_args nsa_compress_args(const nsa_build *c)
 {
     const nsa_views *v = &c->views;
     return (compress_args){.seqs = c->compressed,
-                           .kind = (compress_kind)c->params.compress,
-                           .block_size = c->params.block_size,
-                           .stride = c->params.stride,
+                           .kind = (compress_kind)c->params->compress,
+                           .block_size = c->params->block_size,
+                           .stride = c->params->stride,
                            .k = v->k,
                            .v = v->v,
                            .w_k = v->w_k,
@@ -83,9 +81,9 @@ compress_args nsa_compress_args(const nsa_call *c)
                            .d_pe_v = v->d_pe_v};
 }
 
-select_args nsa_select_args(const nsa_call *c)
+select_args nsa_select_args(const nsa_build *c)
 {
-    const quern_nsa_params *p = &c->params;
+    const quern_nsa_params *p = c->params;
     select_args s = {.seqs = c->compressed, .causal = p->causal, .scale = p->scale, .tile = p->tile};
     s.scorer = (select_scorer)p->metric;
     s.visibility = (entry_visibility)p->compressed_visibility;
@@ -106,10 +104,10 @@ select_args nsa_select_args(const nsa_call *c)
     return s;
 }
 
-gate_args nsa_gate_args(const nsa_call *c)
+gate_args nsa_gate_args(const nsa_build *c)
 {
     gate_args g = {.seqs = c->tokens,
-                   .kind = (gate_kind)c->params.gate,
+                   .kind = (gate_kind)c->params->gate,
                    .q = c->views.q,
                    .w_gate = c->views.w_gate,
                    .gates = c->views.gates,

@@ -30,15 +30,15 @@ static quern_tensor gate_column(const quern_tensor *gates, int branch)
     return t;
 }
 
-static int64_t passes_of(const nsa_call *c)
+static int64_t passes_of(const nsa_build *c)
 {
     const nsa_views *v = &c->views;
-    const int64_t element = (int64_t)quern_dtype_size(c->head.like.dtype), word = sizeof(float);
+    const int64_t element = (int64_t)quern_dtype_size(c->head->like.dtype), word = sizeof(float);
     int64_t row = v->d_q.dtype == QUERN_F32 ? 0 : c->dim_k * word;
     if (v->gates.ndim == 0) row += NSA_BRANCHES * word;
     for (int i = 0; i < NSA_BRANCHES; i++)
         if (nsa_branch_on(c, i)) row += word + (v->o_b[i].ndim == 0 ? c->dim_v * element : 0);
-    return nsa_passes_of(c, (c->head.varlen ? 1 : c->batch) * c->n * c->heads * row, shared_most);
+    return nsa_passes_of(c, c->rows_batch * c->n * c->heads * row, shared_most);
 }
 
 /* Where the branches add up their gradients. */
@@ -47,44 +47,57 @@ typedef struct branch_sums {
     bool have_q, have_kv; /* something is there to add to */
 } branch_sums;
 
-static branch_sums carve_sums(nsa_call *c, arena *a, bool compresses)
+static branch_sums place_sums(nsa_build *c, bool compresses)
 {
     nsa_views *v = &c->views;
     /* d_k_cmp, d_v_cmp: outputs where compress is GIVEN */
-    branch_sums s = {.d_q = v->d_q, .d_k_cmp = v->d_k_b[NSA_CMP], .d_v_cmp = v->d_v_b[NSA_CMP]};
-    c->converts = 0;
-    if (v->d_q.dtype != QUERN_F32) {
-        const quern_tensor part = nsa_of_pass(c, v->d_q, 2, c->heads, 0);
-        s.d_q = nsa_sum_for(c, &part, a);
-    }
-    c->pass_converts = c->converts;
-    s.d_k = nsa_sum_for(c, &v->d_k, a);
-    s.d_v = nsa_sum_for(c, &v->d_v, a);
+    branch_sums s = {.d_q = nsa_sum_for(c, &v->d_q, c->heads / c->passes),
+                     .d_k_cmp = v->d_k_b[NSA_CMP],
+                     .d_v_cmp = v->d_v_b[NSA_CMP],
+                     .have_q = c->params->gate == QUERN_NSA_GATE_WEIGHTS};
+    s.d_k = nsa_sum_for(c, &v->d_k, c->kv_heads);
+    s.d_v = nsa_sum_for(c, &v->d_v, c->kv_heads);
     if (compresses) {
-        const int64_t B = c->head.varlen ? 1 : c->batch;
-        const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
-                      v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v};
-        s.d_k_cmp = nsa_take(c, a, QUERN_F32, 4, k_shape);
-        s.d_v_cmp = nsa_take(c, a, QUERN_F32, 4, v_shape);
+        const int64_t k_shape[] = {c->rows_batch, c->n_cmp, c->kv_heads, c->dim_k},
+                      v_shape[] = {c->rows_batch, c->n_cmp, c->kv_heads, c->dim_v};
+        s.d_k_cmp = op_room(c->b, QUERN_F32, 4, k_shape);
+        s.d_v_cmp = op_room(c->b, QUERN_F32, 4, v_shape);
     }
-    s.have_q = c->params.gate == QUERN_NSA_GATE_WEIGHTS;
     return s;
 }
 
-static void carve_branch(nsa_call *c, arena *a, int branch, branch_sums *s, size_t *scratch)
+/* Computes a branch's output again, in memory of a pass. */
+static void add_output(nsa_build *c, int branch)
 {
-    nsa_views *v = &c->views;
-    attend_args *attend = &c->attend[branch];
-    const int64_t B = c->head.varlen ? 1 : c->batch, H = c->heads / c->passes;
-    const int64_t o_shape[] = {B, c->n, H, c->dim_v}, lse_shape[] = {B, H, c->n};
-    c->recompute[branch] = v->o_b[branch].ndim == 0;
-    v->o_b[branch] = nsa_given_or_take(c, &v->o_b[branch], a, c->head.like.dtype, 4, o_shape);
-    c->gate.o_b[branch] = v->o_b[branch];
-    c->gate.delta[branch] = nsa_take(c, a, QUERN_F32, 3, lse_shape);
+    const int64_t shape[] = {c->rows_batch, c->n, c->heads / c->passes, c->dim_v};
+    c->views.o_b[branch] = op_room(c->b, c->head->like.dtype, 4, shape);
+    attend_args *attend = OP_ADD(c->b, attend_forward);
+    *attend = nsa_branch_args(c, branch);
+    if (branch == NSA_SLC && nsa_selects_all(c)) nsa_attend_all(attend);
+    attend->lse = (quern_tensor){0}; /* an input here */
+    nsa_cut_attend(c, attend);
+}
+
+/* The gate's arguments, with memory for each branch's delta. */
+static void add_gate(nsa_build *c, const branch_sums *s, quern_tensor delta[NSA_BRANCHES])
+{
+    const int64_t shape[] = {c->rows_batch, c->heads / c->passes, c->n};
+    gate_args *gate = OP_ADD(c->b, gate_backward);
+    *gate = nsa_gate_args(c);
+    gate->d_q = s->have_q ? s->d_q : (quern_tensor){0};
+    for (int i = 0; i < NSA_BRANCHES; i++)
+        if (nsa_branch_on(c, i)) gate->delta[i] = delta[i] = op_room(c->b, QUERN_F32, 3, shape);
+    nsa_cut_gate(c, gate);
+}
+
+static void add_branch(nsa_build *c, int branch, const quern_tensor *delta, branch_sums *s)
+{
+    const nsa_views *v = &c->views;
+    attend_args *attend = OP_ADD(c->b, attend_backward);
     *attend = nsa_branch_args(c, branch);
     if (branch == NSA_SLC && nsa_selects_all(c)) nsa_attend_all(attend);
     attend->d_o = v->d_o;
-    attend->delta = c->gate.delta[branch];
+    attend->delta = *delta;
     attend->row_scale = gate_column(&v->gates, branch);
     attend->d_q = s->d_q;
     attend->accumulate_q = s->have_q;
@@ -101,81 +114,49 @@ static void carve_branch(nsa_call *c, arena *a, int branch, branch_sums *s, size
         attend->accumulate_k = attend->accumulate_v = s->have_kv;
         s->have_kv = true;
     }
-    const attend_args part = nsa_attend_of_pass(c, branch, 0);
-    nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->attend_backward, &c->head.exec, &part));
-    if (c->recompute[branch])
-        nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &part));
+    nsa_cut_attend(c, attend);
 }
 
-static void carve(nsa_call *c, arena *a)
+/* What a pass does; returns how many of the conversions it took. */
+static int32_t add_pass(nsa_build *c, branch_sums *s)
 {
-    nsa_views *v = &c->views;
-    const bool compresses = c->params.compress != QUERN_NSA_COMPRESS_GIVEN && nsa_branch_on(c, NSA_CMP);
-    size_t scratch = 0;
-    c->passes = passes_of(c);
-    branch_sums s = carve_sums(c, a, compresses);
-    const int64_t gate_shape[] = {c->head.varlen ? 1 : c->batch, c->n, c->heads / c->passes, 3};
-    if (v->gates.ndim == 0) v->gates = nsa_take(c, a, QUERN_F32, 4, gate_shape); /* NONE: filled with 1/3 */
-    c->use_gate = true;
-    c->gate = nsa_gate_args(c);
-    c->gate.d_q = s.have_q ? s.d_q : (quern_tensor){0};
-    for (int i = 0; i < NSA_BRANCHES; i++) {
-        c->use_attend[i] = nsa_branch_on(c, i);
-        if (c->use_attend[i]) carve_branch(c, a, i, &s, &scratch);
+    const int64_t gate_shape[] = {c->rows_batch, c->n, c->heads / c->passes, 3};
+    quern_tensor delta[NSA_BRANCHES];
+    const bool converts_q = s->d_q.ndim > 0 && c->views.d_q.dtype != QUERN_F32;
+    if (c->views.gates.ndim == 0)
+        c->views.gates = op_room(c->b, QUERN_F32, 4, gate_shape); /* NONE: filled with 1/3 */
+    nsa_passes_begin(c);
+    for (int i = 0; i < NSA_BRANCHES; i++)
+        if (nsa_branch_on(c, i) && c->views.o_b[i].ndim == 0) add_output(c, i);
+    add_gate(c, s, delta);
+    for (int i = 0; i < NSA_BRANCHES; i++)
+        if (nsa_branch_on(c, i)) add_branch(c, i, &delta[i], s);
+    if (converts_q) {
+        convert_args *convert = OP_ADD(c->b, convert);
+        *convert = c->convert[0];
+        if (c->passes > 1) op_cut(c->b, &convert->out, 2);
     }
-    const gate_args gate = nsa_gate_of_pass(c, 0);
-    nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->gate_backward, &c->head.exec, &gate));
+    op_loop_end(c->b);
+    return converts_q;
+}
+
+void nsa_build_backward(nsa_build *c)
+{
+    const nsa_views *v = &c->views;
+    const bool compresses = c->params->compress != QUERN_NSA_COMPRESS_GIVEN && nsa_branch_on(c, NSA_CMP);
+    c->passes = passes_of(c);
+    branch_sums s = place_sums(c, compresses);
+    const int32_t done = add_pass(c, &s);
     /* Without the compressed branch this stage only writes zeros, and only where no other stage wrote. */
     const bool weights = v->d_w_k.ndim > 0 || v->d_w_v.ndim > 0 || v->d_pe_k.ndim > 0 || v->d_pe_v.ndim > 0;
-    c->use_compress = weights || (s.d_k.ndim > 0 && (compresses || !s.have_kv));
-    if (c->use_compress) {
-        c->compress = nsa_compress_args(c);
-        c->compress.d_k_cmp = s.d_k_cmp;
-        c->compress.d_v_cmp = s.d_v_cmp;
-        c->compress.d_k = s.d_k;
-        c->compress.d_v = s.d_v;
-        c->compress.accumulate = s.have_kv;
-        nsa_make_room(&scratch,
-                      STAGE_WORKSPACE(c->head.backend->compress_backward, &c->head.exec, &c->compress));
+    if (weights || (s.d_k.ndim > 0 && (compresses || !s.have_kv))) {
+        compress_args *compress = OP_ADD(c->b, compress_backward);
+        *compress = nsa_compress_args(c);
+        compress->d_k_cmp = s.d_k_cmp;
+        compress->d_v_cmp = s.d_v_cmp;
+        compress->d_k = s.d_k;
+        compress->d_v = s.d_v;
+        compress->accumulate = s.have_kv;
     }
-    for (int32_t i = 0; i < c->converts; i++)
-        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->convert, &c->head.exec, &c->convert[i]));
-    c->scratch = arena_take(a, scratch);
+    nsa_add_converts(c, done);
 }
-
-static quern_status run_pass(const nsa_call *c, const op_frame *f, int64_t pass)
-{
-    quern_status status = QUERN_OK;
-    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
-        if (!c->use_attend[i] || !c->recompute[i]) continue;
-        attend_args again = nsa_attend_of_pass(c, i, pass);
-        again.lse = (quern_tensor){0}; /* an input here */
-        status = op_attend_forward(&c->head, f, &again, c->scratch);
-    }
-    const gate_args gate = nsa_gate_of_pass(c, pass);
-    if (status == QUERN_OK) status = op_gate_backward(&c->head, f, &gate, c->scratch);
-    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
-        if (!c->use_attend[i]) continue;
-        const attend_args attend = nsa_attend_of_pass(c, i, pass);
-        status = op_attend_backward(&c->head, f, &attend, c->scratch);
-    }
-    for (int32_t i = 0; i < c->pass_converts && status == QUERN_OK; i++) {
-        convert_args convert = c->convert[i];
-        convert.out = nsa_of_pass(c, c->views.d_q, 2, c->heads, pass);
-        status = op_convert(&c->head, f, &convert, c->scratch);
-    }
-    return status;
-}
-
-static quern_status run(const nsa_call *c, const op_frame *f)
-{
-    quern_status status = QUERN_OK;
-    for (int64_t pass = 0; pass < c->passes && status == QUERN_OK; pass++) status = run_pass(c, f, pass);
-    if (status == QUERN_OK && c->use_compress)
-        status = op_compress_backward(&c->head, f, &c->compress, c->scratch);
-    for (int32_t i = c->pass_converts; i < c->converts && status == QUERN_OK; i++)
-        status = op_convert(&c->head, f, &c->convert[i], c->scratch);
-    return status;
-}
-
-const nsa_operation nsa_backward_operation = {carve, run};

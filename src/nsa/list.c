@@ -2,10 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * list.c - lists of blocks in another block length. The stage takes 2-D lists. Leading dimensions that are
- * contiguous in all tensors are merged, and the stage runs for every index of the others.
+ * contiguous in all tensors are merged, and a loop goes over the indices of the others.
  */
 #include "core/error.h"
-#include "core/view.h"
 #include "nsa/call.h"
 
 #include <stddef.h>
@@ -16,10 +15,17 @@ enum { S_K_IN = 1, S_K_OUT };
 typedef struct list_call {
     op_call head;
     quern_nsa_list_params params;
-    quern_tensor all[TENSORS];
-    int32_t first;                         /* dimensions from here on, but the last, are merged */
-    int64_t lists, strides[TENSORS], runs; /* a run's lists, and from one to the next */
+    _Alignas(op_step) char program[OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(list_convert) +
+                                   8 * QUERN_MAX_DIMS * sizeof(int64_t)]; /* 5 and 3 views move */
 } list_call;
+
+/* The call's tensors, of which the dimensions from `first` on, but the last, are merged: so many lists, each
+ * so many elements after the one before. */
+typedef struct merged {
+    quern_tensor all[TENSORS];
+    int32_t first;
+    int64_t lists, strides[TENSORS];
+} merged;
 
 static const op_tensor tensors[] = {
     {"in", "block_idx", OP_I32, OP_NONE, {OP_LEAD, S_K_IN}, {0}},
@@ -100,93 +106,89 @@ static quern_status check_data(const op_call *call, void *const *data)
     return QUERN_OK;
 }
 
-/* Leading dimensions from c->first on stand one after the other in all tensors. */
-static void merge(list_call *c)
+/* Leading dimensions from m->first on stand one after the other in all tensors. */
+static void merge(merged *m)
 {
-    const quern_tensor *all = c->all;
-    c->lists = 1;
-    for (c->first = all[IN].ndim - 1; c->first > 0; c->first--) {
-        const int32_t dim = c->first - 1;
+    const quern_tensor *all = m->all;
+    m->lists = 1;
+    for (m->first = all[IN].ndim - 1; m->first > 0; m->first--) {
+        const int32_t dim = m->first - 1;
         const int64_t extent = all[IN].shape[dim];
         for (int t = 0; t < TENSORS; t++)
-            if (all[t].ndim > 0 && c->lists > 1 && extent > 1 &&
-                all[t].strides[dim] != c->strides[t] * c->lists)
+            if (all[t].ndim > 0 && m->lists > 1 && extent > 1 &&
+                all[t].strides[dim] != m->strides[t] * m->lists)
                 return;
-        for (int t = 0; t < TENSORS && c->lists == 1; t++)
-            c->strides[t] = all[t].ndim > 0 ? all[t].strides[dim] : 0;
-        c->lists *= extent;
+        for (int t = 0; t < TENSORS && m->lists == 1; t++)
+            m->strides[t] = all[t].ndim > 0 ? all[t].strides[dim] : 0;
+        m->lists *= extent;
     }
 }
 
-/* The stage's arguments in a run: the merged dimensions at one index of the others. */
-static list_convert_args args_of(const list_call *c, int64_t run)
+/* A tensor's merged dimensions at index 0 of the others; absent where the tensor is. */
+static quern_tensor flat(const merged *m, int tensor)
 {
-    const int32_t last = c->all[IN].ndim - 1;
-    list_convert_args args = {.from = c->params.from, .to = c->params.to, .n = c->params.n};
-    quern_tensor *const flat[TENSORS] = {&args.in, &args.out, &args.count};
-    for (int t = 0; t < TENSORS; t++) {
-        if (t == COUNT && c->all[t].data == NULL) continue;
-        *flat[t] = c->all[t];
-        int64_t index = run;
-        for (int32_t i = c->first - 1; i >= 0; index /= c->all[IN].shape[i], i--)
-            view_narrow(flat[t], i, index % c->all[IN].shape[i], 1);
-        flat[t]->ndim = t == COUNT ? 1 : 2;
-        flat[t]->shape[0] = c->lists;
-        flat[t]->strides[0] = c->strides[t];
-        flat[t]->shape[1] = t == COUNT ? 0 : c->all[t].shape[last];
-        flat[t]->strides[1] = 1;
-    }
-    return args;
+    const int32_t last = m->all[IN].ndim - 1;
+    quern_tensor t = m->all[tensor];
+    if (t.ndim == 0) return t;
+    t.ndim = tensor == COUNT ? 1 : 2;
+    t.shape[1] = tensor == COUNT ? 0 : m->all[tensor].shape[last];
+    t.shape[0] = m->lists;
+    t.strides[0] = m->strides[tensor];
+    t.strides[1] = 1;
+    return t;
 }
 
-static quern_status plan(op_call *call)
+/* `view`, of the last step, moves on with the dimensions that are not merged. */
+static void follow(op_build *b, const merged *m, int tensor, const quern_tensor *view)
 {
-    list_call *c = (list_call *)call;
-    char why[STAGE_WHY_BYTES];
-    c->strides[IN] = c->strides[OUT] = c->strides[COUNT] = 0;
-    for (int t = 0; t < TENSORS; t++) c->all[t] = op_view(call, t, false);
-    merge(c);
-    c->runs = 1;
-    for (int32_t i = 0; i < c->first; i++) c->runs *= c->all[IN].shape[i];
-    if (c->lists == 0) c->runs = 0;
-    if (c->runs == 0) return QUERN_OK;
-    const list_convert_args args = args_of(c, 0);
-    return STAGE_TAKES(call->backend->list_convert, &call->exec, &args, why)
-               ? QUERN_OK
-               : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    for (int32_t d = 0; d < m->first; d++) op_moves(b, view, d, m->all[tensor].strides[d]);
 }
 
-/* The status word of entries outside the sequence: each list is a head of one row. */
-static quern_status report(const list_call *c, const op_frame *frame, const list_convert_args *args)
+/* Notes entries outside the sequence in the caller's status word: each list is a head of one row. */
+static void add_report(op_build *b, const merged *m)
 {
-    quern_tensor lists = args->in;
-    lists.ndim = 4;
-    lists.shape[0] = lists.shape[2] = 1;
-    lists.shape[1] = args->in.shape[0];
-    lists.strides[1] = args->in.strides[0];
-    lists.shape[3] = args->in.shape[1];
-    lists.strides[3] = 1;
-    lists.strides[0] = lists.strides[2] = 0;
-    const validate_lists_args validate = {.seqs = {1, args->n, args->n, {0}, {0}},
-                                          .blocks = lists,
-                                          .tile = args->n > 0 ? args->n : 1,
-                                          .select_block = args->from,
-                                          .block_size = 1,
-                                          .stride = 1,
-                                          .status = op_status_view(&c->head)};
-    return op_validate_lists(&c->head, frame, &validate, NULL);
+    const quern_nsa_list_params *p = &((const list_call *)b->call)->params;
+    const quern_tensor in = flat(m, IN);
+    validate_lists_args *args = OP_ADD(b, validate_lists);
+    *args = (validate_lists_args){.seqs = {1, p->n, p->n, {0}, {0}},
+                                  .blocks = in,
+                                  .tile = p->n > 0 ? p->n : 1,
+                                  .select_block = p->from,
+                                  .block_size = 1,
+                                  .stride = 1,
+                                  .status = op_status_view(b->call)};
+    quern_tensor *lists = &args->blocks;
+    lists->ndim = 4;
+    lists->shape[0] = lists->shape[2] = 1;
+    lists->shape[1] = in.shape[0];
+    lists->strides[1] = in.strides[0];
+    lists->shape[3] = in.shape[1];
+    lists->strides[3] = 1;
+    lists->strides[0] = lists->strides[2] = 0;
+    op_when_asked(b);
+    follow(b, m, IN, lists);
 }
 
-static quern_status run(const op_call *call, const op_frame *frame)
+static void build(op_build *b)
 {
-    const list_call *c = (const list_call *)call;
-    quern_status status = QUERN_OK;
-    for (int64_t i = 0; i < c->runs && status == QUERN_OK; i++) {
-        const list_convert_args args = args_of(c, i);
-        if (frame->asked) status = report(c, frame, &args);
-        if (status == QUERN_OK) status = op_list_convert(call, frame, &args, NULL);
-    }
-    return status;
+    const quern_nsa_list_params *p = &((const list_call *)b->call)->params;
+    merged m = {.lists = 0};
+    for (int t = 0; t < TENSORS; t++) m.all[t] = op_view(b->call, t, false);
+    merge(&m);
+    if (m.lists == 0) return;
+    if (m.first > 0) op_loop_begin(b, m.first, m.all[IN].shape);
+    add_report(b, &m);
+    list_convert_args *args = OP_ADD(b, list_convert);
+    *args = (list_convert_args){.from = p->from,
+                                .to = p->to,
+                                .n = p->n,
+                                .in = flat(&m, IN),
+                                .out = flat(&m, OUT),
+                                .count = flat(&m, COUNT)};
+    follow(b, &m, IN, &args->in);
+    follow(b, &m, OUT, &args->out);
+    follow(b, &m, COUNT, &args->count);
+    op_loop_end(b);
 }
 
 const op_family nsa_list_family = {
@@ -207,13 +209,13 @@ const op_family nsa_list_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(list_call),
     .params_at = offsetof(list_call, params),
+    .program_at = offsetof(list_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_nsa_list_convert_workspace(quern_context *ctx, const quern_nsa_list_params *given,

@@ -20,11 +20,10 @@ typedef struct context {
 
 static context context_of(const op_call *call)
 {
-    const nsa_call *c = (const nsa_call *)call;
-    const quern_nsa_params *p = &c->params;
+    const quern_nsa_params *p = &((const nsa_call *)call)->params;
     const nsa_op op = (nsa_op)call->operation;
     context x = {.op = op, .p = p};
-    for (int i = 0; i < NSA_BRANCHES; i++) x.on[i] = nsa_branch_on(c, i);
+    for (int i = 0; i < NSA_BRANCHES; i++) x.on[i] = (p->branches & (1u << i)) != 0;
     x.whole = op == NSA_FORWARD || op == NSA_BACKWARD;
     x.backward = nsa_is_backward(op);
     x.attends = x.whole || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;

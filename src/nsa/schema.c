@@ -333,11 +333,11 @@ const op_family nsa_family = {
     .complete = complete,
     .call_size = sizeof(nsa_call),
     .params_at = offsetof(nsa_call, params),
+    .program_at = offsetof(nsa_call, program),
     .check_params = nsa_check_params,
     .roles = nsa_roles,
     .refuse = nsa_refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = nsa_plan,
-    .run = nsa_run_stages,
+    .build = nsa_build_program,
 };

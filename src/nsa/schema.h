@@ -65,8 +65,7 @@ void nsa_roles(op_call *call);
 quern_status nsa_refuse(const op_call *call, int32_t tensor);
 /* Compressed entries of a sequence of n tokens. */
 int64_t nsa_entries_of(const op_call *call, int64_t n);
-/* plan.c and the operations' files. */
-quern_status nsa_plan(op_call *call);
-quern_status nsa_run_stages(const op_call *call, const op_frame *frame);
+/* build.c. */
+void nsa_build_program(op_build *b);
 
 #endif

@@ -195,10 +195,10 @@ static void build_attention(op_build *b)
     attention_build(b);
 }
 
-static quern_status plan_nsa(op_call *call)
+static void build_nsa(op_build *b)
 {
-    use_replays(call);
-    return nsa_plan(call);
+    use_replays(b->call);
+    nsa_build_program(b);
 }
 
 /* The same call with all its memory elsewhere each time: it is known from the second on. */
@@ -233,7 +233,7 @@ static void a_call_at_other_addresses_finds_its_replay(void **state)
     quern_nsa_params nsa_params = QUERN_NSA_PARAMS_INIT;
     quern_nsa_tensors of_nsa = QUERN_NSA_TENSORS_INIT;
     dense.build = build_attention;
-    sparse.plan = plan_nsa;
+    sparse.build = build_nsa;
     of_attention.q = of_nsa.q = &q;
     of_attention.k = of_nsa.k = &k;
     of_attention.v = of_nsa.v = &v;

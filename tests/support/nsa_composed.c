@@ -1,25 +1,26 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nsa_composed.c - plans a forward as the library does, on a stage table without the fused stage. */
+/* nsa_composed.c - builds a forward as the library does, on a stage table without the fused stage. */
 #include "nsa_composed.h"
 
 #include "core/op.h"
 #include "nsa/call.h"
 
-/* nsa_plan() on a copy of the backend's table that lacks the fused stage. */
-static quern_status plan_composed(op_call *call)
+/* nsa_build_program() on a copy of the backend's table that lacks the fused stage. */
+static void build_composed(op_build *b)
 {
+    op_call *call = b->call;
     static _Thread_local quern_backend stages; /* must outlive the call */
     stages = *call->backend;
     stages.attend_gate_forward = (attend_gate_stage){0};
     call->backend = &stages;
-    return nsa_plan(call);
+    nsa_build_program(b);
 }
 
 static op_family composed(void)
 {
     op_family family = nsa_family;
-    family.plan = plan_composed;
+    family.build = build_composed;
     return family;
 }
 
