@@ -118,8 +118,8 @@ static int64_t times_most(int64_t a, int64_t b)
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-/* The extent of a word of a shape; -1 if unknown. */
-static int64_t extent_of(const bench_case *c, const job *j, const char *word)
+/* Sets the extent of a word of a shape. */
+static quern_status extent_of(const bench_case *c, const job *j, const char *word, int64_t *extent)
 {
     const struct {
         const char *name;
@@ -136,27 +136,30 @@ static int64_t extent_of(const bench_case *c, const job *j, const char *word)
                  {"Hkv", c->kv_heads},
                  {"D", c->dim},
                  {"Dv", c->dim_v}};
-    int64_t extent;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (strcmp(known[i].name, word) == 0) return known[i].value;
-    if (*word >= '0' && *word <= '9' && word[1] == '\0') return *word - '0';
-    return quern_op_extent(c->op->op, &j->params, &j->tensors, word, &extent) == QUERN_OK ? extent : -1;
+        if (strcmp(known[i].name, word) == 0) {
+            *extent = known[i].value;
+            return QUERN_OK;
+        }
+    *extent = *word - '0';
+    return *word >= '0' && *word <= '9' && word[1] == '\0'
+               ? QUERN_OK
+               : quern_op_extent(c->op->op, &j->params, &j->tensors, word, extent);
 }
 
-/* False with the library's error set. */
-static bool shape_of(const bench_case *c, const job *j, const quern_op_tensor *t, int64_t *shape,
-                     int32_t *ndim)
+static quern_status shape_of(const bench_case *c, const job *j, const quern_op_tensor *t, int64_t *shape,
+                             int32_t *ndim)
 {
     const char *at = c->documents > 0 && *t->varlen != '\0' ? t->varlen : t->fixed;
     for (*ndim = 0; *at != '\0' && *ndim < QUERN_MAX_DIMS; (*ndim)++) {
         char word[16];
         const size_t length = strcspn(at, " ");
         snprintf(word, sizeof word, "%.*s", (int)length, at);
-        shape[*ndim] = extent_of(c, j, word);
-        if (shape[*ndim] < 0) return false;
+        const quern_status status = extent_of(c, j, word, &shape[*ndim]);
+        if (status != QUERN_OK) return status;
         at += length + (at[length] == ' ');
     }
-    return true;
+    return QUERN_OK;
 }
 
 /* ---- contents ---- */
@@ -261,7 +264,8 @@ static int make_input(job *j, const bench_case *c, int tensor)
     int64_t shape[QUERN_MAX_DIMS];
     int32_t ndim;
     size_t bytes;
-    if (!shape_of(c, j, s, shape, &ndim)) return fail_status(QUERN_ERR_INVALID_ARGUMENT);
+    const quern_status status = shape_of(c, j, s, shape, &ndim);
+    if (status != QUERN_OK) return fail_status(status);
     if (!job_bytes(dtype, ndim, shape, &bytes))
         return fail(EXIT_INPUT, "input %s makes 2^63 bytes or more", s->name);
     void *data = job_allocate(j, tensor, bytes);
