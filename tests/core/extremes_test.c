@@ -14,6 +14,7 @@
 
 #include <quern/cache.h>
 #include <quern/dsv4_layer.h>
+#include <quern/moe.h>
 
 #include <float.h>
 #include <math.h>
@@ -280,6 +281,47 @@ static void numbers_of_caches(void **state)
     change_fields(&s, of_state, COUNT(of_state), use_state);
 }
 
+/* Sequences, counts and rows to take back. */
+static void numbers_of_calls_on_caches(void **state)
+{
+    static char memory[1 << 14], rows[1 << 14];
+    quern_cache_params p = QUERN_CACHE_PARAMS_INIT;
+    quern_dsv4_layer_cache_params lp = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
+    quern_cache *cache = NULL;
+    quern_dsv4_layer_cache *layer = NULL;
+    size_t bytes = 0;
+    (void)state;
+    p.sequences = 2, p.kv_heads = 1, p.dim = p.dim_v = 8, p.capacity = 8;
+    lp.kind = QUERN_DSV4_LAYER_SWA, lp.sequences = 2, lp.capacity = 8, lp.dim = 8, lp.window = 4;
+    assert_int_equal(quern_cache_create(&p, memory, sizeof memory / 2, rows, sizeof rows / 2, &cache),
+                     QUERN_OK);
+    assert_int_equal(quern_dsv4_layer_cache_create(&lp, memory + sizeof memory / 2, sizeof memory / 2,
+                                                   rows + sizeof rows / 2, sizeof rows / 2, &layer),
+                     QUERN_OK);
+    for (size_t i = 0; i < COUNT(wide); i++) {
+        const int64_t x = wide[i], one = 1, counts[] = {x, x};
+        const int32_t id = (int32_t)(x >> 32), zero = 0;
+        const quern_cache_tensors none = QUERN_CACHE_TENSORS_INIT;
+        const quern_cache_batch batches[] = {{sizeof *batches, x, &zero, &one, NULL},
+                                             {sizeof *batches, 1, &zero, counts, NULL},
+                                             {sizeof *batches, 1, &id, &one, NULL}};
+        for (size_t b = 0; b < COUNT(batches); b++)
+            assert_int_equal(quern_cache_append_workspace(ctx, cache, &batches[b], &none, &bytes),
+                             QUERN_ERR_INVALID_ARGUMENT);
+        assert_int_not_equal(quern_cache_rollback(cache, 0, x), QUERN_OK);
+        assert_int_not_equal(quern_cache_reset(cache, x), QUERN_OK);
+        assert_int_not_equal(quern_cache_fork(cache, 0, x, NULL), QUERN_OK);
+        assert_int_not_equal(quern_cache_save(cache, x, NULL, NULL, &bytes), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_rollback(layer, 0, x), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_reset(layer, x), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_fork(layer, 0, x), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_save(layer, x, NULL, &bytes), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_add_pages(layer, 0, &zero, x), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_pages(layer, 0, x, NULL, NULL), QUERN_OK);
+        assert_int_equal(quern_moe_prepack_bytes(x, 16) + quern_moe_prepack_bytes(16, x), 0);
+    }
+}
+
 /* Damaged bytes of a saved sequence: any of its numbers may be anything. */
 static void numbers_of_saved_sequences(void **state)
 {
@@ -314,6 +356,7 @@ int main(void)
         cmocka_unit_test(numbers_of_contexts),
         cmocka_unit_test(numbers_of_caches),
         cmocka_unit_test(numbers_of_saved_sequences),
+        cmocka_unit_test(numbers_of_calls_on_caches),
     };
     return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }
