@@ -39,15 +39,15 @@ typedef struct quern_moe_route_params {
 
 typedef struct quern_moe_route_tensors {
     size_t size;
-    const quern_tensor *logits;          /* f32 [T, E]; or */
+    const quern_tensor *logits;          /* f32, f16, bf16 [T, E]; or */
     const quern_tensor *hidden, *weight; /* f32, f16, bf16: [T, D], [E, D]; logits = hidden weight^T in f32 */
     const quern_tensor *bias;            /* f32 [E], or NULL; not with a table */
-    const quern_tensor *input_ids, *tid2eid;   /* i32 [T], [V, top_k]: the table; or NULL */
+    const quern_tensor *input_ids, *tid2eid;   /* i32 or i64 [T], [V, top_k]: the table; or NULL */
     const quern_tensor *experts;               /* i32 [T, top_k]: written by forward, read by backward */
     const quern_tensor *weights;               /* f32 [T, top_k]: written by forward */
     const quern_tensor *offsets, *permutation; /* i32 [E], [T top_k]: written by forward */
     const quern_tensor *d_weights;             /* f32 [T, top_k]: read by backward */
-    const quern_tensor *d_logits;              /* f32 [T, E], or NULL: written by backward */
+    const quern_tensor *d_logits; /* [T, E], logits' dtype or f32; or NULL: written by backward */
     const quern_tensor *d_hidden;              /* hidden's dtype [T, D], or NULL: written by backward */
     const quern_tensor *d_weight;              /* f32 [E, D], or NULL: written by backward */
 } quern_moe_route_tensors;
@@ -146,7 +146,7 @@ typedef struct quern_moe_params {
 typedef struct quern_moe_tensors {
     size_t size;
     const quern_tensor *hidden;              /* f32, f16, bf16 [.., D] */
-    const quern_tensor *logits;              /* f32 [.., E]; or */
+    const quern_tensor *logits;              /* f32, f16, bf16 [.., E]; or */
     const quern_tensor *weight;              /* f32, f16, bf16 [E, D]: the router's */
     const quern_tensor *bias;                /* as for quern_moe_route, as the next two */
     const quern_tensor *input_ids, *tid2eid; /* [..], [V, top_k] */
@@ -158,7 +158,7 @@ typedef struct quern_moe_tensors {
     const quern_tensor *gate_up, *down; /* or floats: [E, 2 I, D], [E, D, I] */
     /* f32, f16, bf16 [E, 2 I], with gate_up's columns, and [E, D]; or NULL */
     const quern_tensor *gate_up_bias, *down_bias;
-    /* f32 [E], with a4; NULL: computed, one per row */
+    /* f32 [E] or [], with a4; NULL: computed, one per row */
     const quern_tensor *gate_up_input_global, *down_input_global;
     /* f32, f16, bf16 [Is, D], [Is, D], [D, Is]; or NULL */
     const quern_tensor *shared_gate, *shared_up, *shared_down;
@@ -173,7 +173,7 @@ typedef struct quern_moe_tensors {
     const quern_tensor *offsets, *permutation; /* i32 [E], [T top_k], or NULL: written by forward */
     const quern_tensor *d_out;                 /* hidden's dtype [.., D]: read by backward, which writes: */
     const quern_tensor *d_hidden;              /* hidden's dtype [.., D], or NULL */
-    const quern_tensor *d_logits, *d_weight;   /* f32 [.., E], [E, D], or NULL */
+    const quern_tensor *d_logits, *d_weight;   /* [.., E] in logits' dtype, f32 [E, D], or NULL */
     const quern_tensor *d_weights;             /* f32 [T, top_k]: of the routing weights, or NULL */
     const quern_tensor *d_gate_up_bias, *d_down_bias; /* f32 [E, 2 I], [E, D], or NULL */
 } quern_moe_tensors;

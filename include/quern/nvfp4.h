@@ -45,11 +45,12 @@ typedef enum quern_nvfp4_scales {
     QUERN_NVFP4_SCALES_SEARCH = 2         /* three scales below RNE's to eight above */
 } quern_nvfp4_scales;
 
-/* What shares a global scale. */
+/* What shares a global scale. One number is [] or [1] everywhere. The shape of a global that is read says
+ * what shares it where one of these alone fits; where more do, the parameter says it. */
 typedef enum quern_nvfp4_global {
     QUERN_NVFP4_GLOBAL_TENSOR = 0, /* all: [] */
     QUERN_NVFP4_GLOBAL_EXPERT = 1, /* the rows, or the matrix, of an expert: [E] */
-    QUERN_NVFP4_GLOBAL_ROW = 2     /* a row of an activation: its leading shape */
+    QUERN_NVFP4_GLOBAL_ROW = 2     /* a row of an activation: its leading shape, or that and 1 */
 } quern_nvfp4_global;
 
 /*
@@ -59,7 +60,8 @@ typedef enum quern_nvfp4_global {
  *    ceil(D / 16)]. A weight [K, N] or [E, K, N] has them along K, a multiple of 16: codes [(E,) K/2, N],
  *    scales [(E,) K/16, N].
  *  - Globals are f32, finite and above 0. offsets are i32 [E], where each expert's rows of an activation [T,
- *    D] end: never falling, at most T. Rows past the last are written as 0, and not read.
+ *    D] end: never falling, at most T. Rows past the last are written as 0, and not read. Experts of as many
+ *    rows each may be a stack [E, n, D], without offsets.
  *  - On the CPU a value that is not finite, a scale byte of 0x7F or more, a bad global or a bad offset is
  *    QUERN_ERR_INVALID_ARGUMENT, and the sentence names the first; outputs are then untouched. Pointers may
  *    not overlap.
@@ -78,7 +80,7 @@ typedef struct quern_nvfp4_quantize_params {
 typedef struct quern_nvfp4_quantize_tensors {
     size_t size;
     const quern_tensor *x;              /* f32, f16, bf16 [.., D], or a weight */
-    const quern_tensor *offsets;        /* where each expert of an activation has a global */
+    const quern_tensor *offsets;        /* where each expert of an activation [T, D] has a global */
     const quern_tensor *given_global;   /* as global; NULL: computed from x. An expert without rows gets 1 */
     const quern_tensor *codes, *scales; /* written */
     const quern_tensor *global; /* written: [], [E], or x's leading shape; may be NULL with given_global */
@@ -108,7 +110,7 @@ typedef struct quern_nvfp4_dequantize_params {
 typedef struct quern_nvfp4_dequantize_tensors {
     size_t size;
     const quern_tensor *codes, *scales, *global;
-    const quern_tensor *offsets; /* where each expert of an activation has a global */
+    const quern_tensor *offsets; /* where each expert of an activation [T, D] has a global */
     const quern_tensor *x;       /* written; its last extent says where a row ends */
 } quern_nvfp4_dequantize_tensors;
 #define QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_dequantize_tensors)
@@ -350,7 +352,7 @@ typedef struct quern_nvfp4_gemm_tensors {
     const quern_tensor *bias;               /* f32, f16, bf16 [E, N], interleaved as B; or NULL */
     const quern_tensor *c;                  /* f32, f16, bf16 [T, N], [T, N/2] under SwiGLU; or */
     const quern_tensor *c_codes, *c_scales; /* [T, 8 ceil(N/16)], [T, ceil(N/16)], of N/2 under SwiGLU */
-    const quern_tensor *c_global;           /* [], read, for a quantised output */
+    const quern_tensor *c_global;           /* [] or [E], read, for a quantised output */
     const quern_tensor *c_old;              /* as c: added as by `accumulate`, and left as it is; or NULL */
     const quern_tensor *d_c;                /* f32, f16, bf16, as c: read by backward */
     const quern_tensor *d_a;                /* f32, f16, bf16 [T, K]: written by backward */

@@ -72,8 +72,10 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
     case OP_ACTIVATION: return activation;
     case OP_WEIGHT: return activation | VIEW_F32;
     case OP_FLOAT: return VIEW_ACTIVATION;
-    case OP_F32: return VIEW_F32;
+    case OP_F32:
+    case OP_GLOBAL: return VIEW_F32;
     case OP_I32: return VIEW_I32;
+    case OP_INDEX: return VIEW_I32 | VIEW_I64;
     case OP_I64: return VIEW_I64;
     case OP_U8: return VIEW_U8;
     case OP_SCALE: return VIEW_SCALE;
@@ -81,7 +83,7 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
     case OP_STORED:
     case OP_STORED_2: return VIEW_ACTIVATION | VIEW_U8;
     case OP_ANY: return VIEW_ACTIVATION | VIEW_SCALE | VIEW_EXPONENT;
-    case OP_SOURCE: return source != NULL ? view_dtype_bit(source->dtype) : activation;
+    case OP_SOURCE: return source != NULL ? view_dtype_bit(source->dtype) : VIEW_F32;
     case OP_LIKE: return before != NULL ? view_dtype_bit(before->dtype) : activation;
     }
     return 0;
@@ -161,6 +163,14 @@ int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DI
     return n;
 }
 
+/* The form, among those that a global may have, of the one that is given. */
+static int32_t global_shape(const quern_tensor *given, int32_t ndim, int64_t shape[QUERN_MAX_DIMS])
+{
+    if (given->ndim == ndim + 1 && ndim < QUERN_MAX_DIMS && given->shape[ndim] == 1) shape[ndim++] = 1;
+    else if (given->ndim == 0 && ndim == 1 && shape[0] == 1) ndim = 0;
+    return ndim;
+}
+
 static uint8_t alignment_of(const quern_tensor *t, op_looks looks)
 {
     const uintptr_t address = looks == OP_AT_SHAPES ? 0 : (uintptr_t)t->data;
@@ -194,7 +204,9 @@ static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *u
                 return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
             continue;
         }
-        const view_want want = {t->field, dtypes_of(call, t), op_shape(call, i, shape),
+        int32_t ndim = op_shape(call, i, shape);
+        if (t->dtype == OP_GLOBAL) ndim = global_shape(call->given[i], ndim, shape);
+        const view_want want = {t->field, dtypes_of(call, t), ndim,
                                 shape,    is_result(call, i), looks == OP_AT_DATA};
         view_span *span = &used->span[used->count];
         const quern_status status = view_check_one(&want, call->given[i], &call->like, span);

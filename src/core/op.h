@@ -46,7 +46,9 @@ typedef enum op_dtype {
     OP_WEIGHT,     /* the same, or f32 */
     OP_FLOAT,      /* f32, f16 or bf16, whatever the others have */
     OP_F32,
+    OP_GLOBAL, /* f32, scales: one number may be [] or [1], others may have a last extent of 1 more */
     OP_I32,
+    OP_INDEX, /* i32 or i64 */
     OP_I64,
     OP_U8,
     OP_SCALE,    /* bytes of E4M3: u8 or e4m3 */
@@ -54,7 +56,7 @@ typedef enum op_dtype {
     OP_STORED,   /* f32, f16, bf16, or u8: the family says which */
     OP_STORED_2, /* the same, of a second result with a format of its own */
     OP_ANY,      /* those and the bytes above: the family says which */
-    OP_SOURCE,   /* that of the tensor which it is the gradient of */
+    OP_SOURCE,   /* that of the tensor which it is the gradient of; f32 where that is not given */
     OP_LIKE      /* that of the tensor before it in the list, an input of the same name in files */
 } op_dtype;
 
@@ -68,7 +70,7 @@ typedef struct op_tensor {
     int8_t gradient_of; /* the tensor that this is the gradient of, or OP_NONE */
     uint8_t fixed[QUERN_MAX_DIMS], varlen[QUERN_MAX_DIMS];
 } op_tensor;
-enum { OP_NONE = -1, OP_LEADS = 4, OP_LEAD = 256 - OP_LEADS };
+enum { OP_NONE = -1, OP_LEADS = 6, OP_LEAD = 256 - OP_LEADS };
 
 typedef enum op_kind {
     OP_INTEGER,  /* int64_t */
@@ -218,6 +220,12 @@ static inline bool op_uses(const op_call *call, int32_t tensor)
     const uint8_t role = call->role[tensor];
     return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING &&
            call->given[tensor] != NULL;
+}
+
+/* Whether a tensor, or NULL, is one number: [] or [1]. */
+static inline bool op_is_one(const quern_tensor *t)
+{
+    return t != NULL && (t->ndim == 0 || (t->ndim == 1 && t->shape[0] == 1));
 }
 
 /* The first tensor of the list that the call uses, or OP_NONE. */

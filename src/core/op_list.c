@@ -109,7 +109,7 @@ static const char *dtype_word(op_dtype dtype)
         [OP_ACTIVATION] = "act", [OP_WEIGHT] = "weight",   [OP_FLOAT] = "float", [OP_F32] = "f32",
         [OP_I32] = "i32",        [OP_I64] = "i64",         [OP_U8] = "u8",       [OP_SCALE] = "scale",
         [OP_STORED] = "stored",  [OP_STORED_2] = "stored", [OP_ANY] = "any",     [OP_EXPONENT] = "exponent",
-        [OP_SOURCE] = "act",     [OP_LIKE] = "same"};
+        [OP_SOURCE] = "act",     [OP_LIKE] = "same",       [OP_GLOBAL] = "f32",  [OP_INDEX] = "index"};
     return words[dtype];
 }
 

@@ -61,15 +61,17 @@ static quern_dtype dtype_of(const op_call *call, int32_t tensor)
     case OP_ANY: return like;
     case OP_FLOAT: return like == QUERN_F16 || like == QUERN_BF16 ? like : QUERN_F32;
     case OP_WEIGHT:
-    case OP_F32: return QUERN_F32;
-    case OP_I32: return QUERN_I32;
+    case OP_F32:
+    case OP_GLOBAL: return QUERN_F32;
+    case OP_I32:
+    case OP_INDEX: return QUERN_I32;
     case OP_I64: return QUERN_I64;
     case OP_U8:
     case OP_SCALE:
     case OP_EXPONENT: return QUERN_U8;
     case OP_STORED: return call->stored;
     case OP_STORED_2: return call->stored_2;
-    case OP_SOURCE: return source != NULL ? source->dtype : like;
+    case OP_SOURCE: return source != NULL ? source->dtype : QUERN_F32;
     case OP_LIKE: return call->given[tensor - 1] != NULL ? call->given[tensor - 1]->dtype : like;
     }
     return like;

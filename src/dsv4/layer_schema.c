@@ -77,7 +77,7 @@ static const op_tensor tensors[] = {
      {0}},
     {"compressor_codes", "w.compressor.codes", OP_U8, OP_NONE, {LS_IN_BYTES, LS_PROJ}, {0}},
     {"compressor_scales", "w.compressor.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_PROJ}, {0}},
-    {"compressor_global", "w.compressor.global", OP_F32, OP_NONE, {0}, {0}},
+    {"compressor_global", "w.compressor.global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"indexer_fp8", "w.compressor.indexer.fp8", OP_SCALE, OP_NONE, {LS_4CI, LS_IN}, {0}},
     {"indexer_fp8_scales",
      "w.compressor.indexer.fp8_scales",
@@ -87,7 +87,7 @@ static const op_tensor tensors[] = {
      {0}},
     {"indexer_codes", "w.compressor.indexer.codes", OP_U8, OP_NONE, {LS_IN_BYTES, LS_4CI}, {0}},
     {"indexer_scales", "w.compressor.indexer.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_4CI}, {0}},
-    {"indexer_global", "w.compressor.indexer.global", OP_F32, OP_NONE, {0}, {0}},
+    {"indexer_global", "w.compressor.indexer.global", OP_GLOBAL, OP_NONE, {0}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_LAYER_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_dsv4_layer_tensors) == (1 + DSV4_LAYER_TENSORS) * sizeof(void *),

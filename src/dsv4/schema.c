@@ -62,12 +62,12 @@ static const op_tensor tensors[] = {
     {"w_fp8_scales", "W_fp8_scales", OP_ANY, OP_NONE, {DS_COLUMN_BLOCKS, DS_IN_BLOCKS}, {0}},
     {"w_codes", "W_codes", OP_U8, OP_NONE, {DS_IN_BYTES, DS_COLUMNS}, {0}},
     {"w_scales", "W_scales", OP_SCALE, OP_NONE, {DS_IN_SCALES, DS_COLUMNS}, {0}},
-    {"w_global", "W_global", OP_F32, OP_NONE, {0}, {0}},
+    {"w_global", "W_global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"index_w_fp8", "index_W_fp8", OP_SCALE, OP_NONE, {DS_ICOLUMNS, DS_IN}, {0}},
     {"index_w_fp8_scales", "index_W_fp8_scales", OP_ANY, OP_NONE, {DS_ICOLUMN_BLOCKS, DS_IN_BLOCKS}, {0}},
     {"index_w_codes", "index_W_codes", OP_U8, OP_NONE, {DS_IN_BYTES, DS_ICOLUMNS}, {0}},
     {"index_w_scales", "index_W_scales", OP_SCALE, OP_NONE, {DS_IN_SCALES, DS_ICOLUMNS}, {0}},
-    {"index_w_global", "index_W_global", OP_F32, OP_NONE, {0}, {0}},
+    {"index_w_global", "index_W_global", OP_GLOBAL, OP_NONE, {0}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_COMPRESS_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *),

@@ -83,7 +83,7 @@ typedef enum moe_symbol {
     MS_SHARED_UP_BYTES,
     MS_SHARED_DOWN_BYTES
 } moe_symbol;
-enum { ML_TOKENS = OP_LEAD, ML_UP_GLOBAL, ML_DOWN_GLOBAL, ML_SHARED_GLOBAL };
+enum { ML_TOKENS = OP_LEAD, ML_UP_GLOBAL, ML_DOWN_GLOBAL, ML_SHARED_GLOBAL, ML_UP_INPUT, ML_DOWN_INPUT };
 
 /* The steps of a backward with a shared expert, which has most. */
 enum {

@@ -127,7 +127,7 @@ static quern_tensor router_gradient(op_build *b, const quern_tensor *x, const mo
     if (!wants_x && !wants_logits && !op_uses(&c->head, M_D_WEIGHT)) return (quern_tensor){0};
     const int64_t *s = c->head.symbol;
     const quern_tensor logits = op_rows(b, M_LOGITS), none = {0};
-    const quern_tensor d_logits = wants_logits ? op_matrix(b, QUERN_F32, s[MS_T], s[MS_E]) : none;
+    const quern_tensor d_logits = wants_logits ? op_matrix(b, logits.dtype, s[MS_T], s[MS_E]) : none;
     const quern_tensor d_x = wants_x ? op_matrix(b, QUERN_F32, s[MS_T], s[MS_D]) : none;
     *OP_ADD(b, route_backward) = (route_args){.score = (route_score)c->params.score,
                                               .top_k = c->params.top_k,
@@ -189,6 +189,16 @@ static quern_tensor global_view(const op_call *call, moe_tensor tensor)
     return g;
 }
 
+/* One for each expert's rows, of which one number is that of all. */
+static quern_tensor input_global_view(const op_call *call, moe_tensor tensor)
+{
+    quern_tensor g = global_view(call, tensor);
+    if (g.ndim == 0 || g.shape[0] == call->symbol[MS_E]) return g;
+    g.shape[0] = call->symbol[MS_E];
+    g.strides[0] = 0;
+    return g;
+}
+
 /* The shared expert's globals: [] and [2] become [1, 1] and [1, 2]. */
 static quern_tensor shared_global_view(const op_call *call, moe_tensor tensor)
 {
@@ -202,8 +212,8 @@ void moe_build(op_build *b)
     moe_call *c = moe_call_of(b);
     c->up_global = global_view(call, M_UP_GLOBAL);
     c->down_global = global_view(call, M_DOWN_GLOBAL);
-    c->up_input = global_view(call, M_UP_INPUT);
-    c->down_input = global_view(call, M_DOWN_INPUT);
+    c->up_input = input_global_view(call, M_UP_INPUT);
+    c->down_input = input_global_view(call, M_DOWN_INPUT);
     c->shared_up_global = shared_global_view(call, M_SHARED_UP_GLOBAL);
     c->shared_down_global = shared_global_view(call, M_SHARED_DOWN_GLOBAL);
     if (call->operation == MOE_FORWARD) build_forward(b);

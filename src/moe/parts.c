@@ -26,9 +26,9 @@ static quern_tensor flat_ids(op_build *b)
     const quern_tensor ids = view(c, M_INPUT_IDS);
     const int64_t tokens = c->head.symbol[MS_T], last = ids.ndim > 1 ? ids.shape[ids.ndim - 1] : 0;
     if (ids.ndim < 2) return ids;
-    const quern_tensor flat = op_matrix(b, QUERN_I32, last > 0 ? tokens / last : 0, last);
+    const quern_tensor flat = op_matrix(b, ids.dtype, last > 0 ? tokens / last : 0, last);
     op_copy(b, &ids, &flat);
-    return view_on(&ids, flat.data, QUERN_I32, 1, &tokens);
+    return view_on(&ids, flat.data, ids.dtype, 1, &tokens);
 }
 
 moe_routing moe_route(op_build *b, const quern_tensor *x)

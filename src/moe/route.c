@@ -36,18 +36,18 @@ typedef struct route_call {
 } route_call;
 
 static const op_tensor tensors[] = {
-    {"logits", "logits", OP_F32, OP_NONE, {RS_T, RS_E}, {0}},
+    {"logits", "logits", OP_FLOAT, OP_NONE, {RS_T, RS_E}, {0}},
     {"hidden", "hidden", OP_FLOAT, OP_NONE, {RS_T, RS_D}, {0}},
     {"weight", "weight", OP_FLOAT, OP_NONE, {RS_E, RS_D}, {0}},
     {"bias", "bias", OP_F32, OP_NONE, {RS_E}, {0}},
-    {"input_ids", "input_ids", OP_I32, OP_NONE, {RS_T}, {0}},
-    {"tid2eid", "tid2eid", OP_I32, OP_NONE, {RS_V, RS_K}, {0}},
+    {"input_ids", "input_ids", OP_INDEX, OP_NONE, {RS_T}, {0}},
+    {"tid2eid", "tid2eid", OP_INDEX, OP_NONE, {RS_V, RS_K}, {0}},
     {"experts", "experts", OP_I32, OP_NONE, {RS_T, RS_K}, {0}},
     {"weights", "weights", OP_F32, OP_NONE, {RS_T, RS_K}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {RS_E}, {0}},
     {"permutation", "permutation", OP_I32, OP_NONE, {RS_TK}, {0}},
     {"d_weights", "d_weights", OP_F32, R_WEIGHTS, {RS_T, RS_K}, {0}},
-    {"d_logits", "d_logits", OP_F32, OP_NONE, {RS_T, RS_E}, {0}},
+    {"d_logits", "d_logits", OP_SOURCE, R_LOGITS, {RS_T, RS_E}, {0}},
     {"d_hidden", "d_hidden", OP_SOURCE, R_HIDDEN, {RS_T, RS_D}, {0}},
     {"d_weight", "d_weight", OP_F32, R_WEIGHT, {RS_E, RS_D}, {0}},
 };

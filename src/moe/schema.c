@@ -11,36 +11,36 @@
 
 static const op_tensor tensors[] = {
     {"hidden", "hidden", OP_ACTIVATION, OP_NONE, {ML_TOKENS, MS_D}, {0}},
-    {"logits", "logits", OP_F32, OP_NONE, {ML_TOKENS, MS_E}, {0}},
+    {"logits", "logits", OP_FLOAT, OP_NONE, {ML_TOKENS, MS_E}, {0}},
     {"weight", "weight", OP_FLOAT, OP_NONE, {MS_E, MS_D}, {0}},
     {"bias", "bias", OP_F32, OP_NONE, {MS_E}, {0}},
-    {"input_ids", "input_ids", OP_I32, OP_NONE, {ML_TOKENS}, {0}},
-    {"tid2eid", "tid2eid", OP_I32, OP_NONE, {MS_V, MS_K}, {0}},
+    {"input_ids", "input_ids", OP_INDEX, OP_NONE, {ML_TOKENS}, {0}},
+    {"tid2eid", "tid2eid", OP_INDEX, OP_NONE, {MS_V, MS_K}, {0}},
     {"gate_up_codes", "gate_up_codes", OP_U8, OP_NONE, {MS_E, MS_HALF_D, MS_2I}, {0}},
     {"gate_up_scales", "gate_up_scales", OP_SCALE, OP_NONE, {MS_E, MS_D_BLOCKS, MS_2I}, {0}},
     {"gate_up_repacked", "gate_up_repacked", OP_U8, OP_NONE, {MS_E, MS_UP_BYTES}, {0}},
-    {"gate_up_global", "gate_up_global", OP_F32, OP_NONE, {ML_UP_GLOBAL}, {0}},
+    {"gate_up_global", "gate_up_global", OP_GLOBAL, OP_NONE, {ML_UP_GLOBAL}, {0}},
     {"down_codes", "down_codes", OP_U8, OP_NONE, {MS_E, MS_HALF_I, MS_D}, {0}},
     {"down_scales", "down_scales", OP_SCALE, OP_NONE, {MS_E, MS_I_BLOCKS, MS_D}, {0}},
     {"down_repacked", "down_repacked", OP_U8, OP_NONE, {MS_E, MS_DOWN_BYTES}, {0}},
-    {"down_global", "down_global", OP_F32, OP_NONE, {ML_DOWN_GLOBAL}, {0}},
+    {"down_global", "down_global", OP_GLOBAL, OP_NONE, {ML_DOWN_GLOBAL}, {0}},
     {"gate_up", "gate_up", OP_FLOAT, OP_NONE, {MS_E, MS_2I, MS_D}, {0}},
     {"down", "down", OP_FLOAT, OP_NONE, {MS_E, MS_D, MS_I}, {0}},
     {"gate_up_bias", "gate_up_bias", OP_FLOAT, OP_NONE, {MS_E, MS_2I}, {0}},
     {"down_bias", "down_bias", OP_FLOAT, OP_NONE, {MS_E, MS_D}, {0}},
-    {"gate_up_input_global", "gate_up_input_global", OP_F32, OP_NONE, {MS_E}, {0}},
-    {"down_input_global", "down_input_global", OP_F32, OP_NONE, {MS_E}, {0}},
+    {"gate_up_input_global", "gate_up_input_global", OP_GLOBAL, OP_NONE, {ML_UP_INPUT}, {0}},
+    {"down_input_global", "down_input_global", OP_GLOBAL, OP_NONE, {ML_DOWN_INPUT}, {0}},
     {"shared_gate", "shared_gate", OP_FLOAT, OP_NONE, {MS_IS, MS_D}, {0}},
     {"shared_up", "shared_up", OP_FLOAT, OP_NONE, {MS_IS, MS_D}, {0}},
     {"shared_down", "shared_down", OP_FLOAT, OP_NONE, {MS_D, MS_IS}, {0}},
     {"shared_gate_up_codes", "shared_gate_up_codes", OP_U8, OP_NONE, {MS_HALF_D, MS_2IS}, {0}},
     {"shared_gate_up_scales", "shared_gate_up_scales", OP_SCALE, OP_NONE, {MS_D_BLOCKS, MS_2IS}, {0}},
     {"shared_gate_up_repacked", "shared_gate_up_repacked", OP_U8, OP_NONE, {MS_SHARED_UP_BYTES}, {0}},
-    {"shared_gate_up_global", "shared_gate_up_global", OP_F32, OP_NONE, {ML_SHARED_GLOBAL}, {0}},
+    {"shared_gate_up_global", "shared_gate_up_global", OP_GLOBAL, OP_NONE, {ML_SHARED_GLOBAL}, {0}},
     {"shared_down_codes", "shared_down_codes", OP_U8, OP_NONE, {MS_HALF_IS, MS_D}, {0}},
     {"shared_down_scales", "shared_down_scales", OP_SCALE, OP_NONE, {MS_IS_BLOCKS, MS_D}, {0}},
     {"shared_down_repacked", "shared_down_repacked", OP_U8, OP_NONE, {MS_SHARED_DOWN_BYTES}, {0}},
-    {"shared_down_global", "shared_down_global", OP_F32, OP_NONE, {0}, {0}},
+    {"shared_down_global", "shared_down_global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"out", "out", OP_ACTIVATION, OP_NONE, {ML_TOKENS, MS_D}, {0}},
     {"experts", "experts", OP_I32, OP_NONE, {MS_T, MS_K}, {0}},
     {"weights", "weights", OP_F32, OP_NONE, {MS_T, MS_K}, {0}},
@@ -48,7 +48,7 @@ static const op_tensor tensors[] = {
     {"permutation", "permutation", OP_I32, OP_NONE, {MS_TK}, {0}},
     {"d_out", "d_out", OP_ACTIVATION, M_OUT, {ML_TOKENS, MS_D}, {0}},
     {"d_hidden", "d_hidden", OP_ACTIVATION, M_HIDDEN, {ML_TOKENS, MS_D}, {0}},
-    {"d_logits", "d_logits", OP_F32, M_LOGITS, {ML_TOKENS, MS_E}, {0}},
+    {"d_logits", "d_logits", OP_SOURCE, M_LOGITS, {ML_TOKENS, MS_E}, {0}},
     {"d_weight", "d_weight", OP_F32, M_WEIGHT, {MS_E, MS_D}, {0}},
     {"d_weights", "d_weights", OP_F32, OP_NONE, {MS_T, MS_K}, {0}},
     {"d_gate_up_bias", "d_gate_up_bias", OP_F32, M_UP_BIAS, {MS_E, MS_2I}, {0}},
@@ -99,7 +99,7 @@ static const char *const symbols[] = {"",
                                       [MS_SHARED_UP_BYTES] = "bytes",
                                       [MS_SHARED_DOWN_BYTES] = "bytes",
                                       NULL};
-static const char *const leads[] = {"...", "|E|E 2...", "|E...", "|2...", NULL};
+static const char *const leads[] = {"...", "|E|E 2...", "|E...", "|2...", "|E...", "|E...", NULL};
 static const int8_t routing[] = {M_EXPERTS, M_WEIGHTS, M_OFFSETS, M_PERMUTATION, OP_NONE};
 static const op_entry ops[] = {
     {.name = "moe",
@@ -220,7 +220,7 @@ static void global_lead(op_call *call, int32_t lead, moe_tensor tensor, const in
 {
     const quern_tensor *g = call->given[tensor];
     op_extents *to = &call->lead[lead - OP_LEAD];
-    to->count = g == NULL ? 0 : g->ndim < 0 ? 0 : g->ndim < most ? g->ndim : most;
+    to->count = g == NULL || g->ndim < 0 || op_is_one(g) ? 0 : g->ndim < most ? g->ndim : most;
     for (int32_t i = 0; i < to->count; i++) to->extent[i] = whole[i];
 }
 
@@ -352,6 +352,8 @@ static quern_status derive(op_call *call)
     global_lead(call, ML_UP_GLOBAL, M_UP_GLOBAL, by_expert, 2);
     global_lead(call, ML_DOWN_GLOBAL, M_DOWN_GLOBAL, by_expert, 1);
     global_lead(call, ML_SHARED_GLOBAL, M_SHARED_UP_GLOBAL, by_part, 1);
+    global_lead(call, ML_UP_INPUT, M_UP_INPUT, by_expert, 1);
+    global_lead(call, ML_DOWN_INPUT, M_DOWN_INPUT, by_expert, 1);
     return QUERN_OK;
 }
 

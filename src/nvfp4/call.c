@@ -21,6 +21,51 @@ quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight)
     return QUERN_OK;
 }
 
+static bool has_rows(const quern_tensor *global, const nvfp4_kinds *kinds)
+{
+    const int32_t dims = kinds->row_dims;
+    if (kinds->rows == NULL || global->ndim < dims || global->ndim > dims + 1) return false;
+    if (global->ndim > dims && global->shape[dims] != 1) return false;
+    for (int32_t i = 0; i < dims; i++)
+        if (global->shape[i] != kinds->rows->shape[i]) return false;
+    return true;
+}
+
+quern_nvfp4_global nvfp4_global_kind(const quern_tensor *global, quern_nvfp4_global per,
+                                     const nvfp4_kinds *kinds)
+{
+    if (global == NULL || global->ndim < 0 || global->ndim > QUERN_MAX_DIMS) return per;
+    const bool one = op_is_one(global);
+    const bool fits[] = {kinds->tensor && one,
+                         (global->ndim == 1 && global->shape[0] == kinds->experts) ||
+                             (one && kinds->experts == 1),
+                         has_rows(global, kinds)};
+    const int count = fits[0] + fits[1] + fits[2];
+    if (count != 1) return per;
+    return fits[0] ? QUERN_NVFP4_GLOBAL_TENSOR : fits[1] ? QUERN_NVFP4_GLOBAL_EXPERT : QUERN_NVFP4_GLOBAL_ROW;
+}
+
+nvfp4_kinds nvfp4_kinds_of(const quern_tensor *x, const quern_tensor *offsets, bool weight)
+{
+    nvfp4_kinds kinds = {.tensor = offsets == NULL, .experts = -1};
+    if (x == NULL || x->ndim < 1 || x->ndim > QUERN_MAX_DIMS) return kinds;
+    if (offsets == NULL && x->ndim == 3) kinds.experts = x->shape[0];
+    if (offsets != NULL && offsets->ndim == 1) kinds.experts = offsets->shape[0];
+    if (offsets == NULL && !weight) kinds.rows = x;
+    kinds.row_dims = x->ndim - 1;
+    return kinds;
+}
+
+quern_status nvfp4_check_kind(const quern_tensor *global, quern_nvfp4_global per, const char *name)
+{
+    if (global == NULL || per != QUERN_NVFP4_GLOBAL_TENSOR || op_is_one(global)) return QUERN_OK;
+    return error_set(
+        QUERN_ERR_INVALID_ARGUMENT,
+        "%s has %d dimensions and its shape does not say what shares each number: one number, [] "
+        "or [1], or one for each expert or row is accepted",
+        name, global->ndim);
+}
+
 quern_tensor nvfp4_tail_view(const quern_tensor *t)
 {
     quern_tensor v = *t;
@@ -63,16 +108,16 @@ quern_status nvfp4_derive_coded(op_call *call, bool weight, quern_nvfp4_global p
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
                          (long long)x->extent[along]);
-    if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->count != (weight ? 3 : 2))
+    if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->count != 3 && (weight || x->count != 2))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "x has %d dimensions: %s are accepted with a global an expert", x->count,
-                         weight ? "3 ([E, K, N])" : "2 ([T, D])");
+                         weight ? "3 ([E, K, N])" : "2 ([T, D]) or 3 ([E, n, D])");
     call->lead[1] = call->lead[2] = *global = *x;
     call->lead[1].extent[along] = blocks * QUERN_NVFP4_BLOCK / 2;
     call->lead[2].extent[along] = blocks;
     if (per == QUERN_NVFP4_GLOBAL_TENSOR) global->count = 0;
     else if (per == QUERN_NVFP4_GLOBAL_ROW) global->count = x->count - 1;
     else global->count = 1;
-    if (per == QUERN_NVFP4_GLOBAL_EXPERT && !weight) global->extent[0] = experts;
+    if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->count == 2) global->extent[0] = experts;
     return QUERN_OK;
 }

@@ -18,6 +18,23 @@ extern const char *const nvfp4_profile_words[],
     *const nvfp4_global_words[], *const nvfp4_layout_words[], *const nvfp4_codes_words[],
                                                                   *const nvfp4_scales_words[];
 
+/* The kinds of global that a call's other tensors allow. */
+typedef struct nvfp4_kinds {
+    bool tensor;
+    int64_t experts; /* -1: none is one an expert */
+    const quern_tensor
+        *rows; /* whose first `row_dims` extents are those of the rows; NULL: none is one a row */
+    int32_t row_dims;
+} nvfp4_kinds;
+
+/* The kind of a global, or NULL, by its shape where one kind alone fits, else `per`. Nothing of the tensors
+ * has been checked. */
+quern_nvfp4_global nvfp4_global_kind(const quern_tensor *global, quern_nvfp4_global per,
+                                     const nvfp4_kinds *kinds);
+/* The kinds that a global of x, values or codes, may be of. */
+nvfp4_kinds nvfp4_kinds_of(const quern_tensor *x, const quern_tensor *offsets, bool weight);
+/* Refuses a global of several numbers of which the shape does not say what they are of. */
+quern_status nvfp4_check_kind(const quern_tensor *global, quern_nvfp4_global per, const char *name);
 quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight);
 /* A global as the stages want it: a view of op_view(), where [] is [1], with a trailing extent of 1. */
 quern_tensor nvfp4_tail_view(const quern_tensor *t);

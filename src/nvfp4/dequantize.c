@@ -23,7 +23,7 @@ typedef struct dequantize_call {
 static const op_tensor tensors[] = {
     {"codes", "codes", OP_U8, OP_NONE, {L_CODES}, {0}},
     {"scales", "scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
-    {"global", "global", OP_F32, OP_NONE, {L_GLOBAL}, {0}},
+    {"global", "global", OP_GLOBAL, OP_NONE, {L_GLOBAL}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {S_E}, {0}},
     {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
 };
@@ -64,9 +64,20 @@ static quern_status check_params(op_call *call)
     return nvfp4_check_global_per(params_of(call)->global_per, params_of(call)->weight);
 }
 
+/* A global's shape says what shares it. */
+static void adapt(op_call *call, const quern_tensor **given)
+{
+    dequantize_call *c = (dequantize_call *)call;
+    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T_CODES], given[T_OFFSETS], c->params.weight);
+    c->params.global_per = nvfp4_global_kind(given[T_GLOBAL], c->params.global_per, &kinds);
+}
+
+/* Experts one after the other need offsets, those of a stack [E, n, D] do not. */
 static void roles(op_call *call)
 {
-    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight;
+    const quern_tensor *x = call->given[T_CODES];
+    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight &&
+                      (x == NULL || x->ndim != 3);
     call->role[T_CODES] = call->role[T_SCALES] = call->role[T_GLOBAL] = OP_NEEDED;
     call->role[T_OFFSETS] = rows ? OP_NEEDED : OP_REFUSED;
     call->role[T_X] = OP_RESULT;
@@ -75,7 +86,7 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given: it is accepted with an activation and a global an expert",
+                     "%s is given: it is accepted with an activation [T, D] and a global an expert",
                      call->family->tensors[tensor].field);
 }
 
@@ -106,6 +117,7 @@ static quern_status derive(op_call *call)
     const quern_nvfp4_dequantize_params *p = params_of(call);
     const quern_tensor *offsets = call->given[T_OFFSETS];
     quern_status status = find_shape(call, &call->lead[L_X - OP_LEAD]);
+    if (status == QUERN_OK) status = nvfp4_check_kind(call->given[T_GLOBAL], p->global_per, "global");
     if (status != QUERN_OK) return status;
     if (op_uses(call, T_OFFSETS)) {
         if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
@@ -176,6 +188,7 @@ const op_family nvfp4_dequantize_family = {
     .call_size = sizeof(dequantize_call),
     .params_at = offsetof(dequantize_call, params),
     .check_params = check_params,
+    .adapt = adapt,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

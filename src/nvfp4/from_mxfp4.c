@@ -23,7 +23,7 @@ static const op_tensor tensors[] = {
     {"exponents", "exponents", OP_EXPONENT, OP_NONE, {L_ROWS, S_MX_BLOCKS}, {0}},
     {"codes", "codes", OP_U8, OP_NONE, {L_ROWS, S_BYTES}, {0}},
     {"scales", "scales", OP_SCALE, OP_NONE, {L_ROWS, S_BLOCKS}, {0}},
-    {"global", "global", OP_F32, OP_NONE, {0}, {0}},
+    {"global", "global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"rounded_blocks", "rounded_blocks", OP_I64, OP_NONE, {0}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");

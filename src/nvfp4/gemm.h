@@ -49,7 +49,7 @@ enum {
     GS_CODE_COLUMNS,
     GS_CODE_BLOCKS
 };
-enum { GL_A_SCALES = OP_LEAD, GL_A_GLOBAL, GL_B_SCALES, GL_B_GLOBAL };
+enum { GL_A_SCALES = OP_LEAD, GL_A_GLOBAL, GL_B_SCALES, GL_B_GLOBAL, GL_C_GLOBAL };
 
 typedef struct gemm_call {
     op_call head;

@@ -14,17 +14,17 @@ static const op_tensor tensors[] = {
     {"a_codes", "A_codes", OP_U8, OP_NONE, {GS_T, GS_HALF_K}, {0}},
     {"a_scales", "A_scales", OP_SCALE, OP_NONE, {GL_A_SCALES}, {0}},
     {"pad_row_offsets", "pad_row_offsets", OP_I32, OP_NONE, {GS_E1}, {0}},
-    {"a_global", "A_global", OP_F32, OP_NONE, {GL_A_GLOBAL}, {0}},
+    {"a_global", "A_global", OP_GLOBAL, OP_NONE, {GL_A_GLOBAL}, {0}},
     {"b_codes", "B_codes", OP_U8, OP_NONE, {GS_E, GS_CODES_0, GS_CODES_1}, {0}},
     {"b_scales", "B_scales", OP_SCALE, OP_NONE, {GL_B_SCALES}, {0}},
     {"b_repacked", "B_repacked", OP_U8, OP_NONE, {GS_E, GS_BYTES}, {0}},
-    {"b_global", "B_global", OP_F32, OP_NONE, {GL_B_GLOBAL}, {0}},
+    {"b_global", "B_global", OP_GLOBAL, OP_NONE, {GL_B_GLOBAL}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {GS_E}, {0}},
     {"bias", "bias", OP_FLOAT, OP_NONE, {GS_E, GS_N}, {0}},
     {"c", "C", OP_STORED, OP_NONE, {GS_T, GS_OUT}, {0}},
     {"c_codes", "C_codes", OP_U8, OP_NONE, {GS_T, GS_CODE_COLUMNS}, {0}},
     {"c_scales", "C_scales", OP_SCALE, OP_NONE, {GS_T, GS_CODE_BLOCKS}, {0}},
-    {"c_global", "C_global", OP_F32, OP_NONE, {0}, {0}},
+    {"c_global", "C_global", OP_GLOBAL, OP_NONE, {GL_C_GLOBAL}, {0}},
     {"c_old", "C", OP_STORED, OP_NONE, {GS_T, GS_OUT}, {0}},
     {"d_c", "d_out", OP_FLOAT, OP_NONE, {GS_T, GS_OUT}, {0}},
     {"d_a", "dA", OP_FLOAT, OP_NONE, {GS_T, GS_K}, {0}},
@@ -75,8 +75,8 @@ static const char *const symbols[] = {"",
                                       [GS_CODE_COLUMNS] = "C/2",
                                       [GS_CODE_BLOCKS] = "C/16",
                                       NULL};
-static const char *const leads[] = {"T K/16|bytes...", "|E|T...", "E K/16 N|E N K/16|E bytes...", "|E|E 2...",
-                                    NULL};
+static const char *const leads[] = {"T K/16|bytes...", "|E|T...", "E K/16 N|E N K/16|E bytes...",
+                                    "|E|E 2...",       "|E...",   NULL};
 static const op_rename renames[] = {{"a_swizzled", "a-scales", NULL}, {NULL, NULL, NULL}};
 static const op_entry ops[] = {
     {.name = "nvfp4-gemm",
@@ -109,10 +109,15 @@ static quern_status check_params(op_call *call)
     return QUERN_OK;
 }
 
-/* A view [E, K/2, N] whose pairs of K are contiguous is [E, N, K/2] in memory. */
+/* A view [E, K/2, N] whose pairs of K are contiguous is [E, N, K/2] in memory; the shape of A's global says
+ * what shares it. */
 static void adapt(op_call *call, const quern_tensor **given)
 {
     gemm_call *c = (gemm_call *)call;
+    const quern_tensor *offsets = given[G_OFFSETS], *a = given[G_A] != NULL ? given[G_A] : given[G_A_CODES];
+    const nvfp4_kinds kinds = {true, offsets != NULL && offsets->ndim == 1 ? offsets->shape[0] : -1,
+                               a != NULL && a->ndim == 2 ? a : NULL, 1};
+    c->params.a_global_per = nvfp4_global_kind(given[G_A_GLOBAL], c->params.a_global_per, &kinds);
     c->k_major = c->params.b_codes == QUERN_NVFP4_CODES_K_MAJOR;
     if (c->k_major || !nvfp4_is_k_major(given[G_B_CODES], &c->transposed)) return;
     c->k_major = true;
@@ -258,18 +263,16 @@ static void derive_leads(op_call *call)
     const quern_nvfp4_gemm_params *p = params_of(call);
     const quern_tensor *const *t = call->given;
     const int64_t *s = call->symbol, shared[] = {0, s[GS_E], s[GS_T]}, blocks = s[GS_K_BLOCKS];
-    const bool column = t[G_A_GLOBAL] != NULL && t[G_A_GLOBAL]->ndim == 2; /* [T, 1] */
-    const int32_t parts = t[G_B_GLOBAL] == NULL || t[G_B_GLOBAL]->ndim < 0 ? 0
-                          : t[G_B_GLOBAL]->ndim < 2                        ? t[G_B_GLOBAL]->ndim
-                                                                           : 2;
+    const quern_tensor *g = t[G_B_GLOBAL];
+    const int32_t parts = g == NULL || g->ndim < 0 || op_is_one(g) ? 0 : g->ndim < 2 ? g->ndim : 2;
     if (t[G_PAD] != NULL)
         set_lead(call, GL_A_SCALES, 1,
                  t[G_A_SCALES] != NULL && t[G_A_SCALES]->ndim == 1 ? t[G_A_SCALES]->shape[0] : 0, 0, 0);
     else set_lead(call, GL_A_SCALES, 2, s[GS_T], blocks, 0);
-    set_lead(call, GL_A_GLOBAL, p->a_global_per == QUERN_NVFP4_GLOBAL_TENSOR ? 0 : 1 + column,
-             shared[p->a_global_per], 1, 0);
+    set_lead(call, GL_A_GLOBAL, p->a_global_per != QUERN_NVFP4_GLOBAL_TENSOR, shared[p->a_global_per], 0, 0);
     call->lead[GL_B_SCALES - OP_LEAD] = nvfp4_scales_extents(p->b_scales, s[GS_E], blocks, s[GS_N]);
     set_lead(call, GL_B_GLOBAL, parts, s[GS_E], 2, 0);
+    set_lead(call, GL_C_GLOBAL, t[G_C_GLOBAL] != NULL && !op_is_one(t[G_C_GLOBAL]), s[GS_E], 0, 0);
 }
 
 static quern_status derive_outputs(op_call *call)
@@ -329,6 +332,8 @@ static quern_status derive(op_call *call)
     const gemm_call *c = (const gemm_call *)call;
     int64_t *s = call->symbol;
     quern_status status = derive_rows(call);
+    if (status == QUERN_OK)
+        status = nvfp4_check_kind(call->given[G_A_GLOBAL], c->params.a_global_per, "a_global");
     if (status == QUERN_OK) status = derive_columns(call);
     if (status == QUERN_OK) status = check_sizes(call);
     if (status == QUERN_OK) status = derive_outputs(call);

@@ -23,10 +23,10 @@ typedef struct quantize_call {
 static const op_tensor tensors[] = {
     {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {S_E}, {0}},
-    {"given_global", "global", OP_F32, OP_NONE, {L_GLOBAL}, {0}},
+    {"given_global", "global", OP_GLOBAL, OP_NONE, {L_GLOBAL}, {0}},
     {"codes", "codes", OP_U8, OP_NONE, {L_CODES}, {0}},
     {"scales", "scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
-    {"global", "global", OP_F32, OP_NONE, {L_GLOBAL}, {0}},
+    {"global", "global", OP_GLOBAL, OP_NONE, {L_GLOBAL}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_nvfp4_quantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
@@ -70,9 +70,20 @@ static quern_status check_params(op_call *call)
     return nvfp4_check_global_per(p->global_per, p->weight);
 }
 
+/* A global's shape says what shares it. */
+static void adapt(op_call *call, const quern_tensor **given)
+{
+    quantize_call *c = (quantize_call *)call;
+    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T_X], given[T_OFFSETS], c->params.weight);
+    c->params.global_per = nvfp4_global_kind(given[T_GIVEN], c->params.global_per, &kinds);
+}
+
+/* Experts one after the other need offsets, those of a stack [E, n, D] do not. */
 static void roles(op_call *call)
 {
-    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight;
+    const quern_tensor *x = call->given[T_X];
+    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight &&
+                      (x == NULL || x->ndim != 3);
     call->role[T_X] = OP_NEEDED;
     call->role[T_OFFSETS] = rows ? OP_NEEDED : OP_REFUSED;
     call->role[T_GIVEN] = OP_OPTIONAL;
@@ -83,7 +94,7 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given: it is accepted with an activation and a global an expert",
+                     "%s is given: it is accepted with an activation [T, D] and a global an expert",
                      call->family->tensors[tensor].field);
 }
 
@@ -98,7 +109,9 @@ static quern_status derive(op_call *call)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim,
                          p->weight ? "2 or 3 for a weight" : "1 to 5");
     call->like = *x;
-    if ((status = op_check_kind(call, T_X, x->ndim)) != QUERN_OK) return status;
+    if ((status = op_check_kind(call, T_X, x->ndim)) != QUERN_OK ||
+        (status = nvfp4_check_kind(call->given[T_GIVEN], p->global_per, "given_global")) != QUERN_OK)
+        return status;
     if (op_uses(call, T_OFFSETS)) {
         if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
         call->symbol[S_E] = offsets->shape[0];
@@ -180,6 +193,7 @@ const op_family nvfp4_quantize_family = {
     .call_size = sizeof(quantize_call),
     .params_at = offsetof(quantize_call, params),
     .check_params = check_params,
+    .adapt = adapt,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

@@ -41,7 +41,7 @@ typedef struct grouped_gemm_args {
                          * copied; or absent */
     quern_tensor c;     /* f32, f16, bf16 [T, N], or [T, N/2] under swiglu; absent: */
     quantise_profile profile;
-    quern_tensor c_codes, c_scales, c_global;
+    quern_tensor c_codes, c_scales, c_global; /* c_global: [1, 1] or [E, 1] */
     /* f32, f16, bf16 [T, N] and [T, K]; of the backward. Zeros in d_a past the last offset */
     quern_tensor d_c, d_a;
 } grouped_gemm_args;

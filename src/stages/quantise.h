@@ -43,7 +43,8 @@ typedef struct quantise_args {
     quantise_global per;
     bool columns;     /* blocks along the rows of x [E, K, N], else along its last dimension */
     const char *name; /* of x, in sentences */
-    /* offsets: i32 [E], where each expert's rows end; for one global per expert */
+    /* offsets: i32 [E], where each expert's rows end; for one global per expert. Without them x is then
+     * [E, n, D]. */
     quern_tensor x, offsets;
     /* If present, row r of codes, scales, offsets and globals is row slots[r] / slots_a_row of x. The
      * globals of experts are then given. */

@@ -14,15 +14,16 @@ typedef struct route_args {
     int64_t top_k;
     bool renormalize;
     float scale;
-    quern_tensor logits;         /* f32 [T, E]; or the next two */
+    quern_tensor logits;         /* f32, f16 or bf16 [T, E]; or the next two */
     quern_tensor hidden, weight; /* [T, D], [E, D]; f32, f16 or bf16 each */
     quern_tensor bias;           /* f32 [E], of the choice only; may be absent */
     quern_tensor input_ids,
-        tid2eid;          /* i32 [T], [V, k]: experts by token instead of by score; may be absent */
+        tid2eid;          /* i32 or i64 [T], [V, k]: experts by token instead of by score; may be absent */
     quern_tensor experts; /* i32 [T, k]; written, or read by the backward */
     quern_tensor weights; /* f32 [T, k] */
     quern_tensor offsets, permutation; /* i32 [E], [T k] */
-    /* Backward. d_logits f32; d_hidden in hidden's dtype, d_weight f32; absent: not wanted. */
+    /* Backward. d_logits in logits' dtype, or f32; d_hidden in hidden's dtype, d_weight f32; absent: not
+     * wanted. */
     quern_tensor d_weights, d_logits, d_hidden, d_weight;
 } route_args;
 STAGE_DECLARE(route);

@@ -65,6 +65,11 @@ static void write_bytes(float data[8][TOKENS * 4 * WIDTH], const quern_tensor *b
                                            {"W_global", &t[5]}, {"B_a", b_a},       {"B_b", b_b}};
     assert_int_equal(quern_safetensors_save(path_of("fp8"), eight, 5, NULL, 0), QUERN_OK);
     assert_int_equal(quern_safetensors_save(path_of("nvfp4"), four, 6, NULL, 0), QUERN_OK);
+    const quern_tensor vector = quern_tensor_contiguous(&global, QUERN_F32, 1, (const int64_t[]){1});
+    quern_safetensors_item with_vector[6];
+    memcpy(with_vector, four, sizeof four);
+    with_vector[3].tensor = &vector;
+    assert_int_equal(quern_safetensors_save(path_of("nvfp4_vector"), with_vector, 6, NULL, 0), QUERN_OK);
 }
 
 /* Files DIR/csa (from projections), DIR/csa_x (from hidden states) and DIR/hca of random tensors. */
@@ -162,6 +167,7 @@ static void pieces_give_the_bytes_of_one_shot(void **state)
     in_pieces("hca-compress", "hca", "--eps 1e-5");
     in_pieces("csa-compress", "fp8", "--format fp8");
     in_pieces("csa-compress", "nvfp4", "--ratio 4");
+    in_pieces("csa-compress", "nvfp4_vector", "--ratio 4"); /* a global [1] */
     in_pieces("csa-compress", "both", "--ratio 4 --index-format fp4 --index-hadamard true");
     in_pieces("csa-compress", "both_x", "--format bf16 --index-format fp8");
 }

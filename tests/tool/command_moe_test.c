@@ -6,6 +6,8 @@
 #include "golden.h"
 #include "oracle/nvfp4.h"
 
+#include "core/half.h"
+
 #include <math.h>
 #include <stdlib.h>
 
@@ -235,6 +237,50 @@ static void layers_of_nvfp4_weights(void **state)
 }
 
 /* The quantiser's golden inputs, every profile, bit for bit. */
+/* Globals of one number, [] or [1], stand for all experts; ids may be of 64 bits, logits of 16. */
+static void forms_of_small_tensors(void **state)
+{
+    static small_layer l;
+    static float same[E] = {0.001f, 0.001f, 0.001f}, logits[T * E];
+    static int64_t ids[T], table[V * 2];
+    static uint16_t short_logits[T * E];
+    (void)state;
+    fill_layer(&l);
+    for (int t = 0; t < T; t++) ids[t] = l.ids[t];
+    for (int v = 0; v < V * 2; v++) table[v] = l.table[v];
+    for (int i = 0; i < T * E; i++) {
+        short_logits[i] = (uint16_t)(0x3e00 + i * 37 % 256);
+        logits[i] = float_from_bf16(short_logits[i]);
+    }
+    static const int64_t shapes[] = {E, 1, 0};
+    for (int form = 0; form < 3; form++) {
+        const bool first = form == 0;
+        const named of[] = {
+            {"hidden", l.hidden, QUERN_F32, {T, D}},
+            {"logits", first ? (void *)logits : short_logits, first ? QUERN_F32 : QUERN_BF16, {T, E}},
+            {"gate_up_codes", l.up_codes, QUERN_U8, {E, D / 2, 2 * I}},
+            {"gate_up_scales", l.up_scales, QUERN_E4M3, {E, D / 16, 2 * I}},
+            {"gate_up_global", same, QUERN_F32, {shapes[form]}},
+            {"gate_up_input_global", same, QUERN_F32, {shapes[form]}},
+            {"down_codes", l.down_codes, QUERN_U8, {E, I / 2, D}},
+            {"down_scales", l.down_scales, QUERN_U8, {E, I / 16, D}},
+            {"down_global", same, QUERN_F32, {shapes[form]}},
+            {"down_input_global", same, QUERN_F32, {shapes[form]}},
+            {"input_ids", first ? (void *)l.ids : ids, first ? QUERN_I32 : QUERN_I64, {T}},
+            {"tid2eid", first ? (void *)l.table : table, first ? QUERN_I32 : QUERN_I64, {V, 2}},
+            {"d_out", l.d_out, QUERN_F32, {T, D}},
+            {NULL, NULL, QUERN_F32, {0}}};
+        save("forms", of);
+        char arguments[200];
+        snprintf(arguments, sizeof arguments, "run moe $DIR/forms $DIR/%s --top-k 2 --a4 true",
+                 first ? "usual" : "other");
+        expect(0, arguments, "");
+        if (first) continue;
+        expect(0, "compare $DIR/other $DIR/usual out d_hidden --tolerance 0", "PASS");
+        expect(0, "compare $DIR/other $DIR/usual d_logits --tolerance 4e-3 --widen", "PASS");
+    }
+}
+
 static void the_quantiser(void **state)
 {
     static const char *const inputs[] = {"gauss_s1", "laplace_s1", "wide_s1", "zero_blocks_s1",
@@ -276,6 +322,7 @@ int main(void)
         cmocka_unit_test(the_layer),
         cmocka_unit_test(the_router),
         cmocka_unit_test(layers_of_nvfp4_weights),
+        cmocka_unit_test(forms_of_small_tensors),
         cmocka_unit_test(the_quantiser),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

@@ -259,9 +259,11 @@ static int check_dimensions(const job *j)
         const quern_op_tensor *t = &j->op->tensors[i];
         const char *shape = *t->varlen != '\0' && varlen >= 0 && j->input[varlen] ? t->varlen : t->fixed;
         const int n = word_count(shape);
-        if (j->input[i] && n >= 0 && j->storage[i].ndim != n)
-            return fail(EXIT_INPUT, "tensor %s has %d dimensions: %s is accepted", t->name,
-                        j->storage[i].ndim, shape);
+        const quern_tensor *given = &j->storage[i];
+        const bool one = n == 0 && given->ndim == 1 && given->shape[0] == 1;
+        if (j->input[i] && n >= 0 && given->ndim != n && !one)
+            return fail(EXIT_INPUT, "tensor %s has %d dimensions: %s is accepted", t->name, given->ndim,
+                        n > 0 ? shape : "one number, [] or [1],");
     }
     return EXIT_DONE;
 }
@@ -316,6 +318,7 @@ void job_free(job *j)
     for (size_t i = 0; i < j->added_count; i++)
         give_back(j, j->added[i].data,
                   (size_t)value_count(&j->added[i]) * quern_dtype_size(j->added[i].dtype));
+    for (size_t i = 0; i < QUERN_OP_TENSORS_MAX; i++) free(j->narrowed[i]);
     give_back(j, j->workspace, j->workspace_bytes);
     for (int i = 0; i < 3; i++) (void)quern_cuda_event_destroy(0, j->events[i]);
     (void)quern_cuda_free(0, j->flush);
@@ -323,4 +326,5 @@ void job_free(job *j)
     j->workspace = j->flush = NULL;
     j->added_count = 0;
     memset(j->owned, 0, sizeof j->owned);
+    memset(j->narrowed, 0, sizeof j->narrowed);
 }

@@ -29,6 +29,7 @@ typedef struct job {
     size_t total_bytes; /* of what the job owns */
     quern_tensor storage[QUERN_OP_TENSORS_MAX];
     bool input[QUERN_OP_TENSORS_MAX];
+    void *narrowed[QUERN_OP_TENSORS_MAX]; /* i32 copies of a file's i64 */
     void *owned[QUERN_OP_TENSORS_MAX]; /* memory of the job: outputs, and inputs that no file holds */
     size_t owned_bytes[QUERN_OP_TENSORS_MAX];
     const char *added_names[JOB_ADDED_MAX]; /* outputs of a scenario */

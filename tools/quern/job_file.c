@@ -7,6 +7,7 @@
 
 #include <quern/cuda.h>
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +26,24 @@ static bool listed(const char *list, const char *name)
     return false;
 }
 
+/* Indices that frameworks keep as i64, as the i32 that operations take. */
+static int narrow(job *j, int tensor, quern_tensor *view)
+{
+    if (strcmp(j->op->tensors[tensor].dtype, "i32") != 0 || view->dtype != QUERN_I64) return EXIT_DONE;
+    const int64_t count = value_count(view), *from = view->data;
+    int32_t *to = j->narrowed[tensor] = malloc((size_t)count * sizeof *to + 1);
+    if (to == NULL) return fail(EXIT_MACHINE, "no memory for %s as i32", name_of(j, tensor));
+    for (int64_t i = 0; i < count; i++) {
+        if (from[i] != (int32_t)from[i])
+            return fail(EXIT_INPUT,
+                        "tensor %s: number %" PRId64 " is %" PRId64 ": numbers of 32 bits are accepted",
+                        name_of(j, tensor), i, from[i]);
+        to[i] = (int32_t)from[i];
+    }
+    *view = quern_tensor_contiguous(to, QUERN_I32, view->ndim, view->shape);
+    return EXIT_DONE;
+}
+
 static int open_inputs(job *j, const quern_safetensors *file, const char *without)
 {
     for (int32_t i = 0; i < j->op->info.tensor_count; i++) {
@@ -35,6 +54,8 @@ static int open_inputs(job *j, const quern_safetensors *file, const char *withou
             continue;
         const quern_status status = quern_safetensors_get(file, name, &view);
         if (status != QUERN_OK) return fail_file(NULL, status);
+        const int code = narrow(j, i, &view);
+        if (code != EXIT_DONE) return code;
         job_bind(j, i, &view);
     }
     return EXIT_DONE;

@@ -22,7 +22,7 @@ static const char intro[] =
     "`--json` and `--without NAME,...` (act as if IN lacked these tensors) go with every operation.\n\n"
     "act: f32, f16 or bf16, one for all; weight: f32 or the activations' dtype; float: f32, f16 or bf16;\n"
     "scale: u8 or e4m3; exponent: u8 or e8m0; stored: float, or bytes of a format; any: float or bytes;\n"
-    "same: that of the input of this name.\n"
+    "index: i32 or i64; same: that of the input of this name.\n"
     "Symbols are those of the headers: B batch, N tokens, T tokens of a varlen batch (with cu_seqlens),\n"
     "H and Hkv heads, D and Dv head dims, Nc and Tc compressed entries, Hs selection lists, l block\n"
     "size, k selected blocks, c groups; ... any number of leading dimensions; x|y one or the other, as\n"

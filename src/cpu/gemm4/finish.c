@@ -20,17 +20,19 @@ static void store_row(const product_job *job, const quern_tensor *c, int64_t row
     job->dense->rows->convert(values, QUERN_F32, output_at(c, row, column), c->dtype, n);
 }
 
-static void quantise_output(const product_job *job, int64_t row, int64_t column, const float *values,
-                            int64_t n)
+static void quantise_output(const product_job *job, int64_t expert, int64_t row, int64_t column,
+                            const float *values, int64_t n)
 {
     const grouped_gemm_args *args = job->args;
-    const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->c_global.data};
+    const float *global = view_row(&args->c_global, args->c_global.shape[0] > 1 ? expert : 0);
+    const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, *global};
     job->quantise->quantise_row(&rule, values, QUERN_F32, n,
                                 (uint8_t *)output_at(&args->c_codes, row, column / 2),
                                 (uint8_t *)output_at(&args->c_scales, row, column / 16));
 }
 
-static void put_row(const product_job *job, product_scratch *s, int64_t row, int64_t column, int64_t n)
+static void put_row(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t column,
+                    int64_t n)
 {
     const grouped_gemm_args *args = job->args;
     const float *values = s->row;
@@ -44,7 +46,7 @@ static void put_row(const product_job *job, product_scratch *s, int64_t row, int
         values = s->part[0];
     }
     if (args->c.ndim > 0) store_row(job, &args->c, row, column, values, n);
-    else quantise_output(job, row, column, values, n);
+    else quantise_output(job, expert, row, column, values, n);
 }
 
 /* The factor and the bias of each column of a panel. */
@@ -85,7 +87,7 @@ void finish_rows(const product_job *job, product_scratch *s, float *sums, int64_
                                 args->bias.ndim > 0 ? bias : NULL, n, s->row);
         for (int64_t c = 0; args->c_old.ndim > 0 && c < n; c++)
             s->row[c] += element_of(output_at(&args->c_old, row + r, 0), args->c_old.dtype, column + c);
-        put_row(job, s, row + r, column, n);
+        put_row(job, s, expert, row + r, column, n);
     }
 }
 

@@ -25,6 +25,14 @@ static inline float global_from_largest(quantise_profile profile, float amax)
     return fmaxf(amax, 1e-8f) / 2688.0f;
 }
 
+/* The expert of a row of x, rows or a stack [E, n, D]. */
+static inline int64_t expert_in(const quern_tensor *offsets, quantise_global per, const quern_tensor *x,
+                                int64_t row)
+{
+    if (offsets->ndim > 0) return expert_of_row(offsets, row);
+    return per == QUANTISE_GLOBAL_EXPERT && x->ndim == 3 ? row / x->shape[1] : 0;
+}
+
 /* The global of row `row` of a matrix; the row belongs to `expert`. */
 static inline float global_at(const quern_tensor *global, quantise_global per, int64_t row, int64_t expert)
 {

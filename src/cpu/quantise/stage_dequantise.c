@@ -29,7 +29,7 @@ static void rows_piece(void *arg, int64_t index, int32_t thread)
             memset(out, 0, (size_t)(p.columns * element));
             continue;
         }
-        const int64_t expert = args->offsets.ndim > 0 ? expert_of_row(&args->offsets, row) : 0;
+        const int64_t expert = expert_in(&args->offsets, args->per, &args->out, row);
         const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE,
                                     global_at(&args->global, args->per, row, expert)};
         job->kernels->dequantise_row(&rule, (const uint8_t *)view_row(&args->codes, row) + p.column / 2,

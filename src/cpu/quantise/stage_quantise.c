@@ -37,13 +37,13 @@ static void set_global(const quern_tensor *global, int64_t index, float value)
     *to = value;
 }
 
-/* Experts' rows: a matrix each, or the rows between offsets. */
+/* Experts' rows: a matrix each of a stack, or the rows between offsets. */
 static void expert_globals(const quantise_args *args, const row_magnitudes *m)
 {
     int64_t first = 0;
     for (int64_t e = 0; e < args->global.shape[0]; e++) {
         const int64_t end =
-            args->columns ? first + args->x.shape[1] : ((const int32_t *)args->offsets.data)[e];
+            args->offsets.ndim == 0 ? first + args->x.shape[1] : ((const int32_t *)args->offsets.data)[e];
         set_global(&args->global, e,
                    end > first ? global_from_largest(args->profile, largest_of_rows(m, first, end)) : 1.0f);
         first = end;
@@ -95,7 +95,7 @@ static void quantise_rows_piece(void *arg, int64_t index, int32_t thread)
             memset(scales, 0, (size_t)blocks);
             continue;
         }
-        const int64_t expert = args->offsets.ndim > 0 ? expert_of_row(&args->offsets, row) : 0;
+        const int64_t expert = expert_in(&args->offsets, args->per, &args->x, row);
         const quantise_rule rule = {args->profile, args->choice,
                                     global_at(globals_of(args), args->per, row, expert)};
         job->kernels->quantise_row(

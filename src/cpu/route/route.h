@@ -23,11 +23,10 @@ typedef struct route_job {
     const route_args *args;
     const attention_kernels *dense;
     int64_t tokens, experts, dim;
-    const float *logits; /* rows of logits_stride: the caller's, or own */
-    int64_t logits_stride;
+    quern_tensor logits;    /* the caller's, or own */
     float *own;             /* [T, E] */
-    float *d_own;           /* [T, E], for calls without d_logits */
-    float *scores;          /* [threads][2 E] */
+    float *d_own;           /* [T, E], for calls without d_logits in f32 */
+    float *scores;          /* [threads][3 E]: scores, keys, logits in f32 */
     route_scratch *scratch; /* [threads] */
 } route_job;
 

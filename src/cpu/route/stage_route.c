@@ -6,6 +6,8 @@
  */
 #include "core/error.h"
 #include "core/parallel.h"
+#include "core/view.h"
+#include "cpu/quantise/rows.h"
 #include "cpu/route/route.h"
 
 #include <math.h>
@@ -20,16 +22,22 @@ static route_job plan(const stage_exec *exec, const route_args *args)
                        .dim = given ? 0 : args->hidden.shape[1]};
 }
 
+/* Whether the gradient of the logits is made where it is to stand. */
+static bool writes_d_logits(const route_args *args)
+{
+    return args->d_logits.ndim > 0 && args->d_logits.dtype == QUERN_F32;
+}
+
 static void carve(const stage_exec *exec, route_job *job, arena *a, bool backward)
 {
     const size_t matrix = (size_t)(job->tokens * job->experts) * sizeof(float);
     const bool given = job->args->logits.ndim > 0;
-    job->scores = arena_take(a, (size_t)exec->threads * 2 * (size_t)job->experts * sizeof(float));
+    job->scores = arena_take(a, (size_t)exec->threads * 3 * (size_t)job->experts * sizeof(float));
     if (!given) job->own = arena_take(a, matrix);
     if (!given) job->scratch = arena_take(a, (size_t)exec->threads * sizeof(route_scratch));
-    if (backward && job->args->d_logits.ndim == 0) job->d_own = arena_take(a, matrix);
-    job->logits = given ? job->args->logits.data : job->own;
-    job->logits_stride = given ? job->args->logits.strides[0] : job->experts;
+    if (backward && !writes_d_logits(job->args)) job->d_own = arena_take(a, matrix);
+    const int64_t shape[] = {job->tokens, job->experts};
+    job->logits = given ? job->args->logits : view_on(&job->args->hidden, job->own, QUERN_F32, 2, shape);
 }
 
 static size_t workspace_of(const stage_exec *exec, const route_args *args, bool backward)
@@ -50,15 +58,31 @@ size_t cpu_route_backward_workspace(const stage_exec *exec, const route_args *ar
     return workspace_of(exec, args, true);
 }
 
+/* A token's logits in f32; `room` holds a row. */
+static const float *logits_of(const route_job *job, int64_t token, float *room)
+{
+    const quern_tensor *t = &job->logits;
+    const void *row = view_row(t, token);
+    if (t->dtype == QUERN_F32) return row;
+    job->dense->rows->convert(row, t->dtype, room, QUERN_F32, job->experts);
+    return room;
+}
+
 static int32_t *entry(const quern_tensor *t, int64_t row, int64_t column)
 {
     return (int32_t *)t->data + row * t->strides[0] + column;
 }
 
-/* The table's row of a token. */
-static const int32_t *table_row(const route_args *args, int64_t token)
+/* An element of token ids or of the table, i32 or i64. */
+static int64_t index_at(const quern_tensor *t, int64_t at)
 {
-    return entry(&args->tid2eid, *((const int32_t *)args->input_ids.data + token), 0);
+    return t->dtype == QUERN_I64 ? ((const int64_t *)t->data)[at] : ((const int32_t *)t->data)[at];
+}
+
+/* The table's expert j of a token. */
+static int64_t table_expert(const route_args *args, int64_t token, int64_t j)
+{
+    return index_at(&args->tid2eid, index_at(&args->input_ids, token) * args->tid2eid.strides[0] + j);
 }
 
 /* Greater keys first; among equals the lower index stays ahead; NaN counts as least. */
@@ -100,12 +124,11 @@ static void route_token(void *arg, int64_t token, int32_t thread)
 {
     const route_job *job = arg;
     const route_args *args = job->args;
-    float *scores = job->scores + thread * 2 * job->experts, *keys = scores;
+    float *scores = job->scores + thread * 3 * job->experts, *keys = scores;
     int32_t *chosen = entry(&args->experts, token, 0);
-    route_scores(args->score, job->logits + token * job->logits_stride, job->experts, scores);
+    route_scores(args->score, logits_of(job, token, scores + 2 * job->experts), job->experts, scores);
     if (args->tid2eid.ndim > 0) {
-        const int32_t *row = table_row(args, token);
-        for (int64_t j = 0; j < args->top_k; j++) chosen[j] = row[j];
+        for (int64_t j = 0; j < args->top_k; j++) chosen[j] = (int32_t)table_expert(args, token, j);
     } else {
         if (args->bias.ndim > 0) {
             keys = scores + job->experts;
@@ -139,16 +162,18 @@ static quern_status check_table(const route_job *job)
 {
     const route_args *args = job->args;
     for (int64_t t = 0; args->tid2eid.ndim > 0 && t < job->tokens; t++) {
-        const int32_t id = ((const int32_t *)args->input_ids.data)[t];
+        const int64_t id = index_at(&args->input_ids, t);
         if (id < 0 || id >= args->tid2eid.shape[0])
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "input_ids[%lld] is %d: 0 to %lld, the rows of tid2eid, is accepted",
-                             (long long)t, id, (long long)args->tid2eid.shape[0] - 1);
-        for (int64_t j = 0; j < args->top_k; j++)
-            if (table_row(args, t)[j] < 0 || table_row(args, t)[j] >= job->experts)
+                             "input_ids[%lld] is %lld: 0 to %lld, the rows of tid2eid, is accepted",
+                             (long long)t, (long long)id, (long long)args->tid2eid.shape[0] - 1);
+        for (int64_t j = 0; j < args->top_k; j++) {
+            const int64_t expert = table_expert(args, t, j);
+            if (expert < 0 || expert >= job->experts)
                 return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "tid2eid[%d, %lld] is %d: an expert, 0 to %lld, is accepted", id,
-                                 (long long)j, table_row(args, t)[j], (long long)job->experts - 1);
+                                 "tid2eid[%lld, %lld] is %lld: an expert, 0 to %lld, is accepted",
+                                 (long long)id, (long long)j, (long long)expert, (long long)job->experts - 1);
+        }
     }
     return QUERN_OK;
 }
@@ -228,13 +253,16 @@ static void backward_token(void *arg, int64_t token, int32_t thread)
 {
     const route_job *job = arg;
     const route_args *args = job->args;
-    const float *logits = job->logits + token * job->logits_stride;
-    float *scores = job->scores + thread * 2 * job->experts;
+    float *scores = job->scores + thread * 3 * job->experts;
+    const float *logits = logits_of(job, token, scores + 2 * job->experts);
     float *d = job->d_own != NULL ? job->d_own + token * job->experts
                                   : (float *)args->d_logits.data + token * args->d_logits.strides[0];
     route_scores(args->score, logits, job->experts, scores);
     score_gradient(args, token, scores, job->experts, d);
     logit_gradient(args->score, logits, scores, job->experts, d, scores + job->experts);
+    if (args->d_logits.ndim > 0 && !writes_d_logits(args))
+        job->dense->rows->convert(d, QUERN_F32, view_row(&args->d_logits, token), args->d_logits.dtype,
+                                  job->experts);
 }
 
 static quern_status check_experts(const route_job *job)

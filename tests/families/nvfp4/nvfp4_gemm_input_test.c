@@ -184,7 +184,7 @@ static void with_two_experts(small_call *s, int32_t first, int32_t second)
 /* Extents, and contents, that a call of one expert and of whole views does not meet. */
 static void bad_operands(void **state)
 {
-    static const int64_t wide[] = {1, 2}, per_row[] = {3, 1}, per_expert = 2, bias[] = {1, 16}, tiles = 512,
+    static const int64_t wide[] = {1, 2}, per_row[] = {3, 1}, per_expert = 3, bias[] = {1, 16}, tiles = 512,
                          two[] = {1, 512};
     static uint8_t swizzled[512];
     static float values[16] = {1, 1, 1};
@@ -236,7 +236,7 @@ static void bad_operands(void **state)
     tensor = quern_tensor_contiguous(values, QUERN_F32, 1, &per_expert);
     s.t.a_global = &tensor;
     s.p.a_global_per = QUERN_NVFP4_GLOBAL_EXPERT;
-    refused(&s, "a_global.shape[0] is 2: 1 is accepted");
+    refused(&s, "a_global.shape[0] is 3: 1 is accepted");
     with_codes(&s);
     s.p.a_swizzled = true;
     refused(&s, "pad_row_offsets is NULL");
