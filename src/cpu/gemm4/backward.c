@@ -52,6 +52,7 @@ static void carve(const stage_exec *exec, product_job *job, arena *a)
 {
     job->a = arena_take(a, (size_t)(job->args->tokens * row_bytes(job)));
     job->first_task = arena_take(a, (size_t)(job->experts + 1) * sizeof(int64_t));
+    job->row_power = arena_take(a, (size_t)job->args->tokens * sizeof(float));
     job->scratch = arena_take(a, (size_t)exec->threads * sizeof(product_scratch));
 }
 
@@ -91,15 +92,18 @@ static void ready_row(const product_job *job, int64_t row, float *room)
     const float ratio[2] = {global_of(job, expert, 0) / larger, global_of(job, expert, 1) / larger};
     char *out = job->a + row * row_bytes(job);
     const row_source whole = {view_row(&args->d_c, row), args->d_c.dtype, 0, 1, args->n};
+    const float power = row_power_of(job, job->quantise->rows->magnitude(whole.data, whole.dtype, whole.dim));
+    job->row_power[row] = power;
     if (ratio[0] == 1.0f && ratio[1] == 1.0f) {
-        if (job->kind == PRODUCT_BF16) job->dense->pack_rows_bf16(&whole, (uint16_t *)(void *)out, width);
-        else job->dense->pack_rows_f32(&whole, 1.0f, (float *)(void *)out, width);
+        if (job->kind == PRODUCT_BF16) pack_words(job, &whole, power, width, (uint16_t *)(void *)out);
+        else job->dense->pack_rows_f32(&whole, power, (float *)(void *)out, width);
         return;
     }
     for (int64_t c = 0; c < width; c += GEMM4_PANEL) {
         const int64_t n = args->n - c < GEMM4_PANEL ? args->n - c : GEMM4_PANEL;
         for (int64_t i = 0; i < GEMM4_PANEL; i++)
-            room[i] = i < n ? element_of(whole.data, whole.dtype, c + i) * ratio[(c + i) / q % 2] : 0.0f;
+            room[i] =
+                i < n ? element_of(whole.data, whole.dtype, c + i) * power * ratio[(c + i) / q % 2] : 0.0f;
         job->dense->rows->convert(room, QUERN_F32, out + c * (int64_t)element_size(job),
                                   job->kind == PRODUCT_BF16 ? QUERN_BF16 : QUERN_F32, GEMM4_PANEL);
     }
@@ -171,7 +175,9 @@ static void store_rows(const product_job *job, product_scratch *s, int64_t exper
             args->a_global.ndim > 0 ? global_at(&args->a_global, args->a_per, row + r, expert) : 1.0f;
         const float global = given * larger_global(job, expert);
         float *sums = s->c[0] + r * GEMM4_UNIT;
-        for (int64_t c = 0; c < n; c++) sums[c] *= global;
+        const float power = job->row_power[row + r];
+        for (int64_t c = 0; c < n; c++)
+            sums[c] = power == 1.0f ? sums[c] * global : without_power(sums[c], power, global);
         job->dense->rows->convert(sums, QUERN_F32, view_at(&args->d_a, row + r, u * GEMM4_UNIT),
                                   args->d_a.dtype, n);
     }

@@ -81,10 +81,14 @@ void finish_rows(const product_job *job, product_scratch *s, float *sums, int64_
     float global[GEMM4_PANEL], bias[GEMM4_PANEL];
     column_values(job, expert, column, n, global, bias);
     for (int64_t r = 0; r < rows; r++) {
-        if (job->row_factor != NULL && job->row_factor[row + r] != 1.0f)
-            for (int64_t c = 0; c < n; c++) sums[r * GEMM4_PANEL + c] *= job->row_factor[row + r];
-        job->kernels->scale_row(sums + r * GEMM4_PANEL, row_global(job, expert, row + r), global,
-                                args->bias.ndim > 0 ? bias : NULL, n, s->row);
+        const float a_global = row_global(job, expert, row + r), *sum = sums + r * GEMM4_PANEL,
+                    *add = args->bias.ndim > 0 ? bias : NULL;
+        const float power = job->row_power != NULL ? job->row_power[row + r] : 1.0f;
+        if (power == 1.0f) job->kernels->scale_row(sum, a_global, global, add, n, s->row);
+        for (int64_t c = 0; power != 1.0f && c < n; c++) {
+            s->row[c] = without_power(sum[c], power, global[c] * a_global);
+            if (add != NULL) s->row[c] += add[c];
+        }
         for (int64_t c = 0; args->c_old.ndim > 0 && c < n; c++)
             s->row[c] += element_of(output_at(&args->c_old, row + r, 0), args->c_old.dtype, column + c);
         put_row(job, s, expert, row + r, column, n);

@@ -3,6 +3,8 @@
 /* product.c - the extents of a grouped product, its tasks, and the addresses of its weights. */
 #include "cpu/gemm4/product.h"
 
+#include "core/half.h"
+
 product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args)
 {
     return (product_job){.args = args,
@@ -41,6 +43,13 @@ int64_t product_expert(const product_job *job, int64_t index)
         else high = middle;
     }
     return low;
+}
+
+void pack_words(const product_job *job, const row_source *src, float power, int64_t padded, uint16_t *out)
+{
+    job->dense->pack_rows_bf16(src, out, padded);
+    for (int64_t i = 0; power != 1.0f && i < src->dim; i++)
+        out[i] = bf16_from_float(float_from_bf16(out[i]) * power);
 }
 
 bool row_is_alone(const product_job *job, int64_t row)

@@ -11,6 +11,8 @@
 #include "cpu/quantise/finite.h"
 #include "cpu/quantise/quantise_kernels.h"
 
+#include <math.h>
+
 /* The arithmetic of a call, by A's dtype and the level: bf16 words, f32, or integers. */
 typedef enum product_kind { PRODUCT_F32, PRODUCT_BF16, PRODUCT_I8 } product_kind;
 
@@ -47,7 +49,7 @@ typedef struct product_job {
     float *a_scale;
     int32_t *start;
     float *row_global;        /* int8: the scale of each row */
-    float *row_factor;        /* floats: what a row's sums are to be multiplied by, a power of two */
+    float *row_power;         /* floats: the power of two that a row was multiplied by (row_power_of()) */
     gemm4_a_block *blocks;    /* f32 from bf16: rows of 4 * units, set of rows alone in their task */
     int64_t *first_task;      /* [experts + 1] */
     uint32_t *magnitudes;     /* of A, then of the bias, where a nonfinite value is an error */
@@ -69,6 +71,26 @@ const uint8_t *product_units(const product_job *job, product_scratch *s, int64_t
 
 /* Whether a row of A is the only one of its task. */
 bool row_is_alone(const product_job *job, int64_t row);
+/* The power of two that brings a row of values of at most `largest` (its bits) into the range of the product:
+ * sums of huge values, and of a block that mm_blocks makes, would overflow; the dot product of bf16 takes
+ * numbers below 2^-126, sums too, for 0. */
+static inline float row_power_of(const product_job *job, uint32_t largest)
+{
+    const bool huge = largest >= 0x5f800000u;                                             /* 2^64 */
+    const bool small = job->kind == PRODUCT_BF16 && largest > 0 && largest < 0x21800000u; /* 2^-60 */
+    return huge ? 0x1p-32f : small ? 0x1p64f : 1.0f;
+}
+
+/* A row's sum with the power taken out, times its global. f32 may hold the result and not the sum. */
+static inline float without_power(float sum, float power, float global)
+{
+    const float whole = sum / power;
+    return isfinite(whole) ? whole * global : sum * global / power;
+}
+
+/* Converts a row to bf16 words, times a power of two, padded with zeros. */
+void pack_words(const product_job *job, const row_source *src, float power, int64_t padded, uint16_t *out);
+
 /* Bytes of a converted row of A. */
 int64_t ready_row_bytes(const product_job *job);
 /* Converts A's rows; does not read rows past the last offset. */

@@ -123,18 +123,6 @@ static void ready_int8(const product_job *job, int64_t row)
     }
 }
 
-/* The dot product takes numbers below 2^-126, sums too, for 0. So a row without large ones is brought up,
- * which is exact. */
-static void ready_words(const product_job *job, int64_t row, const row_source *src, uint32_t largest,
-                        uint16_t *out)
-{
-    const bool small = largest > 0 && largest < 0x21800000u; /* 2^-60 */
-    job->row_factor[row] = small ? 0x1p-64f : 1.0f;
-    job->dense->pack_rows_bf16(src, out, job->units * GEMM4_UNIT);
-    for (int64_t i = 0; small && i < src->dim; i++)
-        out[i] = bf16_from_float(float_from_bf16(out[i]) * 0x1p64f);
-}
-
 static void ready_floats(const product_job *job, int64_t row)
 {
     const grouped_gemm_args *args = job->args;
@@ -142,14 +130,13 @@ static void ready_floats(const product_job *job, int64_t row)
     const int64_t padded = job->units * GEMM4_UNIT;
     char *out = job->a + row * ready_row_bytes(job);
     const uint32_t largest = job->quantise->rows->magnitude(src.data, src.dtype, src.dim);
+    const float power = row_power_of(job, largest);
+    job->row_power[row] = power;
     if (job->kind == PRODUCT_BF16) {
-        ready_words(job, row, &src, largest, (uint16_t *)(void *)out);
+        pack_words(job, &src, power, padded, (uint16_t *)(void *)out);
         return;
     }
-    /* Sums of blocks that mm_blocks makes of rows with huge values would overflow. */
-    const bool huge = largest >= 0x5f800000u; /* 2^64 */
-    job->row_factor[row] = huge ? 0x1p32f : 1.0f;
-    job->dense->pack_rows_f32(&src, huge ? 0x1p-32f : 1.0f, (float *)(void *)out, padded);
+    job->dense->pack_rows_f32(&src, power, (float *)(void *)out, padded);
     if (job->blocks != NULL && row_is_alone(job, row))
         job->kernels->integer_blocks((const float *)(const void *)out, padded / 16,
                                      job->blocks + row * (padded / 16));

@@ -58,7 +58,7 @@ static void carve(const stage_exec *exec, product_job *job, arena *a)
         job->start = arena_take(a, (size_t)blocks * sizeof(int32_t));
         job->row_global = arena_take(a, (size_t)tokens * sizeof(float));
     }
-    if (job->kind != PRODUCT_I8) job->row_factor = arena_take(a, (size_t)tokens * sizeof(float));
+    if (job->kind != PRODUCT_I8) job->row_power = arena_take(a, (size_t)tokens * sizeof(float));
     if (job->kind == PRODUCT_F32 && job->args->a.dtype == QUERN_BF16)
         job->blocks = arena_take(a, (size_t)(tokens * job->units * GEMM4_BLOCKS) * sizeof(gemm4_a_block));
     job->magnitudes = arena_take(a, magnitudes_bytes(job->args));

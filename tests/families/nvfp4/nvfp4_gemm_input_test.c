@@ -282,10 +282,10 @@ static void sizes_beyond_64_bits(void **state)
     s.a_codes_view.shape[1] = (int64_t)1 << 40;
     refused(&s, "a_codes is [2, 1099511627776]");
     s.a_view.shape[0] = INT32_MAX;
-    s.a_view.shape[1] = (int64_t)1 << 30;
+    s.a_view.shape[1] = (int64_t)1 << 27;
     s.a_view.strides[0] = s.codes_view.strides[1] = 0;
-    s.codes_view.shape[1] = (int64_t)1 << 29;
-    refused(&s, "T is 2147483647, K 1073741824 and N 16: up to 2^56 numbers");
+    s.codes_view.shape[1] = (int64_t)1 << 26;
+    refused(&s, "T is 2147483647, K 134217728 and N 16: up to 2^56 numbers");
     with_two_experts(&s, 1, 2);
     s.codes_view.shape[0] = s.offsets.shape[0] = (int64_t)1 << 50;
     refused(&s, "E is 1125899906842624, K 32 and N 16: up to 2^56 bytes of weights");
@@ -434,6 +434,72 @@ static void rows_of_any_magnitude(void **state)
         }
 }
 
+/* One of the two products of a call, whose rows are `a`: forward of A, backward of d_out. Whole rows of 16 or
+ * 32 are filled. */
+static void multiply_by_global(const test_tensor *a, bool backward, bool alone, float global,
+                               quern_cpu_level level, float out[32])
+{
+    static small_call s;
+    quern_tensor d_a;
+    const int64_t shape[] = {2, 32};
+    float gradient[64];
+    size_t bytes = 0;
+    make_small(&s);
+    if (alone) with_two_experts(&s, 1, 2);
+    for (int i = 0; i < 256; i++) s.codes[i] = (uint8_t)(37 * i + 11);
+    for (int i = 0; i < 32; i++) s.scales[i] = (uint8_t)(0x76 + i % 5);
+    s.t.a_global = &s.one;
+    s.global = global;
+    if (!backward) {
+        s.t.a = &a->view;
+        multiply(&s, level);
+        memcpy(out, s.c, 32 * sizeof *out);
+        return;
+    }
+    d_a = quern_tensor_contiguous(gradient, QUERN_F32, 2, shape);
+    s.t.a = &s.a_view, s.t.c = NULL;
+    s.t.d_c = &a->view, s.t.d_a = &d_a;
+    quern_context *ctx = test_context(level, 1);
+    if (quern_nvfp4_gemm_backward_workspace(ctx, &s.p, &s.t, &bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
+    test_workspace w = test_workspace_make(bytes);
+    if (quern_nvfp4_gemm_backward(ctx, NULL, &s.p, &s.t, w.data, w.bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
+    test_workspace_close(&w);
+    quern_context_destroy(ctx);
+    for (int i = 0; i < 32; i++) out[i] = gradient[2 * i];
+}
+
+/* A global may bring back sums that f32 does not hold. All is scaled by powers of two, so the bits tell. */
+static void a_small_global_brings_huge_sums_back(void **state)
+{
+    static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16};
+    static const int powers[] = {0, 60, 100, 112, 118, 122, 124};
+    test_random random = {1};
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
+        for (int i = 0; i < 8; i++) {
+            const bool backward = i / 2 % 2, alone = i / 4;
+            const int64_t columns = backward ? 16 : 32, shape[] = {2, columns};
+            float first[32], out[32];
+            for (int power = 0; power < 7; power++) {
+                double a[64];
+                test_tensor t = test_tensor_make(&random, dtypes[i % 2], 2, shape, TEST_UNALIGNED);
+                for (int k = 0; k < 2 * columns; k++) a[k] = ldexp(k % 7 - 3 + 0.2 * (k % 16), powers[power]);
+                test_tensor_set(&t, a);
+                multiply_by_global(&t, backward, alone, 0x1p-60f, level, out);
+                if (power == 0) memcpy(first, out, sizeof first);
+                for (int n = 0; n < 32; n++)
+                    if (out[n] == 0 || out[n] != ldexpf(first[n], powers[power]))
+                        fail_msg("%s, %s%s%s, times 2^%d: %g, %g times it is right",
+                                 quern_cpu_level_name(level), quern_dtype_name(dtypes[i % 2]),
+                                 backward ? ", backward" : "", alone ? ", alone" : "", powers[power],
+                                 (double)out[n], (double)first[n]);
+                test_tensor_free(&t);
+            }
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -444,6 +510,7 @@ int main(void)
         cmocka_unit_test(int8_rows_of_subnormal_numbers),
         cmocka_unit_test(rows_of_subnormal_numbers),
         cmocka_unit_test(rows_of_any_magnitude),
+        cmocka_unit_test(a_small_global_brings_huge_sums_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
