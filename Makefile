@@ -55,7 +55,7 @@ bench: all
 accept: $(patsubst bench/accept/%.json,accept-%,$(wildcard bench/accept/*.json))
 
 accept-%: all
-	cmake --build build/release --target accept accept_error >/dev/null
+	cmake --build build/release --target accept accept_error accept_convert >/dev/null
 	build/release/accept bench/accept/$*.json build/release
 
 install: all

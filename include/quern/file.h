@@ -41,6 +41,10 @@ QUERN_API quern_status quern_file_check(const char *path);
 QUERN_API quern_status quern_file_create(const char *path, quern_file **file);
 /* Appends bytes, buffered. After an error only _commit and _discard are left. */
 QUERN_API quern_status quern_file_write(quern_file *file, const void *bytes, size_t size);
+/* Writes bytes at an offset, which may lie past the end, unbuffered; several threads may at once. One
+ * file takes either this or quern_file_write. A pipe or device is refused; after an error only _discard
+ * is left. */
+QUERN_API quern_status quern_file_write_at(quern_file *file, int64_t offset, const void *bytes, size_t size);
 /* Writes what is buffered, syncs and renames. Returns the error of an earlier _write too. Frees in any
  * case. */
 QUERN_API quern_status quern_file_commit(quern_file *file);

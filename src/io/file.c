@@ -267,6 +267,28 @@ quern_status quern_file_write(quern_file *file, const void *bytes, size_t size)
     return QUERN_OK;
 }
 
+quern_status quern_file_write_at(quern_file *file, int64_t offset, const void *bytes, size_t size)
+{
+    const size_t most = (size_t)1 << 30;
+    const unsigned char *from = bytes;
+    if (file == NULL || (bytes == NULL && size > 0))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
+                         file == NULL ? "file" : "bytes");
+    if (offset < 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "offset is %lld: at least 0 is accepted",
+                         (long long)offset);
+    if (file->temporary == NULL) return cannot_write(file->path, "it is no regular file, which has offsets");
+    while (size > 0) {
+        const ssize_t n = pwrite(file->fd, from, size < most ? size : most, offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return cannot_write(file->path, strerror(n == 0 ? EIO : errno));
+        from += n;
+        offset += n;
+        size -= (size_t)n;
+    }
+    return QUERN_OK;
+}
+
 /* Makes the rename itself durable. Some file systems refuse to sync a folder: the file is complete all the
  * same. */
 static void sync_folder(int folder)

@@ -81,7 +81,7 @@ static char *encode(uint32_t code, char *out)
     return out;
 }
 
-bool json_string(json_reader *r, const char **out)
+bool json_take_string(json_reader *r, const char **out)
 {
     static const char letters[] = "\"\\/bfnrt", characters[] = "\"\\/\b\f\n\r\t";
     if (!take(r, '"', "a string is due")) return false;
@@ -116,7 +116,7 @@ static bool digit(const json_reader *r)
     return r->at < r->end && *r->at >= '0' && *r->at <= '9';
 }
 
-bool json_number(json_reader *r, bool *integer, int64_t *out)
+bool json_take_number(json_reader *r, bool *integer, int64_t *out)
 {
     if (r->error != NULL) return false;
     const bool negative = json_peek(r) == '-';
@@ -162,7 +162,7 @@ bool json_next_member(json_reader *r, bool first, bool *more, const char **key)
         return true;
     }
     if (!first && !take(r, ',', "',' or '}' is due")) return false;
-    return json_string(r, key) && take(r, ':', "':' is due");
+    return json_take_string(r, key) && take(r, ':', "':' is due");
 }
 
 bool json_next_element(json_reader *r, bool first, bool *more)
@@ -201,11 +201,11 @@ static bool skip(json_reader *r, int depth)
             if (!json_next_element(r, first, &more) || (more && !skip(r, depth + 1))) return false;
         return true;
     }
-    if (next == '"') return json_string(r, &text);
+    if (next == '"') return json_take_string(r, &text);
     if (next == 't') return skip_word(r, "true");
     if (next == 'f') return skip_word(r, "false");
     if (next == 'n') return skip_word(r, "null");
-    return json_number(r, &integer, &value);
+    return json_take_number(r, &integer, &value);
 }
 
 bool json_skip(json_reader *r)

@@ -29,9 +29,9 @@ typedef struct json_reader {
 /* The next character, without taking it; 0 at the end. */
 int json_peek(json_reader *r);
 /* Takes a string that is valid UTF-8. An escaped U+0000 comes out as JSON_ZERO. */
-bool json_string(json_reader *r, const char **out);
+bool json_take_string(json_reader *r, const char **out);
 /* Takes any number. *integer: it is one, without fraction or exponent, and stands in *out. */
-bool json_number(json_reader *r, bool *integer, int64_t *out);
+bool json_take_number(json_reader *r, bool *integer, int64_t *out);
 /* Takes a value of any kind. */
 bool json_skip(json_reader *r);
 /* Nothing but white space is left. */

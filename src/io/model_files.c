@@ -115,7 +115,7 @@ static quern_status read_map(const char *path, json_reader *r, index_file *index
     for (bool first = true; more; first = false) {
         if (!json_next_member(r, first, &more, &name)) return bad_index(path, r, why);
         if (!more) break;
-        if (!json_string(r, &shard)) return bad_index(path, r, why);
+        if (!json_take_string(r, &shard)) return bad_index(path, r, why);
         if (!is_plain(shard))
             return explain(why, QUERN_ERR_FORMAT,
                            "index '%s': shard '%s' of tensor '%s' is no file of the folder", TEXT_NAME(path),

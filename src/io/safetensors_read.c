@@ -104,7 +104,7 @@ static bool read_integer(json_reader *r, integers *list)
     bool integer = false;
     int64_t value = 0;
     const bool number = next == '-' || (next >= '0' && next <= '9');
-    if (!(number ? json_number(r, &integer, &value) : json_skip(r))) return false;
+    if (!(number ? json_take_number(r, &integer, &value) : json_skip(r))) return false;
     list->good = list->good && integer && value >= 0;
     list->no_room = !grow((void **)&f->extents, f->extent_count, sizeof *f->extents);
     if (list->no_room) return false;
@@ -160,7 +160,7 @@ static quern_status read_dtype(quern_safetensors *f, json_reader *r, entry *e)
     const char *dtype;
     (void)f;
     if (json_peek(r) != '"') return bad_tensor(e->name, "dtype is missing or no string");
-    if (!json_string(r, &dtype)) return bad_json(r);
+    if (!json_take_string(r, &dtype)) return bad_json(r);
     e->dtype = dtype_named(dtype);
     if (e->dtype == NULL)
         return error_set(QUERN_ERR_FORMAT, "tensor '%s': dtype '%.40s' is none of the format's",
@@ -236,7 +236,7 @@ static quern_status read_metadata(quern_safetensors *f, json_reader *r)
         if (json_peek(r) != '"')
             return error_set(QUERN_ERR_FORMAT, "__metadata__ '%s' is no string: only strings are accepted",
                              TEXT_NAME(key));
-        if (!json_string(r, &value)) return bad_json(r);
+        if (!json_take_string(r, &value)) return bad_json(r);
         if (!grow((void **)&f->pairs, f->pair_count, sizeof *f->pairs)) return no_memory("the metadata");
         f->pairs[f->pair_count++] = (pair){key, value};
     }

@@ -7,6 +7,7 @@
  * multiple of 64: every tensor is aligned to its element without a hole. Contiguous tensors go to the
  * file from where they lie; strided ones row by row.
  */
+#include "io/header_text.h"
 #include "io/json.h"
 #include "io/safetensors.h"
 
@@ -15,49 +16,10 @@
 #include <quern/file.h>
 
 #include <inttypes.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { DATA_ALIGN = 64 };
-
-/* The header's text as it grows. */
-typedef struct text {
-    char *bytes;
-    size_t size, room;
-    bool failed; /* no memory, or longer than the format allows */
-} text;
-
-static void add_bytes(text *t, const char *bytes, size_t size)
-{
-    if (t->failed) return;
-    t->failed = size > SAFETENSORS_MAX_HEADER - t->size;
-    if (t->failed) {
-        t->size = SAFETENSORS_MAX_HEADER + 1;
-        return;
-    }
-    if (t->size + size > t->room) {
-        const size_t room = 2 * (t->size + size) + 256;
-        char *grown = realloc(t->bytes, room);
-        t->failed = grown == NULL;
-        if (t->failed) return;
-        t->bytes = grown;
-        t->room = room;
-    }
-    memcpy(t->bytes + t->size, bytes, size);
-    t->size += size;
-}
-
-static void __attribute__((format(printf, 2, 3))) add(text *t, const char *format, ...)
-{
-    char piece[128];
-    va_list args;
-    va_start(args, format);
-    const int n = vsnprintf(piece, sizeof piece, format, args);
-    va_end(args);
-    add_bytes(t, piece, (size_t)n);
-}
 
 /* UTF-8, with U+0000 as the reader hands it out. */
 static bool is_text(const char *string)
@@ -70,27 +32,6 @@ static bool is_text(const char *string)
         at += n;
     }
     return true;
-}
-
-/* Adds a string in quotes. is_text is true of it. */
-static void add_string(text *t, const char *string)
-{
-    add_bytes(t, "\"", 1);
-    for (const char *at = string; *at != '\0';) {
-        const size_t plain = strcspn(
-            at,
-            "\"\\\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
-            "\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f\xc0");
-        add_bytes(t, at, plain);
-        at += plain;
-        if ((unsigned char)*at == 0xc0) { /* JSON_ZERO: no other character begins so */
-            add(t, "\\u0000");
-            at += 2;
-        } else if (*at != '\0') {
-            add(t, "\\u%04x", (unsigned)*at++);
-        }
-    }
-    add_bytes(t, "\"", 1);
 }
 
 static const char *format_name(quern_dtype dtype)
@@ -189,7 +130,7 @@ static bool each_item(const quern_safetensors_item *items, size_t count,
 }
 
 typedef struct layout {
-    text *header;
+    header_text *header;
     int64_t at; /* where the next tensor's data begins */
 } layout;
 
@@ -198,41 +139,41 @@ static bool describe(void *arg, const quern_safetensors_item *item)
     layout *l = arg;
     const quern_tensor *t = item->tensor;
     const int64_t end = l->at + tensor_bytes(t);
-    add(l->header, "%s", l->header->size > 1 ? "," : "");
-    add_string(l->header, item->name);
-    add(l->header, ":{\"dtype\":\"%s\",\"shape\":[", format_name(t->dtype));
+    header_add(l->header, "%s", l->header->size > 1 ? "," : "");
+    header_add_string(l->header, item->name);
+    header_add(l->header, ":{\"dtype\":\"%s\",\"shape\":[", format_name(t->dtype));
     for (int32_t i = 0; i < t->ndim; i++) {
         const bool packed = t->dtype == QUERN_E2M1X2 && i == t->ndim - 1;
-        add(l->header, "%s%" PRId64, i > 0 ? "," : "", packed ? 2 * t->shape[i] : t->shape[i]);
+        header_add(l->header, "%s%" PRId64, i > 0 ? "," : "", packed ? 2 * t->shape[i] : t->shape[i]);
     }
-    add(l->header, "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", l->at, end);
+    header_add(l->header, "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", l->at, end);
     l->at = end;
     return true;
 }
 
-static void describe_metadata(text *header, const quern_safetensors_pair *pairs, size_t count)
+static void describe_metadata(header_text *header, const quern_safetensors_pair *pairs, size_t count)
 {
     if (count == 0) return;
-    add(header, "\"%s\":{", SAFETENSORS_METADATA);
+    header_add(header, "\"%s\":{", SAFETENSORS_METADATA);
     for (size_t i = 0; i < count; i++) {
-        add(header, "%s", i > 0 ? "," : "");
-        add_string(header, pairs[i].key);
-        add(header, ":");
-        add_string(header, pairs[i].value);
+        header_add(header, "%s", i > 0 ? "," : "");
+        header_add_string(header, pairs[i].key);
+        header_add(header, ":");
+        header_add_string(header, pairs[i].value);
     }
-    add(header, "}");
+    header_add(header, "}");
 }
 
 /* The header padded with spaces, after its length. */
-static void build_header(text *header, const quern_safetensors_item *items, size_t count,
+static void build_header(header_text *header, const quern_safetensors_item *items, size_t count,
                          const quern_safetensors_pair *pairs, size_t pair_count)
 {
     layout l = {header, 0};
-    add(header, "{");
+    header_add(header, "{");
     describe_metadata(header, pairs, pair_count);
     each_item(items, count, describe, &l);
-    add(header, "}");
-    while (!header->failed && (8 + header->size) % DATA_ALIGN != 0) add(header, " ");
+    header_add(header, "}");
+    while (!header->failed && (8 + header->size) % DATA_ALIGN != 0) header_add(header, " ");
 }
 
 /* Writes dimensions dim ... ndim - 1 of the tensor from `data` on. */
@@ -256,8 +197,8 @@ static bool put_item(void *arg, const quern_safetensors_item *item)
     return tensor_bytes(item->tensor) == 0 || put_tensor(arg, item->tensor, 0, item->tensor->data);
 }
 
-static quern_status write_file(const char *path, const text *header, const quern_safetensors_item *items,
-                               size_t count)
+static quern_status write_file(const char *path, const header_text *header,
+                               const quern_safetensors_item *items, size_t count)
 {
     quern_file *file = NULL;
     unsigned char size[8];
@@ -279,7 +220,7 @@ quern_status quern_safetensors_save(const char *path, const quern_safetensors_it
                          path == NULL                 ? "path"
                          : items == NULL && count > 0 ? "items"
                                                       : "metadata");
-    text header = {0};
+    header_text header = {0};
     const char **names = calloc((count > metadata_count ? count : metadata_count) + 1, sizeof *names);
     if (names == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", count);
     quern_status status = check_metadata(metadata, metadata_count, names);

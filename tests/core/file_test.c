@@ -221,6 +221,7 @@ static void bad_paths_are_reported(void **state)
     assert_int_equal(quern_file_create("a", NULL), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_file_write(NULL, "x", 1), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_file_commit(NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_file_write_at(NULL, 0, "x", 1), QUERN_ERR_INVALID_ARGUMENT);
     /* A message shortens a long path in the middle and keeps the reason; it escapes control characters. */
     for (int i = 0; i < 3000; i += 10) memcpy(path + i, "\x1b[31mdir\n/", 10);
     strcpy(path + 3000, "the-end");
@@ -310,9 +311,28 @@ static void every_temporary_file_can_be_removed_at_once(void **state)
     assert_int_equal(files(), 0);
 }
 
+static void offsets_are_written_in_any_order(void **state)
+{
+    (void)state;
+    quern_file *file = NULL;
+    assert_int_equal(quern_file_create("at", &file), QUERN_OK);
+    assert_int_equal(quern_file_write_at(file, 4, "ef", 2), QUERN_OK);
+    assert_int_equal(quern_file_write_at(file, 0, "abcd", 4), QUERN_OK);
+    assert_int_equal(quern_file_write_at(file, -1, "x", 1), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_file_write_at(file, 0, NULL, 1), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_file_commit(file), QUERN_OK);
+    expect_text("at", "abcdef");
+    assert_int_equal(unlink("at"), 0);
+    assert_int_equal(quern_file_create("/dev/null", &file), QUERN_OK);
+    assert_int_equal(quern_file_write_at(file, 0, "x", 1), QUERN_ERR_IO);
+    assert_non_null(strstr(quern_last_error(NULL), "regular file"));
+    quern_file_discard(file);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(offsets_are_written_in_any_order),
         cmocka_unit_test(a_file_is_replaced_and_keeps_its_mode),
         cmocka_unit_test(readers_see_the_old_file_until_the_commit),
         cmocka_unit_test(a_change_of_folder_in_between_changes_nothing),

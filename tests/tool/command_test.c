@@ -32,7 +32,7 @@ static void copy_renamed(const char *golden, const char *pairs, const char *name
 
 static void every_verb_has_help(void **state)
 {
-    static const char *const verbs[] = {"info", "run", "compare", "bench", "probe"};
+    static const char *const verbs[] = {"info", "run", "quantize", "compare", "bench", "probe"};
     (void)state;
     expect(0, "--help", "usage: quern VERB");
     expect(0, "--version", "quern 0.");

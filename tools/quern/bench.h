@@ -124,8 +124,6 @@ int report_results(const char *path, const quern_context *ctx, json_t *results);
 int scenario_options(int argc, char **argv, const option_group *group, const char *usage, bool *help);
 /* Draws time, and speed-up over the peer, against length; needs gnuplot. Returns an exit code. */
 int report_svg(const char *path, const bench_row *rows, size_t count);
-/* True if a program of this name is on the PATH. */
-bool have_program(const char *name);
 
 /* A progress line that the next one overwrites, on a terminal only. */
 void progress(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -119,19 +119,6 @@ json_t *report_json(const bench_row *row)
         row->workspace_fraction > 0 ? json_real(row->workspace_fraction) : json_null());
 }
 
-bool have_program(const char *name)
-{
-    char path[4096];
-    const char *at = getenv("PATH");
-    while (at != NULL && *at != '\0') {
-        const size_t n = strcspn(at, ":");
-        snprintf(path, sizeof path, "%.*s/%s", (int)n, at, name);
-        if (access(path, X_OK) == 0) return true;
-        at += n + (at[n] == ':');
-    }
-    return false;
-}
-
 /* Points of one pass and thread count: length, time, peer's time. */
 static void print_block(FILE *f, const char *name, const bench_row *rows, size_t count, bool backward,
                         int threads)

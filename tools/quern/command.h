@@ -49,6 +49,7 @@ int open_context(const machine_options *options, quern_context **ctx);
 
 int verb_info(int argc, char **argv);
 int verb_run(int argc, char **argv);
+int verb_quantize(int argc, char **argv);
 int verb_compare(int argc, char **argv);
 int verb_inspect(int argc, char **argv);
 int verb_bench(int argc, char **argv);

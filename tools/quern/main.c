@@ -19,6 +19,7 @@ static const struct verb {
 } verbs[] = {
     {"info", verb_info, "version, CPU level, threads; with --measure the machine's ceilings"},
     {"run", verb_run, "one operation on tensors of a file"},
+    {"quantize", verb_quantize, "a checkpoint to NVFP4, or back to bf16"},
     {"compare", verb_compare, "the tensors of two files"},
     {"inspect", verb_inspect, "what a checkpoint holds, and what a loader would trip over"},
     {"bench", verb_bench, "time an operation, beside the limit of the machine"},
@@ -127,7 +128,8 @@ static int run_verb(int argc, char **argv)
             return verbs[i].call(argc - 1, argv + 1);
         }
     }
-    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, inspect, bench and probe are accepted",
+    return fail(EXIT_USAGE,
+                "verb '%s' is unknown: info, run, quantize, compare, inspect, bench and probe are accepted",
                 argv[1]);
 }
 

@@ -57,6 +57,13 @@ static bool same_word(const char *word, const char *text)
     return *word == *text;
 }
 
+static bool append(option_list *list, const char *text)
+{
+    if (list->count == OPTION_LIST_MAX) return false;
+    list->text[list->count++] = text;
+    return true;
+}
+
 /* Stores the value; false if the row does not accept it. */
 static bool store(const option_row *row, void *base, const char *value)
 {
@@ -76,6 +83,7 @@ static bool store(const option_row *row, void *base, const char *value)
         *(float *)at = strtof(value, &end);
         return end != value && *end == '\0' && isfinite(*(float *)at);
     case OPTION_TEXT: *(const char **)at = value; return true;
+    case OPTION_LIST: return append(at, value);
     case OPTION_CHOICE:
         for (int i = 0; row->choices[i] != NULL; i++) {
             if (same_word(row->choices[i], value)) {
@@ -92,7 +100,7 @@ static bool store(const option_row *row, void *base, const char *value)
 
 void option_value_text(const option_row *row, char *text, size_t room)
 {
-    static const char *const words[] = {"", "true|false", "INT", "NUMBER", "TEXT", "", ""};
+    static const char *const words[] = {"", "true|false", "INT", "NUMBER", "TEXT", "TEXT", "", ""};
     size_t used =
         (size_t)snprintf(text, room, "%s", row->type == OPTION_PARAM ? row->choices[1] : words[row->type]);
     for (int i = 0; row->type == OPTION_CHOICE && row->choices[i] != NULL; i++)
@@ -111,6 +119,10 @@ void option_current_text(const option_row *row, const void *base, char *text, si
     case OPTION_TEXT:
         word = *(const char *const *)at;
         snprintf(text, room, "%s", word != NULL ? word : "none");
+        break;
+    case OPTION_LIST:
+        snprintf(text, room, "%s",
+                 ((const option_list *)at)->count > 0 ? ((const option_list *)at)->text[0] : "none");
         break;
     case OPTION_CHOICE: snprintf(text, room, "%s", row->choices[*(const int *)at]); break;
     case OPTION_PARAM:

@@ -17,6 +17,7 @@ typedef enum option_type {
     OPTION_INT,    /* int64_t */
     OPTION_FLOAT,  /* float */
     OPTION_TEXT,   /* const char * */
+    OPTION_LIST,   /* option_list: may be given several times */
     OPTION_CHOICE, /* an enum: the index of the word in `choices` */
     OPTION_PARAM   /* a parameter of an operation of the library */
 } option_type;
@@ -28,6 +29,12 @@ typedef struct option_row {
     const char *const *choices; /* CHOICE: NULL-terminated. PARAM: the operation, its values */
     const char *help;
 } option_row;
+
+enum { OPTION_LIST_MAX = 64 };
+typedef struct option_list {
+    const char *text[OPTION_LIST_MAX];
+    int count;
+} option_list;
 
 /* Rows and the struct that they fill. */
 typedef struct option_group {

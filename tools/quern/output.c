@@ -43,6 +43,19 @@ int output_json(const char *path, const json_t *root, size_t flags)
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
+bool have_program(const char *name)
+{
+    char path[4096];
+    const char *at = getenv("PATH");
+    while (at != NULL && *at != '\0') {
+        const size_t n = strcspn(at, ":");
+        snprintf(path, sizeof path, "%.*s/%s", (int)n, at, name);
+        if (access(path, X_OK) == 0) return true;
+        at += n + (at[n] == ':');
+    }
+    return false;
+}
+
 int output_chart(const char *path, FILE *script)
 {
     char command[128], bytes[4096];

@@ -5,12 +5,15 @@
 #define QUERN_TOOLS_OUTPUT_H
 
 #include <jansson.h>
+#include <stdbool.h>
 #include <stdio.h>
 
 /* Checks before the work that a file can be written. path NULL: no file. Returns an exit code. */
 int output_check(const char *path);
 /* Writes JSON and a line's end. Returns an exit code. */
 int output_json(const char *path, const json_t *root, size_t flags);
+/* True if a program of this name is on the PATH. */
+bool have_program(const char *name);
 /* Runs gnuplot over the script, which is read from its beginning, and writes the SVG that it prints. No path
  * reaches gnuplot. Returns an exit code. */
 int output_chart(const char *path, FILE *script);

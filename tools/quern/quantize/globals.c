@@ -1,0 +1,194 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* globals.c - the first sweep: what a group's global scale follows from. */
+#include "quantize/convert.h"
+#include "quantize/error_rows.h"
+#include "quantize/work.h"
+
+#include "command.h"
+#include "core/half.h"
+#include "core/mxfp4.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { PIECE_VALUES = 1 << 17 };
+
+int64_t rows_a_piece(const matrix *m)
+{
+    const int64_t rows = PIECE_VALUES / m->columns;
+    return rows < 1 ? 1 : rows > m->rows ? m->rows : rows;
+}
+
+group_method group_method_of(const module_list *list, const module_group *g)
+{
+    bool mxfp4 = true, nvfp4 = true;
+    for (size_t i = 0; i < g->count; i++) {
+        const encoding e = list->modules[list->members[g->first + i]].weight.encoding;
+        mxfp4 = mxfp4 && e == ENCODING_MXFP4;
+        nvfp4 = nvfp4 && e == ENCODING_NVFP4;
+    }
+    return mxfp4 ? METHOD_MXFP4 : nvfp4 ? METHOD_NVFP4 : METHOD_QUANTISE;
+}
+
+/* Some rows of a module, and what they hold. */
+typedef struct sweep_piece {
+    const module *module;
+    group_method method;
+    int64_t first, count;
+    uint32_t largest;    /* bits of the largest magnitude */
+    int exponent, least; /* MXFP4: the largest and the least exponent byte of nonzero blocks; -1, 256: none */
+} sweep_piece;
+
+typedef struct sweep {
+    sweep_piece *pieces;
+    size_t count, room;
+    int64_t values; /* of the largest piece that needs a buffer */
+    char *buffers;  /* one for each thread */
+} sweep;
+
+static int beyond(const module *m, int64_t row, const char *what, char sentence[1024])
+{
+    snprintf(sentence, 1024, "tensor '%s.weight', row %lld: %s", TEXT_NAME(m->name), (long long)row, what);
+    return EXIT_INPUT;
+}
+
+static int sweep_mxfp4(sweep_piece *p, char sentence[1024])
+{
+    const matrix *m = &p->module->weight;
+    const int64_t blocks = m->columns / MX_BLOCK;
+    int largest = -1, least = 256;
+    for (int64_t r = p->first; r < p->first + p->count; r++) {
+        const uint8_t *codes = m->data + r * m->row_bytes, *exponents = m->scales + r * m->scales_row_bytes;
+        for (int64_t b = 0; b < blocks; b++, codes += MX_BYTES) {
+            const int e = exponents[b];
+            const bool zero = mx_is_zero(codes);
+            if (e >= 0xFD && mx_is_bad(codes, exponents[b]))
+                return beyond(p->module, r,
+                              "an MXFP4 block has a value beyond f32, or a scale that is no number",
+                              sentence);
+            largest = !zero && e > largest ? e : largest;
+            least = !zero && e < least ? e : least;
+        }
+    }
+    p->exponent = largest;
+    p->least = least;
+    return EXIT_DONE;
+}
+
+static int sweep_rows(void *arg, int64_t index, int thread, char sentence[1024])
+{
+    const sweep *s = arg;
+    sweep_piece *p = &s->pieces[index];
+    const matrix *m = &p->module->weight;
+    if (p->method == METHOD_MXFP4) return sweep_mxfp4(p, sentence);
+    const matrix_values x =
+        matrix_read(m, p->first, p->count, s->buffers + (size_t)thread * (size_t)s->values * sizeof(float));
+    p->largest = largest_of_values(&x, p->count, m->columns);
+    if (p->largest < 0x7f800000u) return EXIT_DONE;
+    int64_t row = 0;
+    const size_t bytes = (size_t)x.stride * quern_dtype_size(x.dtype);
+    while (largest_of_values(&(matrix_values){(const char *)x.data + (size_t)row * bytes, x.dtype, x.stride},
+                             1, m->columns) < 0x7f800000u)
+        row++;
+    return beyond(p->module, p->first + row, "a value is not finite", sentence);
+}
+
+static bool add_pieces(sweep *s, const module *m, group_method method)
+{
+    const int64_t rows = rows_a_piece(&m->weight);
+    for (int64_t first = 0; first < m->weight.rows; first += rows) {
+        if (s->count == s->room) {
+            s->room = 2 * s->room + 64;
+            sweep_piece *grown = realloc(s->pieces, s->room * sizeof *grown);
+            if (grown == NULL) return false;
+            s->pieces = grown;
+        }
+        const int64_t count = m->weight.rows - first < rows ? m->weight.rows - first : rows;
+        s->pieces[s->count++] = (sweep_piece){
+            .module = m, .method = method, .first = first, .count = count, .exponent = -1, .least = 256};
+    }
+    if (method == METHOD_QUANTISE && rows * m->weight.columns > s->values)
+        s->values = rows * m->weight.columns;
+    return true;
+}
+
+/* G of a profile, R under compressed-tensors. */
+static float global_of_largest(const conversion *c, float amax)
+{
+    if (c->format != FORMAT_COMPRESSED_TENSORS) return amax == 0.0f ? 1.0f : fmaxf(amax / 2688.0f, 0x1p-149f);
+    const float r = 1.0f / amax * 2688.0f;
+    return isfinite(r) ? r : 1.0f;
+}
+
+/* The smallest exponent byte whose reciprocal global is a number of f32. */
+enum { LEAST_EXPONENT_OF_R = 8 };
+
+static void set_mxfp4(const conversion *c, module_group *g, int largest, int least)
+{
+    const bool reciprocal = c->format == FORMAT_COMPRESSED_TENSORS;
+    if (reciprocal && largest >= 0 && largest < LEAST_EXPONENT_OF_R) largest = LEAST_EXPONENT_OF_R;
+    g->largest = largest;
+    g->below = least < largest - (MX_LARGEST_POWER - MX_LEAST_POWER);
+    g->global = reciprocal ? 1.0f / mx_global(largest) : mx_global(largest);
+}
+
+/* NVFP4 keeps its global; of several that differ the largest G counts. */
+static int set_nvfp4(conversion *c, module_group *g)
+{
+    const bool reciprocal = c->format == FORMAT_COMPRESSED_TENSORS;
+    for (size_t i = 0; i < g->count; i++) {
+        const module *m = &c->list.modules[c->list.members[g->first + i]];
+        const float global = m->weight.reciprocal == reciprocal ? m->weight.global : 1.0f / m->weight.global;
+        if (!(global > 0.0f && isfinite(global)))
+            return fail(EXIT_INPUT, "tensor '%s': the reciprocal of its global scale %g is no number of f32",
+                        TEXT_NAME(m->name), (double)m->weight.global);
+        if (i == 0 || (reciprocal ? global < g->global : global > g->global)) g->global = global;
+    }
+    return EXIT_DONE;
+}
+
+/* The groups' globals from their pieces, which come in the groups' order. */
+static int set_globals(conversion *c, const sweep *s, const size_t *groups, size_t count)
+{
+    size_t p = 0;
+    for (size_t i = 0; i < count; i++) {
+        module_group *g = &c->list.groups[groups[i]];
+        const group_method method = group_method_of(&c->list, g);
+        uint32_t bits = 0;
+        int largest = -1, least = 256;
+        for (; method != METHOD_NVFP4 && p < s->count && s->pieces[p].module->group == groups[i]; p++) {
+            bits = s->pieces[p].largest > bits ? s->pieces[p].largest : bits;
+            largest = s->pieces[p].exponent > largest ? s->pieces[p].exponent : largest;
+            least = s->pieces[p].least < least ? s->pieces[p].least : least;
+        }
+        if (method == METHOD_MXFP4) set_mxfp4(c, g, largest, least);
+        else if (method == METHOD_QUANTISE) g->global = global_of_largest(c, float_from_bits(bits));
+        else if (set_nvfp4(c, g) != EXIT_DONE) return EXIT_INPUT;
+        g->known = true;
+    }
+    return EXIT_DONE;
+}
+
+int find_globals(conversion *c, const size_t *groups, size_t count)
+{
+    sweep s = {0};
+    bool good = true;
+    for (size_t i = 0; i < count; i++) {
+        const module_group *g = &c->list.groups[groups[i]];
+        const group_method method = group_method_of(&c->list, g);
+        for (size_t k = 0; k < g->count && method != METHOD_NVFP4 && good; k++)
+            good = add_pieces(&s, &c->list.modules[c->list.members[g->first + k]], method);
+    }
+    s.buffers = malloc((size_t)c->threads * (size_t)s.values * sizeof(float) + 1);
+    work_trouble trouble = {.piece = INT64_MAX};
+    int code = EXIT_DONE;
+    if (!good || s.buffers == NULL) code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
+    else work_run(c->threads, (int64_t)s.count, sweep_rows, &s, &trouble);
+    if (trouble.piece != INT64_MAX) code = fail(trouble.code, "%s", trouble.sentence);
+    if (code == EXIT_DONE) code = set_globals(c, &s, groups, count);
+    free(s.buffers);
+    free(s.pieces);
+    return code;
+}
