@@ -69,6 +69,20 @@ def is_torch(tensor: Any) -> bool:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
+def is_int64(tensor: Any) -> bool:
+    """Whether these are the integers that frameworks make by themselves."""
+    return str(getattr(tensor, "dtype", "")).removeprefix("torch.") == "int64"
+
+
+def narrowed(tensor: Any) -> Any:
+    """int64 as the int32 that the library takes. What int32 does not hold becomes its least or greatest
+    number, which is as far out of every range: the library refuses it, on a GPU too."""
+    least, most = -(2**31), 2**31 - 1
+    if is_torch(tensor):
+        return tensor.clamp(least, most).to(sys.modules["torch"].int32)
+    return tensor.clip(least, most).astype("int32")
+
+
 def is_compiling(tensor: Any) -> bool:
     """Whether torch.compile traces the call."""
     return is_torch(tensor) and bool(sys.modules["torch"].compiler.is_compiling())

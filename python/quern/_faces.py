@@ -25,7 +25,12 @@ def run(
     asked: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Any, ...]:
     """→ the results, in order. keep: what a backward may take beside what it needs. out: results that are
-    given, and written where they stand; such a call has no gradient. asked: extents that no input says."""
+    given, and written where they stand; such a call has no gradient. asked: extents that no input says.
+    Offsets and lists may be int64."""
+    fields = ops.OPERATIONS[name].fields
+    wide = [f for f, t in tensors.items() if fields[f].dtype == "i32" and _arrays.is_int64(t)]
+    if wide:
+        tensors = {**tensors, **{field: _arrays.narrowed(tensors[field]) for field in wide}}
     if out is not None:
         _arrays.need_plain(name, *tensors.values())
         tensors = {**tensors, **out}

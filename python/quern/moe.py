@@ -31,8 +31,8 @@ def route(
 ) -> tuple[Any, Any, Any, Any]:
     """→ experts int32 [T, top_k], weights f32 [T, top_k], offsets int32 [E], permutation int32 [T·top_k].
 
-    logits f32 [T, E], or hidden [T, D] and weight [E, D]. score "softmax", "sqrtsoftplus" or "sigmoid". bias
-    f32 [E] moves the choice alone. input_ids int32 [T] and tid2eid int32 [V, top_k]: experts from a table.
+    logits [T, E], or hidden [T, D] and weight [E, D]. score "softmax", "sqrtsoftplus" or "sigmoid". bias
+    f32 [E] moves the choice alone. input_ids [T] and tid2eid [V, top_k], int32 or int64: from a table.
     Weights are the chosen scores, divided by their sum where `renormalize`, times route_scale. permutation
     lists slots t · top_k + j by expert; offsets say where each expert's end. With torch the weights are
     differentiable by logits, or hidden and weight.

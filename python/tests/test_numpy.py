@@ -56,6 +56,23 @@ def test_arrays_without_elements():
     assert swizzled.shape == (0,) and not starts.any()
 
 
+def test_integers_as_numpy_has_them():
+    random = np.random.default_rng(1)
+    q, k, v = (random.standard_normal((20, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    ends = np.array([0, 7, 20])
+    assert ends.dtype == np.int64
+    narrow = quern.attention(q, k, v, cu_seqlens_q=ends.astype(np.int32))
+    assert np.array_equal(quern.attention(q, k, v, cu_seqlens_q=ends), narrow)
+    ends[1] += 2**32
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        quern.attention(q, k, v, cu_seqlens_q=ends)
+    logits, ids, table = np.zeros((2, 4), np.float32), np.array([0, 1]), np.array([[1, 0], [2, 3]])
+    experts = quern.moe.route(logits, input_ids=ids, tid2eid=table, top_k=2)[0]
+    assert np.array_equal(experts, table)
+    with pytest.raises(ValueError, match=r"tid2eid\[1, 0\] is 4294967298"):
+        quern.moe.route(logits, input_ids=ids, tid2eid=table + [[0, 0], [2**32, 0]], top_k=2)
+
+
 def test_threads_at_once():
     given, results = inputs(300), [None] * 6
     want = quern.attention(*given)
