@@ -110,7 +110,8 @@ QUERN_API quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *e
  *     out[t] = sum over slots j of weights[t][j] expert(e[t][j])(hidden[t]) + shared(hidden[t])
  *     expert(e)(x) = act(x gate_up[e] + gate_up_bias[e]) down[e] + down_bias[e]
  * act is SwiGLU as of quern_nvfp4_fused_quantize. Slots are added in order in f32, the shared expert without
- * route_scale, and the sum is rounded once to out's dtype. Values between the products are in hidden's dtype.
+ * route_scale, and the sum is rounded once to out's dtype. Values between the products are in bf16 where
+ * hidden is, else in f32.
  *
  * Experts are in NVFP4, the columns of gate_up interleaved by `granularity`, or in floats, gate_up in two
  * halves. The shared expert is in either, and has the same activation.

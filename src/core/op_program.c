@@ -161,7 +161,7 @@ void op_give(op_build *b, int32_t tensor, const quern_tensor *from)
     if (to.ndim > 0) op_copy(b, from, &to);
 }
 
-quern_dtype op_gradient_dtype(quern_dtype activations)
+quern_dtype op_between_dtype(quern_dtype activations)
 {
     return activations == QUERN_BF16 ? QUERN_BF16 : QUERN_F32;
 }

@@ -107,8 +107,9 @@ quern_tensor op_rows(op_build *b, int32_t tensor);
 void op_copy(op_build *b, const quern_tensor *from, const quern_tensor *to);
 /* The same to a tensor of the call, if the call has it. */
 void op_give(op_build *b, int32_t tensor, const quern_tensor *from);
-/* The dtype of a gradient between two products: bf16 for the bf16 dot product; f16 would leave its range. */
-quern_dtype op_gradient_dtype(quern_dtype activations);
+/* The dtype of what stands between two products, a gradient too: bf16 for the bf16 dot product; f16 would
+ * leave its range. */
+quern_dtype op_between_dtype(quern_dtype activations);
 
 /* The steps that follow are repeated, up to op_loop_end(). Loops have no loops inside. */
 void op_loop_begin(op_build *b, int32_t dims, const int64_t *extents);

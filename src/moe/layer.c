@@ -25,7 +25,7 @@ static moe_rows between(op_build *b, const quern_tensor *act, const moe_routing 
 
 static quern_dtype between_dtype(const moe_call *c)
 {
-    return c->params.a4 ? QUERN_F32 : c->head.like.dtype;
+    return c->params.a4 ? QUERN_F32 : op_between_dtype(c->head.like.dtype);
 }
 
 static void build_forward(op_build *b)
@@ -58,7 +58,7 @@ static swiglu_args *add_swiglu_backward(op_build *b, const quern_tensor *h, cons
                                         int64_t granularity)
 {
     const moe_call *c = moe_call_of(b);
-    const quern_tensor d_h = op_matrix(b, op_gradient_dtype(c->head.like.dtype), h->shape[0], h->shape[1]);
+    const quern_tensor d_h = op_matrix(b, op_between_dtype(c->head.like.dtype), h->shape[0], h->shape[1]);
     swiglu_args *args = OP_ADD(b, swiglu_backward);
     *args = (swiglu_args){.granularity = granularity > 0 ? granularity : 1,
                           .limit = c->params.limit,

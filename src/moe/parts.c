@@ -268,13 +268,14 @@ quern_tensor moe_shared_up(op_build *b, const quern_tensor *x, bool activate)
 {
     const moe_call *c = moe_call_of(b);
     const moe_weight w = shared_up_weight(c);
+    const quern_dtype between = op_between_dtype(x->dtype);
     const moe_rows rows = {.x = *x};
-    if (w.floats.ndim == 0) return product(b, &rows, &w, NULL, activate, x->dtype);
+    if (w.floats.ndim == 0) return product(b, &rows, &w, NULL, activate, between);
     const quern_tensor h = op_matrix(b, QUERN_F32, x->shape[0], w.n), gate = half(&h, false),
                        up = half(&h, true), up_floats = stacked(c, M_SHARED_UP);
     dense(b, x, &w.floats, true, NULL, NULL, &gate);
     dense(b, x, &up_floats, true, NULL, NULL, &up);
-    return activate ? moe_activate(b, &h, w.n / 2, x->dtype) : h;
+    return activate ? moe_activate(b, &h, w.n / 2, between) : h;
 }
 
 quern_tensor moe_shared_down(op_build *b, const quern_tensor *act)

@@ -116,6 +116,101 @@ static void tokens_stand_alone(void **state)
     }
 }
 
+/* ---- beyond f16 ---- */
+
+/* One expert, and a shared one of its size: a token of eighths. SwiGLU makes 147456 of it, which down brings
+ * back into f16's range. */
+typedef struct large_layer {
+    test_tensor hidden, logits, up, up_scales, down, down_scales, shared[3], out, d_out, d_hidden;
+} large_layer;
+
+static test_tensor filled(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns, double value)
+{
+    const int64_t shape[] = {1, rows, columns};
+    const int32_t matrix = rows > 0; /* else [1, columns] */
+    const int64_t flat[] = {1, columns};
+    test_tensor t = test_tensor_make(random, dtype, matrix ? 3 : 2, matrix ? shape : flat, TEST_CONTIGUOUS);
+    if (dtype == QUERN_U8) {
+        memset(t.view.data, (int)value, (size_t)test_tensor_count(&t));
+        return t;
+    }
+    double *x = test_doubles(test_tensor_count(&t));
+    for (int64_t k = 0; k < test_tensor_count(&t); k++) x[k] = value;
+    test_tensor_set(&t, x);
+    free(x);
+    return t;
+}
+
+/* As filled(), [rows, columns]. */
+static test_tensor filled_matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns,
+                                 double value)
+{
+    test_tensor t = filled(random, dtype, rows, columns, value);
+    t.view.ndim = 2;
+    memmove(t.view.shape, t.view.shape + 1, 2 * sizeof *t.view.shape);
+    memmove(t.view.strides, t.view.strides + 1, 2 * sizeof *t.view.strides);
+    return t;
+}
+
+/* out and d_hidden, [2][32], of the layer in `dtype`. */
+static void run_large(quern_context *ctx, quern_dtype dtype, bool packed, bool with_shared, double out[2][32])
+{
+    enum { D = 32, I = 32 };
+    test_random random = {1};
+    large_layer x = {.hidden = filled(&random, dtype, 0, D, 0.125),
+                     .logits = filled(&random, QUERN_F32, 0, 1, 0),
+                     .out = filled(&random, dtype, 0, D, 0),
+                     .d_out = filled(&random, dtype, 0, D, 0.125),
+                     .d_hidden = filled(&random, dtype, 0, D, 0)};
+    quern_moe_params p = QUERN_MOE_PARAMS_INIT;
+    quern_moe_tensors t = QUERN_MOE_TENSORS_INIT;
+    size_t bytes = 0;
+    x.up = packed ? filled(&random, QUERN_U8, D / 2, 2 * I, 0x77) : filled(&random, dtype, 2 * I, D, 96);
+    x.up_scales = filled(&random, QUERN_U8, D / 16, 2 * I, 0x58); /* 16: weights of 96 */
+    x.down = packed ? filled(&random, QUERN_U8, I / 2, D, 0x11) : filled(&random, dtype, D, I, 0x1p-10);
+    x.down_scales = filled(&random, QUERN_U8, I / 16, D, 0x01); /* 2^-9: weights of 2^-10 */
+    for (int i = 0; i < 3; i++) x.shared[i] = filled_matrix(&random, dtype, 32, 32, i < 2 ? 96 : 0x1p-10);
+    t.hidden = &x.hidden.view, t.logits = &x.logits.view, t.out = &x.out.view;
+    if (packed) t.gate_up_codes = &x.up.view, t.gate_up_scales = &x.up_scales.view;
+    if (packed) t.down_codes = &x.down.view, t.down_scales = &x.down_scales.view;
+    if (!packed) t.gate_up = &x.up.view, t.down = &x.down.view;
+    if (with_shared) t.shared_gate = &x.shared[0].view, t.shared_up = &x.shared[1].view;
+    if (with_shared) t.shared_down = &x.shared[2].view;
+    for (int backward = 0; backward < 2; backward++) {
+        if (backward) t.out = NULL, t.d_out = &x.d_out.view, t.d_hidden = &x.d_hidden.view;
+        if ((backward ? quern_moe_backward_workspace : quern_moe_forward_workspace)(ctx, &p, &t, &bytes) !=
+            QUERN_OK)
+            fail_msg("%s", quern_last_error(ctx));
+        test_workspace w = test_workspace_make(bytes);
+        if ((backward ? quern_moe_backward : quern_moe_forward)(ctx, NULL, &p, &t, w.data, bytes) != QUERN_OK)
+            fail_msg("%s", quern_last_error(ctx));
+        test_workspace_close(&w);
+        double *values = test_tensor_get(backward ? &x.d_hidden : &x.out);
+        memcpy(out[backward], values, sizeof out[backward]);
+        free(values);
+    }
+    test_tensor *const all[] = {&x.hidden,    &x.logits,      &x.up,        &x.up_scales,
+                                &x.down,      &x.down_scales, &x.shared[0], &x.shared[1],
+                                &x.shared[2], &x.out,         &x.d_out,     &x.d_hidden};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) test_tensor_free(all[i]);
+}
+
+static void what_stands_between_products_may_exceed_f16(void **state)
+{
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
+        for (int form = 0; form < 4; form++) {
+            quern_context *ctx = test_context(level, 1);
+            double right[2][32], got[2][32];
+            run_large(ctx, QUERN_F32, form % 2, form / 2, right);
+            run_large(ctx, QUERN_F16, form % 2, form / 2, got);
+            test_check("out", got[0], right[0], 32, test_forward_bound(QUERN_F16));
+            test_check("d_hidden", got[1], right[1], 32, test_gradient_bound(QUERN_F16));
+            assert_true(right[0][0] > 4000 && right[0][0] < 60000 && right[1][0] < 60000);
+            quern_context_destroy(ctx);
+        }
+}
+
 /* ---- DeepSeek-V4's golden vectors ---- */
 
 static quern_tensor golden_tensor(const quern_safetensors *file, const char *prefix, const char *name)
@@ -274,6 +369,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(against_float64),
+        cmocka_unit_test(what_stands_between_products_may_exceed_f16),
         cmocka_unit_test(tokens_stand_alone),
         cmocka_unit_test(golden_vectors),
         cmocka_unit_test(the_oracle_differentiates),
