@@ -375,7 +375,8 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
     if (call->like.device == QUERN_CPU) {
         /* Any number of sequences without tokens. */
         if (call->has_empty_result && !call->writes && !call->varlen) return QUERN_OK;
-        const quern_status status = call->family->check_data(call, data);
+        const quern_status status =
+            call->family->check_data != NULL ? call->family->check_data(call, data) : QUERN_OK;
         if (status != QUERN_OK) return status;
     }
     const op_frame frame = op_frame_of(call, exec, data, workspace);

@@ -204,7 +204,7 @@ typedef struct op_family {
     quern_status (*derive)(op_call *call);                       /* like, symbols */
     /* Writes an index tensor that follows from the others; NULL: none does. */
     quern_status (*complete)(const op_call *call, int32_t tensor, int32_t *data);
-    /* Offsets in the host's memory; `data` as of quern_plan_run(). */
+    /* What the host can read: offsets, globals. `data` as of quern_plan_run(). NULL: nothing. */
     quern_status (*check_data)(const op_call *call, void *const *data);
     void (*build)(op_build *b); /* the call's steps */
     bool in_pieces; /* run() calls build() again, for a program that may have any number of steps */

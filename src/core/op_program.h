@@ -121,6 +121,12 @@ void op_moves(op_build *b, const quern_tensor *view, int32_t dim, int64_t elemen
  * part. Without a loop, or where the view is absent, it stays as it is. */
 void op_cut(op_build *b, quern_tensor *view, int32_t along);
 
+/* ---- for a family's check_data() ---- */
+
+/* The arguments of a call's first step of a stage. */
+#define OP_FIND(call, stage) ((const __typeof__(((op_args *)NULL)->stage) *)op_find(call, OP_##stage))
+const void *op_find(const struct op_call *call, op_stage stage);
+
 /* ---- for op.c and plan.c ---- */
 
 const op_step *op_program_steps(const struct op_call *call);

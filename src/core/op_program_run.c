@@ -91,6 +91,14 @@ const op_step *op_program_steps(const op_call *call)
     return (const op_step *)(const void *)((const char *)call + call->family->program_at);
 }
 
+const void *op_find(const op_call *call, op_stage stage)
+{
+    const op_step *step = op_program_steps(call);
+    for (int32_t i = 0; i < call->program.steps; i++, step = op_step_next(step))
+        if (step->stage == stage) return op_step_args(step);
+    return NULL;
+}
+
 /* Every step behind those that it waits for; `start`: what those wait for that wait for none. */
 static quern_status run_beside(const op_call *call, const op_frame *frame, const op_step *step, int32_t first,
                                const backend_point *start)

@@ -145,12 +145,6 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    (void)call, (void)data;
-    return QUERN_OK;
-}
-
 static void build(op_build *b)
 {
     const op_call *call = b->call;
@@ -199,7 +193,6 @@ const op_family moe_route_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
     .build = build,
 };
 

@@ -99,13 +99,6 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    (void)call;
-    (void)data;
-    return QUERN_OK;
-}
-
 /* Leading dimensions from m->first on stand one after the other in all tensors. */
 static void merge(merged *m)
 {
@@ -214,7 +207,6 @@ const op_family nsa_list_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
     .build = build,
 };
 

@@ -17,7 +17,7 @@ enum { ASKED_COLUMNS };
 typedef struct dequantize_call {
     op_call head;
     quern_nvfp4_dequantize_params params;
-    dequantise_args args;
+    _Alignas(op_step) char program[OP_STEP_BYTES(dequantise)];
 } dequantize_call;
 
 static const op_tensor tensors[] = {
@@ -128,7 +128,7 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const dequantise_args *args = &((const dequantize_call *)call)->args;
+    const dequantise_args *args = OP_FIND(call, dequantise);
     quern_status status = QUERN_OK;
     if (args->offsets.ndim > 0)
         status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
@@ -142,30 +142,19 @@ static quern_tensor matrices(const op_call *call, int32_t tensor)
     return params_of(call)->weight && t.ndim == 2 ? view_with_batch(&t) : t;
 }
 
-static quern_status plan(op_call *call)
+static void build(op_build *b)
 {
-    dequantize_call *c = (dequantize_call *)call;
-    const dequantise_stage *stage = &call->backend->dequantise;
+    const op_call *call = b->call;
+    const quern_nvfp4_dequantize_params *p = params_of(call);
     const quern_tensor global = op_view(call, T_GLOBAL, false);
-    char why[STAGE_WHY_BYTES] = "";
-    if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "dequantisation of NVFP4 on device %s: cpu is accepted",
-                         call->backend->name);
-    c->args = (dequantise_args){.profile = (quantise_profile)c->params.profile,
-                                .per = (quantise_global)c->params.global_per,
-                                .columns = c->params.weight,
-                                .codes = matrices(call, T_CODES),
-                                .scales = matrices(call, T_SCALES),
-                                .global = nvfp4_tail_view(&global),
-                                .offsets = op_view(call, T_OFFSETS, false),
-                                .out = matrices(call, T_X)};
-    return STAGE_TAKES(*stage, &call->exec, &c->args, why) ? QUERN_OK
-                                                           : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    return op_dequantise(call, frame, &((const dequantize_call *)call)->args, NULL);
+    *OP_ADD(b, dequantise) = (dequantise_args){.profile = (quantise_profile)p->profile,
+                                               .per = (quantise_global)p->global_per,
+                                               .columns = p->weight,
+                                               .codes = matrices(call, T_CODES),
+                                               .scales = matrices(call, T_SCALES),
+                                               .global = nvfp4_tail_view(&global),
+                                               .offsets = op_view(call, T_OFFSETS, false),
+                                               .out = matrices(call, T_X)};
 }
 
 const op_family nvfp4_dequantize_family = {
@@ -187,14 +176,14 @@ const op_family nvfp4_dequantize_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dequantize_call),
     .params_at = offsetof(dequantize_call, params),
+    .program_at = offsetof(dequantize_call, program),
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nvfp4_dequantize_params *given,

@@ -15,7 +15,7 @@ enum { MX_BLOCK = 32 };
 typedef struct from_call {
     op_call head;
     quern_nvfp4_from_mxfp4_params params;
-    from_mxfp4_args args;
+    _Alignas(op_step) char program[OP_STEP_BYTES(from_mxfp4)];
 } from_call;
 
 static const op_tensor tensors[] = {
@@ -76,27 +76,13 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
+static void build(op_build *b)
 {
-    (void)call, (void)data;
-    return QUERN_OK;
-}
-
-static quern_status plan(op_call *call)
-{
+    const op_call *call = b->call;
     const quern_tensor global = op_view(call, T_GLOBAL, false), rounded = op_view(call, T_ROUNDED, false);
-    if (call->backend->from_mxfp4.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "MXFP4 to NVFP4 on device %s: cpu is accepted",
-                         call->backend->name);
-    ((from_call *)call)->args = (from_mxfp4_args){
+    *OP_ADD(b, from_mxfp4) = (from_mxfp4_args){
         op_view(call, T_MX_CODES, false), op_view(call, T_EXPONENTS, false), op_view(call, T_CODES, false),
         op_view(call, T_SCALES, false),   nvfp4_tail_view(&global),          nvfp4_tail_view(&rounded)};
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    return op_from_mxfp4(call, frame, &((const from_call *)call)->args, NULL);
 }
 
 const op_family nvfp4_from_mxfp4_family = {
@@ -115,12 +101,11 @@ const op_family nvfp4_from_mxfp4_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(from_call),
     .params_at = offsetof(from_call, params),
+    .program_at = offsetof(from_call, program),
     .check_params = check_params,
     .roles = roles,
     .derive = derive,
-    .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nvfp4_from_mxfp4_params *given,

@@ -14,8 +14,7 @@ enum { S_M = 1, S_2I, S_BYTES, S_BLOCKS };
 typedef struct fused_call {
     op_call head;
     quern_nvfp4_fused_quantize_params params;
-    fused_quantise_args args;
-    const void *scratch;
+    _Alignas(op_step) char program[OP_STEP_BYTES(fused_quantise)];
 } fused_call;
 
 static const op_tensor tensors[] = {
@@ -125,51 +124,39 @@ static quern_status derive(op_call *call)
 static quern_status check_data(const op_call *call, void *const *data)
 {
     static const int32_t globals[] = {T_GATE_GLOBAL, T_UP_GLOBAL};
-    const fused_call *c = (const fused_call *)call;
+    const fused_quantise_args *args = OP_FIND(call, fused_quantise);
     for (int part = 0; part < 2; part++) {
-        if (c->args.global[part].ndim == 0) continue;
+        if (args->global[part].ndim == 0) continue;
         const quern_status status =
-            view_check_globals(data[globals[part]], &c->args.global[part], tensors[globals[part]].field);
+            view_check_globals(data[globals[part]], &args->global[part], tensors[globals[part]].field);
         if (status != QUERN_OK) return status;
     }
     return QUERN_OK;
 }
 
-static quern_status plan(op_call *call)
+static void build(op_build *b)
 {
     static const int32_t codes[] = {T_GATE_CODES, T_UP_CODES}, globals[] = {T_GATE_GLOBAL, T_UP_GLOBAL};
-    fused_call *c = (fused_call *)call;
-    const fused_quantise_stage *stage = &call->backend->fused_quantise;
-    arena a = op_workspace();
-    if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "fused quantisation to NVFP4 on device %s: cpu is accepted",
-                         call->backend->name);
+    const op_call *call = b->call;
+    const quern_nvfp4_fused_quantize_params *p = &((const fused_call *)call)->params;
+    fused_quantise_args *args = OP_ADD(b, fused_quantise);
     if (!op_uses(call, T_GATE_CODES) && !op_uses(call, T_UP_CODES))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "gate_codes and up_codes are NULL: at least one is needed");
-    c->args = (fused_quantise_args){.profile = (quantise_profile)c->params.profile,
-                                    .swiglu = c->params.swiglu,
-                                    .limit = c->params.limit,
-                                    .alpha = c->params.alpha,
-                                    .beta = c->params.beta,
-                                    .granularity = c->params.granularity,
-                                    .x = op_view(call, T_X, false)};
+        b->status =
+            error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
+    *args = (fused_quantise_args){.profile = (quantise_profile)p->profile,
+                                  .swiglu = p->swiglu,
+                                  .limit = p->limit,
+                                  .alpha = p->alpha,
+                                  .beta = p->beta,
+                                  .granularity = p->granularity,
+                                  .x = op_view(call, T_X, false)};
     for (int part = 0; part < 2; part++) {
         if (!op_uses(call, codes[part])) continue;
         const quern_tensor global = op_view(call, globals[part], false);
-        c->args.codes[part] = op_view(call, codes[part], false);
-        c->args.scales[part] = op_view(call, codes[part] + 1, false);
-        c->args.global[part] = nvfp4_tail_view(&global);
+        args->codes[part] = op_view(call, codes[part], false);
+        args->scales[part] = op_view(call, codes[part] + 1, false);
+        args->global[part] = nvfp4_tail_view(&global);
     }
-    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->args));
-    op_workspace_end(call, &a);
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    const fused_call *c = (const fused_call *)call;
-    return op_fused_quantise(call, frame, &c->args, c->scratch);
 }
 
 const op_family nvfp4_fused_quantize_family = {
@@ -190,13 +177,13 @@ const op_family nvfp4_fused_quantize_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(fused_call),
     .params_at = offsetof(fused_call, params),
+    .program_at = offsetof(fused_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx,

@@ -8,9 +8,6 @@
  */
 #include "nvfp4/gemm.h"
 
-#include "core/error.h"
-#include "core/view.h"
-
 static quern_tensor view(const gemm_call *c, int32_t tensor)
 {
     return op_view(&c->head, tensor, false);
@@ -25,13 +22,6 @@ static quern_tensor global_view(const gemm_call *c, int32_t tensor)
     g.strides[1] = 1;
     g.ndim = 2;
     return g;
-}
-
-static quern_tensor room(const gemm_call *c, arena *a, quern_dtype dtype, int64_t rows, int64_t columns)
-{
-    const int64_t shape[] = {rows, columns};
-    return view_on(&c->head.like, arena_take(a, (size_t)(rows * columns) * quern_dtype_size(dtype)), dtype, 2,
-                   shape);
 }
 
 /* Fills the operands that both passes have. */
@@ -65,91 +55,77 @@ static grouped_gemm_args operands(const gemm_call *c)
 }
 
 /* Repacks B into the workspace. */
-static void plan_prepack(gemm_call *c, arena *a)
+static void add_prepack(op_build *b, grouped_gemm_args *product)
 {
+    const gemm_call *c = (const gemm_call *)b->call;
     const int64_t *s = c->head.symbol;
-    c->prepack = (prepack_args){.k_major = c->k_major,
-                                .order = (scale_order)c->params.b_scales,
-                                .n = s[GS_N],
-                                .k = s[GS_K],
-                                .codes = c->gemm.b_codes,
-                                .scales = c->gemm.b_scales,
-                                .repacked = room(c, a, QUERN_U8, s[GS_E], s[GS_BYTES])};
-    c->gemm.b_codes = c->gemm.b_scales = (quern_tensor){0};
-    c->gemm.b_repacked = c->prepack.repacked;
+    const quern_tensor repacked = op_matrix(b, QUERN_U8, s[GS_E], s[GS_BYTES]);
+    *OP_ADD(b, prepack) = (prepack_args){.k_major = c->k_major,
+                                         .order = (scale_order)c->params.b_scales,
+                                         .n = s[GS_N],
+                                         .k = s[GS_K],
+                                         .codes = product->b_codes,
+                                         .scales = product->b_scales,
+                                         .repacked = repacked};
+    product->b_codes = product->b_scales = (quern_tensor){0};
+    product->b_repacked = repacked;
 }
 
-static void plan_forward(gemm_call *c)
+static void add_forward(op_build *b, const grouped_gemm_args *product)
 {
-    c->gemm.swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
-    c->gemm.c = view(c, G_C);
-    c->gemm.c_old = c->params.accumulate ? c->gemm.c : view(c, G_C_OLD);
-    c->gemm.c_codes = view(c, G_C_CODES);
-    c->gemm.c_scales = view(c, G_C_SCALES);
-    c->gemm.c_global = c->c_global;
+    const gemm_call *c = (const gemm_call *)b->call;
+    grouped_gemm_args *args = OP_ADD(b, grouped_gemm);
+    *args = *product;
+    args->swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
+    args->c = view(c, G_C);
+    args->c_old = c->params.accumulate ? args->c : view(c, G_C_OLD);
+    args->c_codes = view(c, G_C_CODES);
+    args->c_scales = view(c, G_C_SCALES);
+    args->c_global = c->c_global;
 }
 
-static void plan_backward(gemm_call *c, arena *a)
+/* Computes the product again and takes d_c back through SwiGLU. */
+static quern_tensor add_swiglu(op_build *b, const grouped_gemm_args *product, const quern_tensor *d_c)
 {
+    const gemm_call *c = (const gemm_call *)b->call;
     const int64_t *s = c->head.symbol;
-    c->backward = c->gemm;
-    c->backward.d_c = view(c, G_D_C);
-    c->backward.d_a = view(c, G_D_A);
-    if (!op_uses(&c->head, G_A)) c->backward.a_global = (quern_tensor){0};
-    if (c->params.activation != QUERN_NVFP4_ACTIVATION_SWIGLU) return;
-    c->gemm.c = room(c, a, QUERN_F32, s[GS_T], s[GS_N]);
-    c->swiglu = (swiglu_args){.granularity = c->params.granularity,
-                              .limit = c->params.limit,
-                              .alpha = c->params.alpha,
-                              .beta = c->params.beta,
-                              .h = c->gemm.c,
-                              .d_act = c->backward.d_c};
-    c->swiglu.d_h =
-        room(c, a, c->backward.d_c.dtype == QUERN_BF16 ? QUERN_BF16 : QUERN_F32, s[GS_T], s[GS_N]);
-    c->backward.d_c = c->swiglu.d_h;
+    const quern_tensor h = op_matrix(b, QUERN_F32, s[GS_T], s[GS_N]),
+                       d_h = op_matrix(b, op_gradient_dtype(d_c->dtype), s[GS_T], s[GS_N]);
+    grouped_gemm_args *again = OP_ADD(b, grouped_gemm);
+    *again = *product;
+    again->c = h;
+    *OP_ADD(b, swiglu_backward) = (swiglu_args){.granularity = c->params.granularity,
+                                                .limit = c->params.limit,
+                                                .alpha = c->params.alpha,
+                                                .beta = c->params.beta,
+                                                .h = h,
+                                                .d_act = *d_c,
+                                                .d_h = d_h};
+    return d_h;
 }
 
-static bool recomputes(const gemm_call *c)
+static void add_backward(op_build *b, const grouped_gemm_args *product)
 {
-    return c->head.operation == GEMM || c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
+    const gemm_call *c = (const gemm_call *)b->call;
+    quern_tensor d_c = view(c, G_D_C);
+    if (c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU) d_c = add_swiglu(b, product, &d_c);
+    grouped_gemm_args *args = OP_ADD(b, grouped_gemm_backward);
+    *args = *product;
+    args->d_c = d_c;
+    args->d_a = view(c, G_D_A);
+    if (!op_uses(&c->head, G_A)) args->a_global = (quern_tensor){0};
 }
 
-quern_status nvfp4_gemm_plan(op_call *call)
+void nvfp4_gemm_build(op_build *b)
 {
-    gemm_call *c = (gemm_call *)call;
-    const quern_backend *b = call->backend;
-    arena a = op_workspace();
-    size_t most = 0;
-    if (b->grouped_gemm.run == NULL || b->grouped_gemm_backward.run == NULL || b->prepack.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED,
-                         "the %s backend has no products with NVFP4 weights: the cpu has", b->name);
+    gemm_call *c = (gemm_call *)b->call;
     c->a_global = global_view(c, G_A_GLOBAL);
     c->b_global = global_view(c, G_B_GLOBAL);
     c->c_global = global_view(c, G_C_GLOBAL);
-    c->gemm = operands(c);
-    c->prepack = (prepack_args){0};
-    if (c->params.prepack && op_uses(call, G_B_CODES)) plan_prepack(c, &a);
-    if (call->operation == GEMM) plan_forward(c);
-    else plan_backward(c, &a);
-    if (recomputes(c)) most = STAGE_WORKSPACE(b->grouped_gemm, &call->exec, &c->gemm);
-    if (call->operation == GEMM_BACKWARD) {
-        const size_t bytes = STAGE_WORKSPACE(b->grouped_gemm_backward, &call->exec, &c->backward);
-        if (bytes > most) most = bytes;
-    }
-    c->scratch = arena_take(&a, most);
-    op_workspace_end(call, &a);
-    return QUERN_OK;
-}
-
-quern_status nvfp4_gemm_run(const op_call *call, const op_frame *frame)
-{
-    const gemm_call *c = (const gemm_call *)call;
-    quern_status status = QUERN_OK;
-    if (c->prepack.repacked.ndim > 0) status = op_prepack(call, frame, &c->prepack, NULL);
-    if (status == QUERN_OK && recomputes(c)) status = op_grouped_gemm(call, frame, &c->gemm, c->scratch);
-    if (status != QUERN_OK || call->operation == GEMM) return status;
-    if (recomputes(c)) status = op_swiglu_backward(call, frame, &c->swiglu, NULL);
-    return status == QUERN_OK ? op_grouped_gemm_backward(call, frame, &c->backward, c->scratch) : status;
+    grouped_gemm_args product = operands(c);
+    if (c->params.prepack && op_uses(b->call, G_B_CODES)) add_prepack(b, &product);
+    if (b->call->operation == GEMM) add_forward(b, &product);
+    else add_backward(b, &product);
 }
 
 quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,

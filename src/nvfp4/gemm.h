@@ -57,15 +57,12 @@ typedef struct gemm_call {
     quern_tensor transposed; /* b_codes as [E, N, K/2], if the caller's view is that in memory */
     bool k_major;
     quern_tensor a_global, b_global, c_global;
-    prepack_args prepack;
-    grouped_gemm_args gemm, backward;
-    swiglu_args swiglu;
-    const void *scratch;
+    _Alignas(op_step) char program[OP_STEP_BYTES(prepack) + 2 * OP_STEP_BYTES(grouped_gemm) +
+                                   OP_STEP_BYTES(swiglu)];
 } gemm_call;
 
 extern const op_family nvfp4_gemm_family;
 
-quern_status nvfp4_gemm_plan(op_call *call);
-quern_status nvfp4_gemm_run(const op_call *call, const op_frame *frame);
+void nvfp4_gemm_build(op_build *b);
 
 #endif

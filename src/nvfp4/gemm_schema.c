@@ -348,11 +348,11 @@ static quern_status derive(op_call *call)
 }
 
 /* Each expert's scales must lie within a_scales and start at a tile. */
-static quern_status check_padding(const op_call *call, const int32_t *pad, const int32_t *ends)
+static quern_status check_padding(const op_call *call, const quern_tensor *a_scales, const int32_t *pad,
+                                  const int32_t *ends)
 {
-    const gemm_call *c = (const gemm_call *)call;
     const int64_t row_bytes = (call->symbol[GS_K_BLOCKS] + 3) / 4 * 4;
-    const int64_t most = row_bytes > 0 ? c->gemm.a_scales.shape[0] / row_bytes : INT32_MAX;
+    const int64_t most = row_bytes > 0 ? a_scales->shape[0] / row_bytes : INT32_MAX;
     for (int64_t e = 0; e < call->symbol[GS_E]; e++) {
         const int64_t rows = ends[e] - (e > 0 ? ends[e - 1] : 0), needed = (rows + 127) / 128 * 128;
         if (pad[e] < 0 || pad[e] % 128 != 0 || pad[e] + needed > most)
@@ -368,8 +368,10 @@ static quern_status check_data(const op_call *call, void *const *data)
 {
     const gemm_call *c = (const gemm_call *)call;
     quern_status status = view_check_ends(data[G_OFFSETS], call->symbol[GS_E], "offsets", call->symbol[GS_T]);
-    if (status == QUERN_OK && c->gemm.pad_row_offsets.ndim > 0)
-        status = check_padding(call, data[G_PAD], data[G_OFFSETS]);
+    const grouped_gemm_args *args = OP_FIND(call, grouped_gemm);
+    if (args == NULL) args = OP_FIND(call, grouped_gemm_backward);
+    if (status == QUERN_OK && args->pad_row_offsets.ndim > 0)
+        status = check_padding(call, &args->a_scales, data[G_PAD], data[G_OFFSETS]);
     if (status == QUERN_OK && c->a_global.ndim > 0)
         status = view_check_globals(data[G_A_GLOBAL], &c->a_global, "a_global");
     if (status == QUERN_OK && c->b_global.ndim > 0)
@@ -398,12 +400,12 @@ const op_family nvfp4_gemm_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(gemm_call),
     .params_at = offsetof(gemm_call, params),
+    .program_at = offsetof(gemm_call, program),
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = nvfp4_gemm_plan,
-    .run = nvfp4_gemm_run,
+    .build = nvfp4_gemm_build,
 };

@@ -19,8 +19,7 @@ _Static_assert(PAIRS <= (int)OP_LEADS && 2 * PAIRS < (int)OP_SYMBOLS_MAX, "a lis
 typedef struct interleave_call {
     op_call head;
     quern_nvfp4_interleave_params params;
-    interleave_args args[PAIRS];
-    int32_t count; /* of args */
+    _Alignas(op_step) char program[PAIRS * OP_STEP_BYTES(interleave)];
 } interleave_call;
 
 static const op_tensor tensors[] = {
@@ -143,33 +142,14 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
+static void build(op_build *b)
 {
-    (void)call, (void)data;
-    return QUERN_OK;
-}
-
-static quern_status plan(op_call *call)
-{
-    interleave_call *c = (interleave_call *)call;
-    if (call->backend->interleave.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "interleaving on device %s: cpu is accepted",
-                         call->backend->name);
-    c->count = 0;
+    const op_call *call = b->call;
+    const quern_nvfp4_interleave_params *p = &((const interleave_call *)call)->params;
     for (int32_t t = 0; t < TENSORS; t += 2)
         if (op_uses(call, t))
-            c->args[c->count++] = (interleave_args){c->params.inverse, c->params.granularity,
-                                                    op_view(call, t, false), op_view(call, t + 1, false)};
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    const interleave_call *c = (const interleave_call *)call;
-    quern_status status = QUERN_OK;
-    for (int32_t i = 0; i < c->count && status == QUERN_OK; i++)
-        status = op_interleave(call, frame, &c->args[i], NULL);
-    return status;
+            *OP_ADD(b, interleave) = (interleave_args){p->inverse, p->granularity, op_view(call, t, false),
+                                                       op_view(call, t + 1, false)};
 }
 
 const op_family nvfp4_interleave_family = {
@@ -190,13 +170,12 @@ const op_family nvfp4_interleave_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(interleave_call),
     .params_at = offsetof(interleave_call, params),
+    .program_at = offsetof(interleave_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_nvfp4_interleave_workspace(quern_context *ctx, const quern_nvfp4_interleave_params *given,

@@ -21,7 +21,7 @@ typedef struct prepack_call {
     quern_tensor turned; /* b_codes as [E, N, K/2], if the caller's view is that in memory */
     bool k_major;
     int64_t n, k;
-    prepack_args args;
+    _Alignas(op_step) char program[OP_STEP_BYTES(prepack)];
 } prepack_call;
 
 static const op_tensor tensors[] = {
@@ -133,32 +133,18 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
+static void build(op_build *b)
 {
-    (void)call, (void)data;
-    return QUERN_OK;
-}
-
-static quern_status plan(op_call *call)
-{
-    prepack_call *c = (prepack_call *)call;
-    if (call->backend->prepack.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "repacking of NVFP4 weights on device %s: cpu is accepted",
-                         call->backend->name);
-    c->args = (prepack_args){.inverse = c->params.inverse,
-                             .k_major = c->k_major,
-                             .order = (scale_order)c->params.b_scales,
-                             .n = c->n,
-                             .k = c->k,
-                             .codes = op_view(call, T_CODES, false),
-                             .scales = op_view(call, T_SCALES, false),
-                             .repacked = op_view(call, T_REPACKED, false)};
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    return op_prepack(call, frame, &((const prepack_call *)call)->args, NULL);
+    const op_call *call = b->call;
+    const prepack_call *c = (const prepack_call *)call;
+    *OP_ADD(b, prepack) = (prepack_args){.inverse = c->params.inverse,
+                                         .k_major = c->k_major,
+                                         .order = (scale_order)c->params.b_scales,
+                                         .n = c->n,
+                                         .k = c->k,
+                                         .codes = op_view(call, T_CODES, false),
+                                         .scales = op_view(call, T_SCALES, false),
+                                         .repacked = op_view(call, T_REPACKED, false)};
 }
 
 const op_family moe_prepack_family = {
@@ -180,13 +166,12 @@ const op_family moe_prepack_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(prepack_call),
     .params_at = offsetof(prepack_call, params),
+    .program_at = offsetof(prepack_call, program),
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
     .derive = derive,
-    .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *given,

@@ -16,8 +16,7 @@ enum { L_X = OP_LEAD, L_CODES, L_SCALES, L_GLOBAL };
 typedef struct quantize_call {
     op_call head;
     quern_nvfp4_quantize_params params;
-    quantise_args args;
-    const void *scratch;
+    _Alignas(op_step) char program[OP_STEP_BYTES(quantise)];
 } quantize_call;
 
 static const op_tensor tensors[] = {
@@ -126,12 +125,12 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const quantize_call *c = (const quantize_call *)call;
+    const quantise_args *args = OP_FIND(call, quantise);
     quern_status status = QUERN_OK;
-    if (c->args.offsets.ndim > 0)
+    if (args->offsets.ndim > 0)
         status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
-    return status == QUERN_OK && c->args.given.ndim > 0
-               ? view_check_globals(data[T_GIVEN], &c->args.given, "given_global")
+    return status == QUERN_OK && args->given.ndim > 0
+               ? view_check_globals(data[T_GIVEN], &args->given, "given_global")
                : status;
 }
 
@@ -142,35 +141,22 @@ static quern_tensor matrices(const op_call *call, int32_t tensor)
     return params_of(call)->weight && t.ndim == 2 ? view_with_batch(&t) : t;
 }
 
-static quern_status plan(op_call *call)
+static void build(op_build *b)
 {
-    quantize_call *c = (quantize_call *)call;
-    const quantise_stage *stage = &call->backend->quantise;
+    const op_call *call = b->call;
+    const quern_nvfp4_quantize_params *p = &((const quantize_call *)call)->params;
     const quern_tensor global = op_view(call, T_GLOBAL, false), given = op_view(call, T_GIVEN, false);
-    arena a = op_workspace();
-    if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "quantisation to NVFP4 on device %s: cpu is accepted",
-                         call->backend->name);
-    c->args = (quantise_args){.profile = (quantise_profile)c->params.profile,
-                              .choice = (quantise_scales)c->params.scales,
-                              .per = (quantise_global)c->params.global_per,
-                              .columns = c->params.weight,
-                              .name = "x",
-                              .x = matrices(call, T_X),
-                              .offsets = op_view(call, T_OFFSETS, false),
-                              .codes = matrices(call, T_CODES),
-                              .scales = matrices(call, T_SCALES),
-                              .global = nvfp4_tail_view(&global),
-                              .given = nvfp4_tail_view(&given)};
-    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->args));
-    op_workspace_end(call, &a);
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    const quantize_call *c = (const quantize_call *)call;
-    return op_quantise(call, frame, &c->args, c->scratch);
+    *OP_ADD(b, quantise) = (quantise_args){.profile = (quantise_profile)p->profile,
+                                           .choice = (quantise_scales)p->scales,
+                                           .per = (quantise_global)p->global_per,
+                                           .columns = p->weight,
+                                           .name = "x",
+                                           .x = matrices(call, T_X),
+                                           .offsets = op_view(call, T_OFFSETS, false),
+                                           .codes = matrices(call, T_CODES),
+                                           .scales = matrices(call, T_SCALES),
+                                           .global = nvfp4_tail_view(&global),
+                                           .given = nvfp4_tail_view(&given)};
 }
 
 const op_family nvfp4_quantize_family = {
@@ -192,14 +178,14 @@ const op_family nvfp4_quantize_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(quantize_call),
     .params_at = offsetof(quantize_call, params),
+    .program_at = offsetof(quantize_call, program),
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp4_quantize_params *given,

@@ -16,7 +16,7 @@ enum { TILE_ROWS = 128, TILE_COLUMNS = 4 };
 typedef struct swizzle_call {
     op_call head;
     quern_nvfp4_swizzle_params params;
-    swizzle_args args;
+    _Alignas(op_step) char program[OP_STEP_BYTES(swizzle)];
 } swizzle_call;
 
 static const op_tensor tensors[] = {
@@ -183,7 +183,7 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const swizzle_args *args = &((const swizzle_call *)call)->args;
+    const swizzle_args *args = OP_FIND(call, swizzle);
     int64_t padded = 0, needed = 0;
     quern_status status;
     if (args->tokens.ndim == 0) return QUERN_OK;
@@ -196,24 +196,16 @@ static quern_status check_data(const op_call *call, void *const *data)
                      (long long)args->swizzled.shape[0], (long long)needed);
 }
 
-static quern_status plan(op_call *call)
+static void build(op_build *b)
 {
-    swizzle_call *c = (swizzle_call *)call;
-    if (call->backend->swizzle.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "swizzling of scales on device %s: cpu is accepted",
-                         call->backend->name);
-    c->args = (swizzle_args){.inverse = c->params.inverse,
-                             .transposed = c->params.weight,
-                             .linear = op_view(call, T_LINEAR, false),
-                             .swizzled = op_view(call, T_SWIZZLED, false),
-                             .tokens = op_view(call, T_TOKENS, false),
-                             .pad_row_offsets = op_view(call, T_PAD_ROWS, false)};
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    return op_swizzle(call, frame, &((const swizzle_call *)call)->args, NULL);
+    const op_call *call = b->call;
+    const quern_nvfp4_swizzle_params *p = &((const swizzle_call *)call)->params;
+    *OP_ADD(b, swizzle) = (swizzle_args){.inverse = p->inverse,
+                                         .transposed = p->weight,
+                                         .linear = op_view(call, T_LINEAR, false),
+                                         .swizzled = op_view(call, T_SWIZZLED, false),
+                                         .tokens = op_view(call, T_TOKENS, false),
+                                         .pad_row_offsets = op_view(call, T_PAD_ROWS, false)};
 }
 
 const op_family nvfp4_swizzle_family = {
@@ -235,13 +227,13 @@ const op_family nvfp4_swizzle_family = {
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(swizzle_call),
     .params_at = offsetof(swizzle_call, params),
+    .program_at = offsetof(swizzle_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_nvfp4_swizzle_workspace(quern_context *ctx, const quern_nvfp4_swizzle_params *given,
