@@ -90,7 +90,7 @@ static quern_tensor add_swiglu(op_build *b, const grouped_gemm_args *product, co
     const gemm_call *c = (const gemm_call *)b->call;
     const int64_t *s = c->head.symbol;
     const quern_tensor h = op_matrix(b, QUERN_F32, s[GS_T], s[GS_N]),
-                       d_h = op_matrix(b, op_gradient_dtype(d_c->dtype), s[GS_T], s[GS_N]);
+                       d_h = op_matrix(b, op_between_dtype(d_c->dtype), s[GS_T], s[GS_N]);
     grouped_gemm_args *again = OP_ADD(b, grouped_gemm);
     *again = *product;
     again->c = h;
