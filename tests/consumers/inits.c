@@ -3,6 +3,7 @@
 /* inits.c - every _INIT macro as an initialiser, without a warning, in C11 and in C++17. */
 #include <quern/attention.h>
 #include <quern/cache.h>
+#include <quern/checkpoint.h>
 #include <quern/cuda.h>
 #include <quern/dsv4.h>
 #include <quern/dsv4_layer.h>
@@ -28,6 +29,7 @@ int main(void)
     CHECK(quern_cache_batch, QUERN_CACHE_BATCH_INIT);
     CHECK(quern_cache_tensors, QUERN_CACHE_TENSORS_INIT);
     CHECK(quern_decode_tensors, QUERN_DECODE_TENSORS_INIT);
+    CHECK(quern_checkpoint_tensor, QUERN_CHECKPOINT_TENSOR_INIT);
     CHECK(quern_cuda_device, QUERN_CUDA_DEVICE_INIT);
     CHECK(quern_dsv4_compress_params, QUERN_DSV4_COMPRESS_PARAMS_INIT);
     CHECK(quern_dsv4_compress_tensors, QUERN_DSV4_COMPRESS_TENSORS_INIT);
