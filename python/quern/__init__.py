@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Quern: sparse attention, compressed attention and FP4 experts on CPUs and NVIDIA GPUs."""
 
+import importlib
 import sys
+from typing import Any
 
 from . import dsv4, moe, nvfp4
 from ._attention import attention
@@ -14,6 +16,19 @@ from ._operations import version
 
 if sys.modules.get("torch") is not None:
     from . import _torch  # noqa: F401
+
+_LATER = ("compat", "nn", "reference")  # what needs torch, or is seldom used
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __version__ = version()
 __all__ = [

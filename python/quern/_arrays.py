@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any, Iterable, Mapping, Sequence
 
@@ -18,6 +19,8 @@ def empty_like(like: Any, shape: Sequence[int], dtype: str) -> Any:
     if module.__name__ == "jax":
         numbers = module.numpy
         return numbers.zeros(shape, getattr(numbers, dtype), device=like.device).block_until_ready()
+    if dtype == "bfloat16" and module.__name__ == "numpy" and "ml_dtypes" in sys.modules:
+        return module.empty(shape, sys.modules["ml_dtypes"].bfloat16)
     if not hasattr(module, dtype):
         raise TypeError(f"{module.__name__} has no {dtype}: a tensor for the result is accepted")
     return module.empty(shape, dtype=getattr(module, dtype))
@@ -48,11 +51,51 @@ class _Readable:
         self.array, self.__array_interface__ = array, {**found, "data": (found["data"][0], False)}
 
 
+class _BFloat16:
+    """An array of ml_dtypes' bfloat16, which NumPy's DLPack does not know: its bits under their own name."""
+
+    def __init__(self, array: Any) -> None:
+        self._bits = array.view("uint16")
+
+    def __dlpack_device__(self) -> Any:
+        return self._bits.__dlpack_device__()
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        capsule = self._bits.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        address = pointer(capsule, b"dltensor")
+        ctypes.c_uint8.from_address(address + _DTYPE_CODE).value = _BFLOAT
+        return capsule
+
+
+# Of a DLTensor: after its data, device and ndim stands the dtype's code; kDLBfloat.
+_DTYPE_CODE, _BFLOAT = 20, 4
+
+
+def exported(array: Any) -> Any:
+    """An array that DLPack takes."""
+    if type(array).__module__ == "numpy" and array.dtype.name == "bfloat16":
+        return _BFloat16(array)
+    return array
+
+
 def readable(array: Any) -> Any:
-    """An array that DLPack takes: it has no way to say that memory is read-only, which inputs may be."""
-    if type(array).__module__ != "numpy" or array.flags.writeable:
+    """An array that DLPack takes, which has no way to say that memory is read-only; inputs may be."""
+    if type(array).__module__ != "numpy":
         return array
-    return sys.modules["numpy"].asarray(_Readable(array))
+    if not array.flags.writeable:
+        bits = array.view("uint16") if array.dtype.name == "bfloat16" else array
+        array = sys.modules["numpy"].asarray(_Readable(bits)).view(array.dtype)
+    return exported(array)
+
+
+def need_writable(name: str, array: Any) -> None:
+    """ValueError where a result's memory cannot be written."""
+    if framework(array) == "jax":
+        raise ValueError(f"{name} is a JAX array, which cannot be written: a call without it is accepted")
+    if type(array).__module__ == "numpy" and not array.flags.writeable:
+        raise ValueError(f"{name} is read-only: an array that can be written, such as a copy(), is accepted")
 
 
 def on_stream_of(tensor: Any) -> Any:
@@ -83,18 +126,47 @@ def narrowed(tensor: Any) -> Any:
     return tensor.clip(least, most).astype("int32")
 
 
-def is_compiling(tensor: Any) -> bool:
-    """Whether torch.compile traces the call."""
-    return is_torch(tensor) and bool(sys.modules["torch"].compiler.is_compiling())
+def is_meta(tensor: Any) -> bool:
+    """Whether it is a torch.Tensor that has a shape and no data."""
+    return is_torch(tensor) and bool(tensor.is_meta)
+
+
+def are_meta(tensors: Mapping[str, Any]) -> bool:
+    """Whether they have shapes and no data; ValueError where only some do."""
+    found = {is_meta(t): name for name, t in tensors.items() if t is not None}
+    if len(found) > 1:
+        raise ValueError(
+            f"{found[True]} is on the device meta, {found[False]} is not: one device is accepted"
+        )
+    return True in found
+
+
+def has_no_data(tensor: Any) -> bool:
+    """Whether torch.compile traces the call, or the tensor has a shape alone."""
+    return is_meta(tensor) or (is_torch(tensor) and bool(sys.modules["torch"].compiler.is_compiling()))
 
 
 def need_torch(**tensors: Any) -> None:
     """TypeError where one of them is no torch.Tensor, which the first one is."""
     for name, tensor in tensors.items():
-        if tensor is not None and not is_torch(tensor):
+        if tensor is None:
+            continue
+        if not is_torch(tensor):
             raise TypeError(
                 f"{name} is a {type(tensor).__name__} beside a torch.Tensor: one framework is accepted"
             )
+        _need_strides(name, tensor)
+
+
+def _need_strides(name: str, tensor: Any) -> None:
+    """TypeError where a torch.Tensor's elements do not stand at strides."""
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor: its sequences laid end to end, values(), with cu_seqlens, the "
+            "offsets(), or a padded tensor, are accepted"
+        )
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise TypeError(f"{name} is sparse: to_dense() is accepted")
 
 
 def framework(tensor: Any) -> str:
@@ -122,15 +194,23 @@ def check(name: str, tensor: Any, first: Any) -> None:
     given, accepted = framework(tensor), framework(first)
     if given != accepted:
         raise TypeError(f"{name} is of {given}, the first tensor of {accepted}: one framework is accepted")
+    if given == "torch":
+        _need_strides(name, tensor)
+    elif given == "numpy" and not tensor.dtype.isnative:
+        raise TypeError(
+            f"{name} is in the other byte order: astype({name}.dtype.newbyteorder('=')) is accepted"
+        )
 
 
 def need_tensors(tensors: Mapping[str, Any]) -> None:
-    """TypeError where one that is given is no tensor, or not of the first one's framework."""
+    """TypeError where one that is given is no tensor with data, or not of the first one's framework."""
     first = None
     for name, tensor in tensors.items():
         if tensor is not None:
             first = tensor if first is None else first
             check(name, tensor, first)
+            if is_meta(tensor):
+                raise TypeError(f"{name} is on the device meta: tensors with data are accepted")
 
 
 def need_plain(what: str, *tensors: Any) -> None:

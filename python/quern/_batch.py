@@ -21,6 +21,17 @@ def closed_again(cache: Any) -> Iterator[None]:
         raise
 
 
+def integer(name: str, number: Any, remedy: str = "") -> int:
+    """A number that counts; TypeError where it is none."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} is {number!r}: an integer is accepted{remedy}") from None
+
+
+OF_ONE = "; sequence= names the sequence that it is about"
+
+
 def numbers_of(name: str, numbers: Iterable[Any], kind: str) -> bytes:
     """Integers as bytes: kind "i" int32, "q" int64."""
     try:

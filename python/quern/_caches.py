@@ -9,7 +9,8 @@ from typing import Any, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import closed_again, lists_of, packed
+from ._batch import OF_ONE, closed_again, integer, lists_of, packed
+from ._faces import cast
 from ._nsa import settings_of
 
 _KINDS = ("mean", "linear")
@@ -59,6 +60,7 @@ class _Cache:
     ) -> None:
         _arrays.need_tensors({**rows, **weights})
         _arrays.need_plain(f"{type(self).__name__}.append", *rows.values(), *weights.values())
+        rows = dict(cast("nsa", rows))
         k, v = (_tensor(name, rows[name]) for name in ("k", "v"))
         batch = lists_of(k, 4, sequences, counts)
         for name, t in rows.items():
@@ -86,12 +88,14 @@ class _Cache:
         _arrays.need_plain(f"{type(self).__name__}.attend", q, *tensors)
         if len(q.shape) < 3:
             raise ValueError(f"q has {len(q.shape)} dimensions: 4, or 3 with counts, are accepted")
-        rows = _arrays.readable(q.reshape(-1, *q.shape[-2:]))
+        q = cast("nsa", {"q": q})["q"]
+        rows = q.reshape(-1, *q.shape[-2:])
         dtype = str(q.dtype).removeprefix("torch.")
         return rows, _arrays.empty_like(q, (*rows.shape[:2], self._shape()[1]), dtype)
 
     def rollback(self, n: int, sequence: int | None = None) -> None:
         """Takes back the last n tokens, at most 8, of a sequence or of all."""
+        n = integer("n", n, OF_ONE)
         before = None if sequence is not None or self._memory is None else self._memory + 0
         try:
             for i in range(self.sequences) if sequence is None else (sequence,):
@@ -108,7 +112,7 @@ class _Cache:
 
     def fork(self, source: int, to: int, *, table: Any = None) -> None:
         """Gives sequence `to`, whatever it held, the tokens of sequence `source`."""
-        self._need(ops.library.cache_fork, source, to, _arrays.readable(table))
+        self._need(ops.library.cache_fork, source, integer("to", to), _arrays.readable(table))
 
     def save(self, sequence: int, *, table: Any = None) -> bytes:
         """A sequence as bytes, with a version and a checksum."""
@@ -130,7 +134,8 @@ class _Cache:
     def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:
             raise ValueError("the cache is empty: append comes first")
-        return function(self._handle, *arguments)
+        whole = [integer("sequence", arguments[0]), *arguments[1:]]
+        return function(self._handle, *whole)
 
     def length(self, sequence: int = 0) -> int:
         """Tokens of a sequence."""
@@ -143,7 +148,9 @@ class _Cache:
     def _length(self, sequence: int) -> tuple[int, int]:
         if not self._handle:
             return 0, 0
-        tokens, entries = struct.unpack("2q", bytes(ops.library.cache_length(self._handle, sequence)))
+        tokens, entries = struct.unpack(
+            "2q", bytes(ops.library.cache_length(self._handle, integer("sequence", sequence)))
+        )
         return tokens, entries
 
     @property
@@ -247,8 +254,9 @@ class NSACache(_Cache):
             idx = _arrays.empty_like(q, (heads, rows.shape[0], named["num_selected"]), "int32")
             count = _arrays.empty_like(q, (heads, rows.shape[0]), "int32")
         flat = None if gates is None else gates.reshape(-1, *gates.shape[-2:])
-        read, *weights = (_arrays.readable(t) for t in (table, gate, flat))
-        ops.library.cache_decode(self._handle, 1, params, *batch, read, rows, o, None, *weights, idx, count)
+        table, queries, *weights = (_arrays.readable(t) for t in (table, rows, gate, flat))
+        results = (_arrays.exported(o), None, *weights, idx, count)
+        ops.library.cache_decode(self._handle, 1, params, *batch, table, queries, *results)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         return (o, idx) if return_lists else o
 
@@ -300,8 +308,9 @@ class KVCache(_Cache):
         params = ops.params("attention", window=window, scale=scale)
         batch = lists_of(q, 4, sequences, counts)
         lse = _arrays.empty_like(q, (rows.shape[1], rows.shape[0]), "float32") if return_lse else None
-        read = _arrays.readable(table)
-        ops.library.cache_decode(self._handle, 0, params, *batch, read, rows, o, lse, None, None, None, None)
+        table, queries = (_arrays.readable(t) for t in (table, rows))
+        results = (_arrays.exported(o), lse, None, None, None, None)
+        ops.library.cache_decode(self._handle, 0, params, *batch, table, queries, *results)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         if lse is not None and counts is None:
             lse = lse.reshape(-1, *q.shape[:2]).swapaxes(0, 1)

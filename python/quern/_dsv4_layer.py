@@ -10,8 +10,8 @@ from typing import Any, Mapping, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import closed_again, lists_of, numbers_of, packed
-from ._faces import run
+from ._batch import OF_ONE, closed_again, integer, lists_of, numbers_of, packed
+from ._faces import cast, run
 from .nvfp4 import as_bytes
 
 KINDS = ("csa", "hca", "swa")
@@ -179,15 +179,18 @@ class Cache:
     ) -> Any:
         """The layer's output for new tokens, x [B, n, Dm] of the B sequences, 0 to B - 1 where none are
         named; or [T, Dm] with counts, the tokens of each sequence. The weights are those of layer()."""
-        tensors = {name: _arrays.readable(t) for name, t in tensors_of(x, cos_sin, weights).items()}
-        _arrays.need_tensors(tensors)
+        given = tensors_of(x, cos_sin, weights)
+        _arrays.need_tensors(given)
         if x is None:
             raise TypeError("x is None: a tensor is needed")
+        tensors = cast("v4-layer", given)
         _arrays.need_plain("dsv4.Cache.append", *tensors.values())
         batch = lists_of(x, 3, sequences, counts)
         rows = tensors["x"].reshape(-1, x.shape[-1])
-        out = _arrays.empty_like(x, rows.shape, str(x.dtype).removeprefix("torch."))
-        slots = [{**tensors, "x": rows, "out": out}.get(field) for field in _FIELDS]
+        out = _arrays.empty_like(x, rows.shape, str(rows.dtype).removeprefix("torch."))
+        passed = {name: _arrays.readable(t) for name, t in {**tensors, "x": rows}.items()}
+        passed["out"] = _arrays.exported(out)
+        slots = [passed.get(field) for field in _FIELDS]
         with closed_again(self):
             if not self._handle:
                 self._open_for(tensors)
@@ -197,7 +200,8 @@ class Cache:
     def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:
             raise ValueError("the cache is empty: append comes first")
-        return function(self._handle, *arguments)
+        whole = [integer("sequence", arguments[0]), *arguments[1:]]
+        return function(self._handle, *whole)
 
     def length(self, sequence: int = 0) -> int:
         """Tokens of a sequence."""
@@ -210,11 +214,14 @@ class Cache:
     def _length(self, sequence: int) -> tuple[int, int]:
         if not self._handle:
             return 0, 0
-        tokens, held = struct.unpack("2q", bytes(ops.library.layer_cache_length(self._handle, sequence)))
+        tokens, held = struct.unpack(
+            "2q", bytes(ops.library.layer_cache_length(self._handle, integer("sequence", sequence)))
+        )
         return tokens, held
 
     def rollback(self, n: int, sequence: int | None = None) -> None:
         """Takes back the last n tokens of a sequence, or of all."""
+        n = integer("n", n, OF_ONE)
         # Of all: the one that can give back the fewest is the first, so that where it cannot none does.
         every = range(self.sequences) if sequence is None else (sequence,)
         for i in sorted(every, key=self._held):
@@ -227,7 +234,7 @@ class Cache:
 
     def fork(self, source: int, to: int) -> None:
         """Makes sequence `to` an independent copy of sequence `source`."""
-        self._need(ops.library.layer_cache_fork, source, to)
+        self._need(ops.library.layer_cache_fork, source, integer("to", to))
 
     def save(self, sequence: int) -> bytes:
         """A sequence as bytes, with a version and a checksum."""

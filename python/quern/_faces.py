@@ -33,6 +33,10 @@ def run(
         tensors = {**tensors, **{field: _arrays.narrowed(tensors[field]) for field in wide}}
     if out is not None:
         _arrays.need_plain(name, *tensors.values())
+        for field, tensor in out.items():
+            _arrays.need_writable(field, tensor)
+        if _arrays.are_meta({**tensors, **out}):
+            return tuple(out[field] for field in results)
         tensors = {**tensors, **out}
     elif any(_arrays.is_torch(t) for t in tensors.values()):
         from . import _torch
@@ -40,6 +44,15 @@ def run(
         return _torch.run(name, settings, tensors, results, keep, asked)
     extents = dict(asked) if asked else None
     return ops.call(name, ops.params_of(name, settings), tensors, results, asked=extents)
+
+
+def cast(name: str, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Activations in the dtype of torch's autocast where it is on, as run() takes them."""
+    if not any(_arrays.is_torch(t) for t in tensors.values()):
+        return tensors
+    from . import _torch
+
+    return _torch.autocast(_torch.OPERATORS[name], tensors)
 
 
 def writer(
@@ -64,7 +77,13 @@ def writer(
         for tensor in tensors:
             if tensor is not None and (type(tensor) is not kind or (trains and tensor.requires_grad)):
                 return False
-        call(number, 0, params(*values), *slots(tensors))
+        if tensors[-1].is_meta:
+            return False
+        try:
+            stated = params(*values)
+        except TypeError:  # no number
+            return False
+        call(number, 0, stated, *slots(tensors))
         return True
 
     return write

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import numbers
 import operator
 import pathlib
 import pkgutil
@@ -151,13 +152,27 @@ def _text(value: Any) -> str:
 
 def line(name: str, value: Any) -> str:
     """A parameter as a line of name=value. None leaves it as it is."""
-    return "" if value is None else f"{name}={_text(value)}\n"
+    if value is None:
+        return ""
+    if isinstance(value, (str, numbers.Number)) or type(value).__name__ in ("bool", "bool_"):
+        return f"{name}={_text(value)}\n"
+    if hasattr(value, "item"):
+        raise TypeError(f"{name} is a {type(value).__name__}: a number, such as its item(), is accepted")
+    pair = "; of (left, 0) that is left + 1, with the query's own" if name == "window" else ""
+    raise TypeError(f"{name} is {value!r}: one number or word is accepted{pair}")
 
 
 @functools.lru_cache(maxsize=1024)
+def _lines(settings: tuple[tuple[str, Any], ...]) -> str:
+    return "".join(line(name, value) for name, value in settings)
+
+
 def lines(settings: tuple[tuple[str, Any], ...]) -> str:
     """Parameters as lines of name=value; a preset comes first."""
-    return "".join(line(name, value) for name, value in settings)
+    try:
+        return _lines(settings)
+    except TypeError:  # a value that has no hash: its line says what is wrong with it
+        return "".join(line(name, value) for name, value in settings)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -167,7 +182,7 @@ def params_from(name: str, settings: str) -> bytes:
     try:
         return bytes(_parameters(OPERATIONS[name].number, stated))
     except ValueError:
-        lines.cache_clear()  # to it 1, 1.0 and True are one setting: the text of another may be accepted
+        _lines.cache_clear()  # to it 1, 1.0 and True are one setting: the text of another may be accepted
         raise
 
 
@@ -202,7 +217,6 @@ def asked_of(settings: str) -> Mapping[str, int] | None:
     return {name: int(extent) for name, extent in found} or None
 
 
-@functools.lru_cache(maxsize=1024)
 def params_of(name: str, settings: tuple[tuple[str, Any], ...]) -> bytes:
     """A params struct of these settings, which lines() takes."""
     return params_from(name, lines(settings))
@@ -286,24 +300,28 @@ def call(
     if first is None:
         raise TypeError(f"{name}: no tensor is given")
     source = type(first).__module__
+    passed = list(slots)
     if source == "jaxlib._jax":
         _arrays.wait_for(slots)
     elif source == "numpy":
         for field, tensor in tensors.items():
-            if not fields[field].results[backward]:
-                slots[fields[field].place] = _arrays.readable(tensor)
+            if tensor is not None:
+                _arrays.check(field, tensor, first)
+                given = fields[field].results[backward]
+                passed[fields[field].place] = (_arrays.exported if given else _arrays.readable)(tensor)
     wanted = [fields[field].place for field in results]
     missing = [slot for slot in wanted if slots[slot] is None]
     if missing:
         extents = _extents(operation, asked)
-        expected = bytes(_expect(operation.number, int(backward), parameters, extents, *slots))
+        expected = bytes(_expect(operation.number, int(backward), parameters, extents, *passed))
         for slot in missing:
             role, dtype, shape = _unpack(expected, slot)
             if role == RESULT or role == OPTIONAL_RESULT:
                 slots[slot] = _arrays.empty_like(first, shape, DTYPES[dtype])
+                passed[slot] = _arrays.exported(slots[slot])
     if source.startswith("cupy"):
         with _arrays.on_stream_of(first):
-            _run(operation.number, int(backward), parameters, *slots)
+            _run(operation.number, int(backward), parameters, *passed)
     else:
-        _run(operation.number, int(backward), parameters, *slots)
+        _run(operation.number, int(backward), parameters, *passed)
     return tuple([slots[slot] for slot in wanted])

@@ -23,6 +23,7 @@ from typing import Any, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _arrays
 from . import _operations as ops
@@ -32,6 +33,14 @@ _LIBRARY = torch.library.Library("quern", "FRAGMENT")
 _PT2 = (torch.Tag.pt2_compliant_tag,)
 _NUMBERS = {getattr(torch, name): i for i, name in enumerate(ops.DTYPES) if hasattr(torch, name)}
 _CAST = ("act", "stored")  # classes of tensors that autocast casts
+_MOVES_VALUES = ("nvfp4-interleave", "nvfp4-dequantize")  # without a gradient, yet to floats
+# What decides a choice alone has no gradient.
+_INDEXER = ("bias", "kv", "gate", "norm", "q_b", "heads")
+_CHOOSES = {
+    "moe": ("bias",),
+    "moe-route": ("bias",),
+    "v4-layer": tuple(f"indexer_{name}" for name in _INDEXER),
+}
 _OPEN = "SymInt[] integers=[], Tensor? floats=None"
 _SIZED_BY_DATA = ("nvfp4-swizzle",)  # operations whose results' extents depend on what a tensor holds
 
@@ -75,6 +84,7 @@ def _fake(
     """Empty results. Their extents follow from the symbols of the inputs' extents and of the integers; where
     it is not known how, those are fixed."""
     operation = ops.OPERATIONS[name]
+    _arrays.are_meta(tensors)
     views = {
         field: (_NUMBERS[t.dtype], int(t.device.type == "cuda"), tuple(hint(n) for n in t.shape))
         for field, t in tensors.items()
@@ -275,7 +285,8 @@ def _numbers(
             (floats if real else integers).append(value)
             text += f"{name}={'~' if real else '#'}\n"
         else:
-            text += ops.line(name, value)
+            symbol = isinstance(value, (torch.SymInt, torch.SymFloat))  # of one value
+            text += ops.line(name, value.node.pytype(value) if symbol else value)
     if not floats:
         return text, integers, None
     one = torch.ones((), dtype=torch.float64, device="cpu")
@@ -296,17 +307,40 @@ def _trains(operator: Operator, tensors: Mapping[str, Tensor | None]) -> bool:
     return any(t is not None and t.requires_grad for t in found)
 
 
-def _autocast(operator: Operator, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def autocast(operator: Operator, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Activations in autocast's dtype where it is on. Weights may be f32 and stay as they are."""
     found = dict(tensors)
     kind = next(t.device.type for t in tensors.values() if t is not None)
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         for field in operator.cast:
             t = found.get(field)
             if t is not None and t.is_floating_point() and t.element_size() > 1:
                 found[field] = t.to(dtype)
     return found
+
+
+def _need_gradients(operator: Operator, tensors: Mapping[str, Tensor | None]) -> None:
+    """ValueError where a tensor asks for a gradient that it would silently not get."""
+    if not torch.is_grad_enabled() or not (operator.triggers or operator.name in _MOVES_VALUES):
+        return
+    for field, t in tensors.items():
+        if t is None or not t.requires_grad or field in operator.gradients:
+            continue
+        if field not in _CHOOSES.get(operator.name, ()):
+            raise ValueError(
+                f"{field} requires a gradient, which {operator.name} does not compute: {field}.detach(), or "
+                "torch.no_grad(), is accepted"
+            )
+
+
+def _need_no_tangents(tensors: Mapping[str, Tensor | None]) -> None:
+    """NotImplementedError in forward-mode differentiation, which would take tangents for zeros."""
+    if forward_ad._current_level < 0:
+        return
+    for field, t in tensors.items():
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(f"{field} has a tangent: reverse mode, backward(), is accepted")
 
 
 def run(
@@ -320,7 +354,10 @@ def run(
     """The operator; it keeps what a backward needs only where there will be one."""
     operator = OPERATORS[name]
     _arrays.need_torch(**tensors)
-    given = _autocast(operator, tensors)
+    if not torch.compiler.is_compiling():
+        _need_no_tangents(tensors)
+    given = autocast(operator, tensors)
+    _need_gradients(operator, given)
     if not operator.triggers:
         given = {field: t if t is None else t.detach() for field, t in given.items()}
     wanted = " ".join(results)

@@ -15,9 +15,9 @@ from typing import Any, Mapping, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import numbers_of, packed
+from ._batch import integer, numbers_of, packed
 from ._dsv4_layer import Cache, format_of, layer
-from ._faces import run
+from ._faces import cast, run
 from .nvfp4 import as_bytes
 
 __all__ = [
@@ -234,8 +234,11 @@ def store(x: Any, slots: Any, cache: Any, *, format: str = "rows", page: int = 0
     """Writes rows x [n, D] into a cache that attention() or index() reads: row i to slot slots[i], int32 [n],
     counted over all pages; -1: not stored. cache: [rows, D] or [pages, page, D]; with a format uint8 [rows,
     bytes of a row] or [pages, page · bytes]."""
+    _arrays.need_tensors({"x": x, "slots": slots, "cache": cache})
     _arrays.need_plain("dsv4.store", x)
-    ops.library.store(format_of(format), page, _arrays.readable(x), _arrays.readable(slots), cache)
+    _arrays.need_writable("cache", cache)
+    read = (_arrays.readable(t) for t in (x, slots))
+    ops.library.store(format_of(format), integer("page", page), *read, _arrays.exported(cache))
 
 
 # ---- tables and weights ----
@@ -254,12 +257,13 @@ def rope_table(
 ) -> Any:
     """[positions, channels] f32: cosines, then as many sines, of interleaved pairs; factor > 0: YaRN. base
     10000 serves window layers; base 160000, factor 16 the CSA and HCA layers. A torch.Tensor beside `like`,
-    on the CPU; without it an array of NumPy."""
+    on the CPU or without data on "meta"; without it an array of NumPy."""
     table = _arrays.empty_like(
         _arrays.numpy_like() if like is None else like, (positions, channels), "float32"
     )
-    numbers = (base, factor, original_length, beta_fast, beta_slow)
-    ops.library.rope_table(packed(struct.Struct("5f"), numbers), table)
+    numbers = packed(struct.Struct("5f"), (base, factor, original_length, beta_fast, beta_slow))
+    if not _arrays.is_meta(table):
+        ops.library.rope_table(numbers, table)
     return table
 
 
@@ -279,7 +283,8 @@ def pack_weights(w_a_kv: Any, w_a_z: Any, w_b_kv: Any = None, w_b_z: Any = None)
     shape = (w_a_kv.shape[0], len(parts) * w_a_kv.shape[1])
     w = _arrays.empty_like(w_a_kv, shape, _dtype(w_a_kv))
     read = [_arrays.readable(part) for part in given.values()]
-    ops.library.pack_weights(int(w_b_kv is None), *read, w)
+    if not _arrays.is_meta(w):
+        ops.library.pack_weights(int(w_b_kv is None), *read, _arrays.exported(w))
     return w
 
 
@@ -295,7 +300,9 @@ def pack_checkpoint(wkv: Any, wgate: Any, ape: Any, *, kind: str = "csa") -> tup
     w = _arrays.empty_like(wkv, (wkv.shape[1], 2 * wkv.shape[0]), _dtype(wkv))
     biases = [_arrays.empty_like(ape, (ape.shape[0], width), _dtype(ape)) for _ in range(series)]
     given = [_arrays.readable(part) for part in (wkv, wgate, ape)]
-    ops.library.pack_checkpoint(series % 2, *given, w, biases[0], biases[1] if series == 2 else None)
+    if not _arrays.is_meta(w):
+        written = [_arrays.exported(t) for t in (w, *biases, *[None] * (2 - series))]
+        ops.library.pack_checkpoint(series % 2, *given, *written)
     return (w, *biases)
 
 
@@ -373,7 +380,7 @@ class State:
 
     def rollback(self, n: int) -> None:
         """Takes back the last n tokens."""
-        ops.library.state_rollback(self.handle, n)
+        ops.library.state_rollback(self.handle, integer("n", n))
 
     def fork(self) -> State:
         """An independent copy."""
@@ -424,11 +431,13 @@ def append(
     become whole, state after state: out [n, C], or (out, pooled f32 [n, C]). The tensors are those of
     compress(); prev_b [B, r, 2C] is for states without a token yet."""
     weights = _weight("w", w)
-    packed = [weights.get(f"w_{kind}") for kind in ("fp8", "fp8_scales", "codes", "scales", "global")]
-    given = (proj, x, weights.get("w"), b_a, b_b, prev_b, norm_weight, cos_sin)
-    names = ("proj", "x", "w", "b_a", "b_b", "prev_b", "norm_weight", "cos_sin")
-    rows = _rows_of(proj, x)
-    _arrays.need_tensors(dict(zip(names, given)))
+    codes = [weights.get(f"w_{kind}") for kind in ("fp8", "fp8_scales", "codes", "scales", "global")]
+    _rows_of(proj, x)
+    named = {"proj": proj, "x": x, "w": weights.get("w"), "b_a": b_a, "b_b": b_b, "prev_b": prev_b}
+    named.update(norm_weight=norm_weight, cos_sin=cos_sin)
+    _arrays.need_tensors(named)
+    named = cast("csa-compress", named)
+    given, rows = tuple(named.values()), _rows_of(named["proj"], named["x"])
     _arrays.need_plain("dsv4.append", *given)
     if not states or not all(isinstance(state, State) for state in states):
         raise TypeError(f"states is {states!r}: one State or more are accepted")
@@ -438,6 +447,7 @@ def append(
     first = states[0]
     out = _arrays.empty_like(rows, (n, *first.row_shape), first.row_dtype or _dtype(rows))
     pooled = _arrays.empty_like(rows, (n, first.width), "float32") if return_pooled else None
-    read, bytes_read = ([_arrays.readable(t) for t in tensors] for tensors in (given, packed))
-    ops.library.state_append(first.params, handles, numbers, *read, out, pooled, *bytes_read)
+    read, bytes_read = ([_arrays.readable(t) for t in tensors] for tensors in (given, codes))
+    written = _arrays.exported(out)
+    ops.library.state_append(first.params, handles, numbers, *read, written, pooled, *bytes_read)
     return (out, pooled) if return_pooled else out

@@ -5,16 +5,44 @@ NVFP4Experts."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
+from . import _operations as ops
 from . import dsv4, moe, nvfp4
 from ._caches import NSACache
-from ._nsa import nsa
+from ._nsa import nsa, settings_of
 
 __all__ = ["CompressedSparseAttention", "HeavilyCompressedAttention", "NSAttention", "NVFP4Experts"]
+
+
+def _take(
+    module: nn.Module, function: Callable[..., Any], given: dict[str, Any], per_call: Collection[str]
+) -> dict[str, Any]:
+    """Settings of a function that a module keeps, less those that it makes or that each call has. Tensors
+    among them become its parameters and buffers, and are left out."""
+    named = inspect.signature(function).parameters.values()
+    known = [p.name for p in named if p.kind is p.KEYWORD_ONLY and p.name not in per_call]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{type(module).__name__} has no setting {name}: {', '.join(known)} are accepted")
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(name, value)
+        else:
+            module.register_buffer(name, nvfp4.as_bytes(value))
+    return {name: value for name, value in given.items() if name not in tensors}
+
+
+_NSA_PER_CALL = (
+    *("gate", "gates", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "block_idx", "group_idx"),
+    *("cu_seqlens", "cu_seqlens_cmp"),
+)
+_NSA_WEIGHTS = ("w_k", "w_v", "pe_k", "pe_v")
 
 
 class NSAttention(nn.Module):
@@ -22,7 +50,8 @@ class NSAttention(nn.Module):
     cu_seqlens.
 
     A drop-in for a layer of projections around scaled_dot_product_attention: q_proj, k_proj, v_proj, o_proj,
-    and `gate` [heads, 3, head_dim], the weights of the branches' gates. The settings are those of quern.nsa.
+    and `gate` [heads, 3, head_dim], the weights of the branches' gates. The settings are those of quern.nsa
+    for tiles of one query, whose choice needs no later one; w_k, w_v, pe_k and pe_v become parameters.
     rotary: called with q or k [.., heads, head_dim] and the tokens' positions in their sequences, returns
     them rotated.
     """
@@ -44,7 +73,12 @@ class NSAttention(nn.Module):
         made = {"device": device, "dtype": dtype}
         self.heads, self.kv_heads = heads, kv_heads or heads
         self.head_dim = head_dim or width // heads
-        self.settings, self.rotary = settings, rotary
+        self.settings, self.rotary = _take(self, nsa, settings, _NSA_PER_CALL), rotary
+        numbers = {name: value for name, value in self.settings.items() if name != "save_branches"}
+        ops.params_of("nsa", settings_of(**numbers))
+        tile = numbers.get("tile") or (256 if numbers.get("preset") == "tile256" else 1)
+        if tile != 1:
+            raise ValueError(f"tile is {tile}: NSAttention, which decodes, accepts 1; quern.nsa takes tiles")
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias, **made)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, **made)
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, **made)
@@ -79,17 +113,23 @@ class NSAttention(nn.Module):
         """cache: x holds the newest tokens of its sequences, all of one length; they are appended. It needs
         torch.no_grad()."""
         q, k, v = self._project(x, cu_seqlens, cache)
+        weights = {name: getattr(self, name) for name in _NSA_WEIGHTS if hasattr(self, name)}
         if cache is None:
-            o = nsa(q, k, v, gate=self.gate, cu_seqlens=cu_seqlens, **self.settings)
+            o = nsa(q, k, v, gate=self.gate, cu_seqlens=cu_seqlens, **weights, **self.settings)
         else:
-            cache.append(k, v)
+            cache.append(k, v, **weights)
             settings = {name: value for name, value in self.settings.items() if name != "save_branches"}
             o = cache.attend(q, gate=self.gate, **settings)
         return self.o_proj(o.flatten(-2))
 
     def make_cache(self, sequences: int, capacity: int) -> NSACache:
         """An empty cache for forward()."""
-        kept = {name: self.settings[name] for name in ("block_size", "stride") if name in self.settings}
+        decodes = {"causal": True, "compressed_visibility": "complete", "max_compressed_groups": 0}
+        for name, accepted in decodes.items():
+            if self.settings.get(name) not in (None, accepted):
+                raise ValueError(f"{name} is {self.settings[name]}: a layer that decodes has {accepted}")
+        names = ("block_size", "stride", "compress")
+        kept = {name: self.settings[name] for name in names if name in self.settings}
         return NSACache(sequences, capacity, **kept)
 
     def extra_repr(self) -> str:
@@ -234,13 +274,22 @@ class HeavilyCompressedAttention(_CompressedAttention):
         super().__init__(shapes, window=window, top_k=512, eps=eps, made=made)
 
 
+_EXPERTS = tuple(
+    f"{matrix}_{kind}" for matrix in ("gate_up", "down") for kind in ("codes", "scales", "repacked", "global")
+)
+_MOE_PER_CALL = ("logits", "bias", "input_ids", "tid2eid", "return_routing")
+_MOE_OWN = ("gate_up", "down", "intermediate", *_EXPERTS)
+
+
 class NVFP4Experts(nn.Module):
     """A mixture of experts whose weights are frozen NVFP4: hidden [.., width] → [.., width].
 
     The router `weight` [experts, width] trains. gate_up and down are buffers of codes, scales and globals
     (uint8 and f32), which quantize_() fills from floats, and which state_dict keeps; to() moves them and
     leaves their dtypes. repack() adds, in memory alone, the layout that products read fastest on the device
-    of the weights. The settings are those of quern.moe.layer (score, renormalize, limit, a4, ...).
+    of the weights. The settings are those of quern.moe.layer (score, renormalize, limit, a4, ...). Tensors
+    among them are kept as given: parameters (gate_up_bias, down_bias) train, others are buffers. quantize_()
+    interleaves the weights; gate_up_bias is given interleaved, by nvfp4.interleave().
     """
 
     def __init__(
@@ -255,7 +304,10 @@ class NVFP4Experts(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.inner, self.settings = inner, {"top_k": top_k, **settings}
+        given = {"top_k": top_k, **settings}
+        self.inner, self.settings = inner, _take(self, moe.layer, given, (*_MOE_PER_CALL, *_MOE_OWN))
+        ops.params("moe", **self.settings)
+        self._given = tuple(name for name in given if name not in self.settings)
         self.weight = nn.Parameter(torch.empty(experts, width, device=device, dtype=dtype))
         nn.init.normal_(self.weight, std=width**-0.5)
         for name, rows, columns in (("gate_up", width, 2 * inner), ("down", inner, width)):
@@ -271,7 +323,8 @@ class NVFP4Experts(nn.Module):
     ) -> NVFP4Experts:
         """Takes experts in floats: gate_up [E, 2·inner, width], gate's rows then up's, and down [E, width,
         inner]."""
-        interleaved = nvfp4.interleave(gate_up.transpose(1, 2).contiguous())
+        granularity = self.settings.get("granularity", 8)
+        interleaved = nvfp4.interleave(gate_up.transpose(1, 2).contiguous(), granularity=granularity)
         for name, matrix in (("gate_up", interleaved), ("down", down.transpose(1, 2).contiguous())):
             made = nvfp4.quantize(matrix, weight=True, global_per="expert", profile=profile, scales=scales)
             for kind, tensor in zip(("codes", "scales", "global"), made):
@@ -289,7 +342,7 @@ class NVFP4Experts(nn.Module):
 
     def forward(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """bias f32 [experts]: moves the choice alone."""
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {name: getattr(self, name) for name in self._given}
         for name in ("gate_up", "down"):
             given[f"{name}_global"] = getattr(self, f"{name}_global")
             repacked = getattr(self, f"{name}_repacked")
@@ -307,12 +360,12 @@ class NVFP4Experts(nn.Module):
 
     def _apply(self, *arguments: Any, **named: Any) -> NVFP4Experts:
         """What to(), half(), cuda() and so on do."""
-        globals = self.gate_up_global, self.down_global
+        globals = {name: t for name, t in self.named_buffers() if name.endswith("_global")}
         super()._apply(*arguments, **named)
-        for name, before in zip(("gate_up", "down"), globals):
-            moved = getattr(self, f"{name}_global")
+        for name, before in globals.items():
+            moved = getattr(self, name)
             if moved.dtype != before.dtype:  # halves would change what the codes stand for
-                setattr(self, f"{name}_global", before.to(moved.device))
-            if moved.device != before.device:
-                setattr(self, f"{name}_repacked", None)
+                setattr(self, name, before.to(moved.device))
+            if moved.device != before.device and name in ("gate_up_global", "down_global"):
+                setattr(self, name.replace("global", "repacked"), None)
         return self

@@ -73,7 +73,7 @@ def test_against_float64(near, causal):
     given = random_inputs()
     wide = {name: t.detach().double().requires_grad_() for name, t in given.items()}
     o = quern.nsa(**given, **TILES, causal=causal)
-    expected = reference.nsa(**wide, block_size=16, num_selected=3, window=20, tile=8, causal=causal)
+    expected = reference.nsa(**wide, **TILES, causal=causal)
     near(o, expected, BOUND)
     d_o = torch.randn_like(o)
     wanted = torch.autograd.grad(expected, list(wide.values()), d_o.double())
@@ -91,7 +91,7 @@ def test_pairs_of_their_own_against_float64(near, given_entries):
     wide = {name: t.detach().double().requires_grad_() for name, t in given.items()}
     settings = {"compress": "given"} if given_entries else {}
     o = quern.nsa(**given, **TILES, **settings)
-    expected = reference.nsa(**wide, block_size=16, num_selected=3, window=20, tile=8)
+    expected = reference.nsa(**wide, **TILES)
     near(o, expected, BOUND)
     d_o = torch.randn_like(o)
     used = {name for name in given if not (given_entries and name in ("k", "v"))}

@@ -207,6 +207,10 @@ def nsa_forward_reference(
             causal=causal,
             scale=softmax_scale,
             complete=False,
+            scope="head",
+            metric="mean_logit",
+            forced_first=0,
+            forced_local=0,
             block_idx=_block_indices,
         )
     return o.to(Q.dtype)

@@ -130,10 +130,10 @@ def nsa(
     complete: bool = True,
     stride: int | None = None,
     select_block: int | None = None,
-    scope: str = "head",
-    metric: str = "mean_logit",
-    forced_first: int = 0,
-    forced_local: int = 0,
+    scope: str = "group",
+    metric: str = "softmax",
+    forced_first: int = 1,
+    forced_local: int = 2,
     k_cmp: Tensor | None = None,
     v_cmp: Tensor | None = None,
     k_slc: Tensor | None = None,
@@ -143,7 +143,7 @@ def nsa(
     block_idx: Tensor | None = None,
     group_idx: Tensor | None = None,
 ) -> Tensor:
-    """NSA → o [B, N, H, Dv]; its selection is by default that of preset "tile256", without forced blocks.
+    """NSA → o [B, N, H, Dv], by default as quern.nsa.
 
     complete: a compressed entry is seen once its whole block has passed, else as soon as it has begun. k_cmp,
     v_cmp: entries instead of compressing; k_slc, v_slc, k_win, v_win: keys and values of a branch alone.

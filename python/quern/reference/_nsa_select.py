@@ -52,10 +52,10 @@ def select(
     *,
     stride: int | None = None,
     select_block: int | None = None,
-    scope: str = "head",
-    metric: str = "mean_logit",
-    forced_first: int = 0,
-    forced_local: int = 0,
+    scope: str = "group",
+    metric: str = "softmax",
+    forced_first: int = 1,
+    forced_local: int = 2,
     scale: float | None = None,
 ) -> Tensor:
     """The blocks of greatest score of every tile: bool [B, Hs, tiles, blocks of N tokens].
@@ -116,7 +116,7 @@ def select_groups(
     causal: bool = True,
     complete: bool = True,
     *,
-    scope: str = "head",
+    scope: str = "group",
 ) -> Tensor:
     """The groups of 128 entries that every tile attends, of greatest mean of mean_logit over the entries that
     the tile's last query sees: bool [B, Hs, tiles, groups]. The groups of the newest entries of its first and

@@ -138,14 +138,15 @@ def attention(
     *,
     sink: Tensor | None = None,
     cos_sin: Tensor | None = None,
-    ratio: int = 4,
+    ratio: int = 0,
     window: int = 128,
     start_abs_pos: int | None = None,
     format: str = "rows",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """q [B, T, H, D], kv [B, N, D], kv_cmp [B, S, D], idx [B, T, k] → o [B, T, H, D]; with return_lse also
-    lse [B, H, T] and lse_win, of the window's keys alone. kv and kv_cmp: in a format bytes."""
+    lse [B, H, T] and lse_win, of the window's keys alone. kv and kv_cmp: in a format bytes. ratio 0: 4
+    with idx, else 128."""
     if format != "rows":
         kv, kv_cmp = load(kv, format), None if kv_cmp is None else load(kv_cmp, format)
     batch, tokens, heads, dim = q.shape
@@ -156,6 +157,7 @@ def attention(
     seen = seen.expand(batch, -1, -1)
     keys = kv
     if kv_cmp is not None:
+        ratio = ratio or (128 if idx is None else 4)
         entries = visible(tokens, kv_cmp.shape[1], ratio, start).expand(batch, -1, -1)
         if idx is not None:
             listed = torch.zeros(batch, tokens, kv_cmp.shape[1] + 1, dtype=torch.bool)
