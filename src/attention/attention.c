@@ -16,7 +16,7 @@ static stage_seqs sequences_of(const op_call *call)
     const bool any = call->varlen || s[ATTENTION_NQ] > 0 ||
                      s[ATTENTION_NKV] > 0; /* no loop goes over sequences without tokens */
     return (stage_seqs){any ? s[ATTENTION_B] : 0, s[ATTENTION_NQ], s[ATTENTION_NKV],
-                        op_view(call, ATTENTION_CU_Q, false), op_view(call, ATTENTION_CU_KV, false)};
+                        op_view(call, A(cu_seqlens_q), false), op_view(call, A(cu_seqlens_kv), false)};
 }
 
 /* Fills the attention stage's arguments. */
@@ -30,17 +30,17 @@ static void fill(const attention_call *c, attend_args *a)
     a->window = c->params.window;
     a->query_offset = c->params.query_offset;
     a->tile = 1;
-    a->q = op_view(h, ATTENTION_Q, true);
-    a->k = op_view(h, ATTENTION_K, true);
-    a->v = op_view(h, ATTENTION_V, true);
-    a->o = op_view(h, ATTENTION_O, true);
-    a->lse = op_view(h, ATTENTION_LSE, true);
+    a->q = op_view(h, A(q), true);
+    a->k = op_view(h, A(k), true);
+    a->v = op_view(h, A(v), true);
+    a->o = op_view(h, A(o), true);
+    a->lse = op_view(h, A(lse), true);
 }
 
 static void add_backward(op_build *b)
 {
     const op_call *h = b->call;
-    const quern_tensor o = op_view(h, ATTENTION_O, true), d_o = op_view(h, ATTENTION_D_O, true);
+    const quern_tensor o = op_view(h, A(o), true), d_o = op_view(h, A(d_o), true);
     const int64_t shape[] = {o.shape[0], o.shape[2], o.shape[1]};
     const quern_tensor delta = op_room(b, QUERN_F32, 3, shape);
     *OP_ADD(b, rowdot) = (rowdot_args){sequences_of(h), d_o, o, delta};
@@ -48,9 +48,9 @@ static void add_backward(op_build *b)
     fill((const attention_call *)h, attend);
     attend->d_o = d_o;
     attend->delta = delta;
-    attend->d_q = op_view(h, ATTENTION_D_Q, true);
-    attend->d_k = op_view(h, ATTENTION_D_K, true);
-    attend->d_v = op_view(h, ATTENTION_D_V, true);
+    attend->d_q = op_view(h, A(d_q), true);
+    attend->d_k = op_view(h, A(d_k), true);
+    attend->d_v = op_view(h, A(d_v), true);
 }
 
 void attention_build(op_build *b)

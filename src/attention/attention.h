@@ -10,21 +10,9 @@
 
 typedef enum attention_op { ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION_OPS } attention_op;
 
-/* In the order of quern_attention_tensors. */
-typedef enum attention_tensor {
-    ATTENTION_Q,
-    ATTENTION_K,
-    ATTENTION_V,
-    ATTENTION_CU_Q,
-    ATTENTION_CU_KV,
-    ATTENTION_O,
-    ATTENTION_LSE,
-    ATTENTION_D_O,
-    ATTENTION_D_Q,
-    ATTENTION_D_K,
-    ATTENTION_D_V,
-    ATTENTION_TENSORS
-} attention_tensor;
+/* The number of a tensor. */
+#define A(field) OP_TENSOR(quern_attention_tensors, field)
+enum { ATTENTION_TENSORS = OP_TENSOR_COUNT(quern_attention_tensors) };
 
 /* Extents: fixed length B and N, varlen T. */
 typedef enum attention_symbol {

@@ -26,14 +26,12 @@ static const op_tensor tensors[] = {
     {"cu_seqlens_kv", "cu_seqlens_kv", OP_I32, OP_NONE, {B1}, {0}},
     {"o", "O", OP_ACTIVATION, OP_NONE, {B, NQ, H, DV}, {TQ, H, DV}},
     {"lse", "lse", OP_F32, OP_NONE, {B, H, NQ}, {H, TQ}},
-    {"d_o", "dO", OP_ACTIVATION, ATTENTION_O, {B, NQ, H, DV}, {TQ, H, DV}},
-    {"d_q", "dQ", OP_ACTIVATION, ATTENTION_Q, {B, NQ, H, D}, {TQ, H, D}},
-    {"d_k", "dK", OP_ACTIVATION, ATTENTION_K, {B, NKV, HKV, D}, {TKV, HKV, D}},
-    {"d_v", "dV", OP_ACTIVATION, ATTENTION_V, {B, NKV, HKV, DV}, {TKV, HKV, DV}},
+    {"d_o", "dO", OP_ACTIVATION, A(o), {B, NQ, H, DV}, {TQ, H, DV}},
+    {"d_q", "dQ", OP_ACTIVATION, A(q), {B, NQ, H, D}, {TQ, H, D}},
+    {"d_k", "dK", OP_ACTIVATION, A(k), {B, NKV, HKV, D}, {TKV, HKV, D}},
+    {"d_v", "dV", OP_ACTIVATION, A(v), {B, NKV, HKV, DV}, {TKV, HKV, DV}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == ATTENTION_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_attention_tensors) == (1 + ATTENTION_TENSORS) * sizeof(void *),
-               "a tensor a field");
 
 #define AT(member) offsetof(quern_attention_params, member)
 static const op_param params[] = {
@@ -66,15 +64,15 @@ static void roles(op_call *call)
 {
     const bool backward = call->operation == ATTENTION_BACKWARD;
     uint8_t *r = call->role;
-    r[ATTENTION_Q] = OP_NEEDED;
-    r[ATTENTION_K] = OP_NEEDED;
-    r[ATTENTION_V] = OP_NEEDED;
-    r[ATTENTION_CU_Q] = OP_OPTIONAL;
-    r[ATTENTION_CU_KV] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
-    r[ATTENTION_O] = backward ? OP_NEEDED : OP_RESULT;
-    r[ATTENTION_LSE] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
-    r[ATTENTION_D_O] = backward ? OP_NEEDED : OP_UNUSED;
-    for (int i = ATTENTION_D_Q; i <= ATTENTION_D_V; i++) r[i] = backward ? OP_RESULT : OP_UNUSED;
+    r[A(q)] = OP_NEEDED;
+    r[A(k)] = OP_NEEDED;
+    r[A(v)] = OP_NEEDED;
+    r[A(cu_seqlens_q)] = OP_OPTIONAL;
+    r[A(cu_seqlens_kv)] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
+    r[A(o)] = backward ? OP_NEEDED : OP_RESULT;
+    r[A(lse)] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
+    r[A(d_o)] = backward ? OP_NEEDED : OP_UNUSED;
+    for (int i = A(d_q); i <= A(d_v); i++) r[i] = backward ? OP_RESULT : OP_UNUSED;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -90,16 +88,16 @@ static quern_status derive(op_call *call)
     const int32_t ndim = varlen ? 3 : 4, at = varlen ? 0 : 1;
     const quern_tensor *const *t = call->given;
     quern_status status;
-    for (int32_t i = ATTENTION_Q; i <= ATTENTION_V; i++) {
+    for (int32_t i = A(q); i <= A(v); i++) {
         if (t[i] == NULL)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
-        call->like = *t[ATTENTION_Q];
+        call->like = *t[A(q)];
         if ((status = op_check_activation(call, i, ndim)) != QUERN_OK) return status;
     }
-    const quern_tensor *q = t[ATTENTION_Q], *k = t[ATTENTION_K], *v = t[ATTENTION_V];
+    const quern_tensor *q = t[A(q)], *k = t[A(k)], *v = t[A(v)];
     if ((status = view_check_head_dim("q", q->shape[at + 2])) != QUERN_OK ||
         (status = view_check_head_dim("v", v->shape[at + 2])) != QUERN_OK ||
-        (status = view_check_order(q, t[ATTENTION_O])) != QUERN_OK ||
+        (status = view_check_order(q, t[A(o)])) != QUERN_OK ||
         (status = view_check_heads(q->shape[at + 1], k->shape[at + 1], q->shape[at])) != QUERN_OK)
         return status;
     if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)
@@ -107,7 +105,7 @@ static quern_status derive(op_call *call)
                          "%lld query and %lld key tokens: at most %d each are accepted",
                          (long long)q->shape[at], (long long)k->shape[at], INT32_MAX);
     int64_t *s = call->symbol;
-    if ((status = op_find_batch(call, ATTENTION_CU_Q, q, &s[B])) != QUERN_OK) return status;
+    if ((status = op_find_batch(call, A(cu_seqlens_q), q, &s[B])) != QUERN_OK) return status;
     s[B1] = s[B] + 1;
     s[NQ] = s[TQ] = q->shape[at];
     s[NKV] = s[TKV] = k->shape[at];
@@ -122,10 +120,10 @@ static quern_status check_data(const op_call *call, void *const *data)
 {
     if (!call->varlen) return QUERN_OK;
     const int64_t *s = call->symbol;
-    const bool own = call->alignment[ATTENTION_CU_KV] > 0;
-    const quern_status status = view_check_offsets(data[ATTENTION_CU_Q], s[B], "cu_seqlens_q", s[TQ]);
+    const bool own = call->alignment[A(cu_seqlens_kv)] > 0;
+    const quern_status status = view_check_offsets(data[A(cu_seqlens_q)], s[B], "cu_seqlens_q", s[TQ]);
     if (status != QUERN_OK || (!own && s[TKV] >= s[TQ])) return status;
-    return view_check_offsets(data[own ? ATTENTION_CU_KV : ATTENTION_CU_Q], s[B],
+    return view_check_offsets(data[own ? A(cu_seqlens_kv) : A(cu_seqlens_q)], s[B],
                               own ? "cu_seqlens_kv" : "cu_seqlens_q", s[TKV]);
 }
 
@@ -135,7 +133,7 @@ const op_family attention_family = {
     .first = QUERN_OP_ATTENTION_FORWARD,
     .tensors = tensors,
     .tensor_count = ATTENTION_TENSORS,
-    .varlen_by = ATTENTION_CU_Q,
+    .varlen_by = A(cu_seqlens_q),
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,

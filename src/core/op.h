@@ -6,7 +6,7 @@
  *
  * A family describes its operations once (op_family): which tensors and parameters there are, a function that
  * derives the extents, one that says what role each tensor has. From these op_prepare() checks a caller's
- * structs and lets the family fill its stages' arguments. op_run() then needs no more than the pointers: an
+ * structs and lets the family build its program of stages. op_run() then needs no more than the pointers: an
  * ordinary call does both, a plan keeps what op_prepare() made.
  *
  * Symbolic pointers. While stages' arguments are filled, a view's `data` is no address: its high bits say of
@@ -21,6 +21,8 @@
 #include "core/op_program.h"
 
 #include <quern/op.h>
+
+#include <stddef.h>
 
 /* ---- the size rule ---- */
 
@@ -39,6 +41,11 @@ quern_status op_exec(const quern_exec *given, quern_exec *exec);
 /* ---- the description of a family ---- */
 
 enum { OP_TENSORS_MAX = QUERN_OP_TENSORS_MAX, OP_SYMBOLS_MAX = 32, OP_ASKED = 4 };
+
+/* A tensor's number: the place of its field after `size` in the family's struct, of which all others are
+ * pointers; how many there are. */
+#define OP_TENSOR(type, field) ((int)(offsetof(type, field) / sizeof(void *)) - 1)
+#define OP_TENSOR_COUNT(type) ((int)(sizeof(type) / sizeof(void *)) - 1)
 
 /* Which dtypes a tensor may have. */
 typedef enum op_dtype {
@@ -157,7 +164,7 @@ typedef struct op_call {
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
     size_t bytes;        /* of workspace */
     op_program program;
-    void *replay;        /* the backend's, by which the stages start as one; NULL: they start one by one */
+    void *replay; /* the backend's, by which the stages start as one; NULL: they start one by one */
 } op_call;
 /* What malloc() gives on every 64-bit machine. What wants more looks at the address when it runs. */
 enum { OP_ALIGN_MOST = 16 };

@@ -12,53 +12,9 @@
 
 typedef enum moe_op { MOE_FORWARD, MOE_BACKWARD, MOE_OPS } moe_op;
 
-/* In the order of quern_moe_tensors. */
-typedef enum moe_tensor {
-    M_HIDDEN,
-    M_LOGITS,
-    M_WEIGHT,
-    M_BIAS,
-    M_INPUT_IDS,
-    M_TID2EID,
-    M_UP_CODES,
-    M_UP_SCALES,
-    M_UP_REPACKED,
-    M_UP_GLOBAL,
-    M_DOWN_CODES,
-    M_DOWN_SCALES,
-    M_DOWN_REPACKED,
-    M_DOWN_GLOBAL,
-    M_GATE_UP,
-    M_DOWN,
-    M_UP_BIAS,
-    M_DOWN_BIAS,
-    M_UP_INPUT,
-    M_DOWN_INPUT,
-    M_SHARED_GATE,
-    M_SHARED_UP,
-    M_SHARED_DOWN,
-    M_SHARED_UP_CODES,
-    M_SHARED_UP_SCALES,
-    M_SHARED_UP_REPACKED,
-    M_SHARED_UP_GLOBAL,
-    M_SHARED_DOWN_CODES,
-    M_SHARED_DOWN_SCALES,
-    M_SHARED_DOWN_REPACKED,
-    M_SHARED_DOWN_GLOBAL,
-    M_OUT,
-    M_EXPERTS,
-    M_WEIGHTS,
-    M_OFFSETS,
-    M_PERMUTATION,
-    M_D_OUT,
-    M_D_HIDDEN,
-    M_D_LOGITS,
-    M_D_WEIGHT,
-    M_D_WEIGHTS,
-    M_D_UP_BIAS,
-    M_D_DOWN_BIAS,
-    MOE_TENSORS
-} moe_tensor;
+/* The number of a tensor. */
+#define M(field) OP_TENSOR(quern_moe_tensors, field)
+enum { MOE_TENSORS = OP_TENSOR_COUNT(quern_moe_tensors) };
 
 /* Extents; those named ..._BYTES are of repacked matrices. */
 typedef enum moe_symbol {

@@ -31,7 +31,7 @@ static quern_dtype between_dtype(const moe_call *c)
 static void build_forward(op_build *b)
 {
     const moe_call *c = moe_call_of(b);
-    const quern_tensor x = op_rows(b, M_HIDDEN);
+    const quern_tensor x = op_rows(b, M(hidden));
     const moe_routing r = moe_route(b, &x);
     const moe_rows rows = moe_gather(b, &x, &r);
     const quern_tensor act = moe_up(b, &rows, &r.ends, true, between_dtype(c));
@@ -47,11 +47,11 @@ static void build_forward(op_build *b)
                                          .permutation = r.slots,
                                          .weights = r.weights,
                                          .plus = shared,
-                                         .out = op_view(&c->head, M_OUT, false)};
-    op_give(b, M_EXPERTS, &r.experts);
-    op_give(b, M_WEIGHTS, &r.weights);
-    op_give(b, M_OFFSETS, &r.ends);
-    op_give(b, M_PERMUTATION, &r.slots);
+                                         .out = op_view(&c->head, M(out), false)};
+    op_give(b, M(experts), &r.experts);
+    op_give(b, M(weights), &r.weights);
+    op_give(b, M(offsets), &r.ends);
+    op_give(b, M(permutation), &r.slots);
 }
 
 static swiglu_args *add_swiglu_backward(op_build *b, const quern_tensor *h, const quern_tensor *d_act,
@@ -101,15 +101,15 @@ static void add_bias_gradients(op_build *b, const moe_routing *r, const quern_te
                                const quern_tensor *d_h, const quern_tensor *d_weights)
 {
     const moe_call *c = moe_call_of(b);
-    const quern_tensor d_down = op_view(&c->head, M_D_DOWN_BIAS, false),
-                       d_up = op_view(&c->head, M_D_UP_BIAS, false);
-    if (op_uses(&c->head, M_DOWN_BIAS))
+    const quern_tensor d_down = op_view(&c->head, M(d_down_bias), false),
+                       d_up = op_view(&c->head, M(d_gate_up_bias), false);
+    if (op_uses(&c->head, M(down_bias)))
         *OP_ADD(b, expert_sums) = (expert_sums_args){.x = *d_y,
                                                      .offsets = r->ends,
                                                      .permutation = r->slots,
                                                      .weights = r->weights,
                                                      .sums = d_down,
-                                                     .bias = op_view(&c->head, M_DOWN_BIAS, false),
+                                                     .bias = op_view(&c->head, M(down_bias), false),
                                                      .d_weights = *d_weights};
     if (d_up.ndim > 0)
         *OP_ADD(b, expert_sums) =
@@ -121,12 +121,12 @@ static quern_tensor router_gradient(op_build *b, const quern_tensor *x, const mo
                                     const quern_tensor *d_weights)
 {
     const moe_call *c = moe_call_of(b);
-    const bool from_hidden = !op_uses(&c->head, M_LOGITS),
-               wants_x = from_hidden && op_uses(&c->head, M_D_HIDDEN);
-    const bool wants_logits = op_uses(&c->head, M_D_LOGITS);
-    if (!wants_x && !wants_logits && !op_uses(&c->head, M_D_WEIGHT)) return (quern_tensor){0};
+    const bool from_hidden = !op_uses(&c->head, M(logits)),
+               wants_x = from_hidden && op_uses(&c->head, M(d_hidden));
+    const bool wants_logits = op_uses(&c->head, M(d_logits));
+    if (!wants_x && !wants_logits && !op_uses(&c->head, M(d_weight))) return (quern_tensor){0};
     const int64_t *s = c->head.symbol;
-    const quern_tensor logits = op_rows(b, M_LOGITS), none = {0};
+    const quern_tensor logits = op_rows(b, M(logits)), none = {0};
     const quern_tensor d_logits = wants_logits ? op_matrix(b, logits.dtype, s[MS_T], s[MS_E]) : none;
     const quern_tensor d_x = wants_x ? op_matrix(b, QUERN_F32, s[MS_T], s[MS_D]) : none;
     *OP_ADD(b, route_backward) = (route_args){.score = (route_score)c->params.score,
@@ -135,13 +135,13 @@ static quern_tensor router_gradient(op_build *b, const quern_tensor *x, const mo
                                               .scale = c->params.route_scale,
                                               .logits = logits,
                                               .hidden = from_hidden ? *x : none,
-                                              .weight = op_view(&c->head, M_WEIGHT, false),
+                                              .weight = op_view(&c->head, M(weight), false),
                                               .experts = r->experts,
                                               .d_weights = *d_weights,
                                               .d_logits = d_logits,
                                               .d_hidden = d_x,
-                                              .d_weight = op_view(&c->head, M_D_WEIGHT, false)};
-    if (wants_logits) op_give(b, M_D_LOGITS, &d_logits);
+                                              .d_weight = op_view(&c->head, M(d_weight), false)};
+    if (wants_logits) op_give(b, M(d_logits), &d_logits);
     return d_x;
 }
 
@@ -149,7 +149,7 @@ static void build_backward(op_build *b)
 {
     const moe_call *c = moe_call_of(b);
     const int64_t *s = c->head.symbol;
-    const quern_tensor x = op_rows(b, M_HIDDEN), d_out = op_rows(b, M_D_OUT);
+    const quern_tensor x = op_rows(b, M(hidden)), d_out = op_rows(b, M(d_out));
     const moe_routing r = moe_route(b, &x);
     const moe_rows rows = moe_gather(b, &x, &r);
     const quern_tensor h = moe_up(b, &rows, &r.ends, false, QUERN_F32), act = activation_taken(b, &h, &r);
@@ -158,7 +158,7 @@ static void build_backward(op_build *b)
     const quern_tensor d_act = moe_down_gradient(b, &d_y, &r.ends),
                        d_weights = op_matrix(b, QUERN_F32, s[MS_T], s[MS_K]);
     const quern_tensor shared =
-        op_uses(&c->head, M_D_HIDDEN) ? shared_gradient(b, &x, &d_out) : (quern_tensor){0};
+        op_uses(&c->head, M(d_hidden)) ? shared_gradient(b, &x, &d_out) : (quern_tensor){0};
     swiglu_args *step = add_swiglu_backward(b, &h, &d_act, moe_runs(c, false));
     step->act = act;
     step->permutation = r.slots;
@@ -167,19 +167,19 @@ static void build_backward(op_build *b)
     const quern_tensor d_h = step->d_h;
     add_bias_gradients(b, &r, &d_y, &d_h, &d_weights);
     const quern_tensor routed = router_gradient(b, &x, &r, &d_weights);
-    op_give(b, M_D_WEIGHTS, &d_weights);
-    if (!op_uses(&c->head, M_D_HIDDEN)) return;
+    op_give(b, M(d_weights), &d_weights);
+    if (!op_uses(&c->head, M(d_hidden))) return;
     const quern_tensor d_rows = moe_up_gradient(b, &d_h, &r.ends);
     *OP_ADD(b, combine) = (combine_args){.per = c->params.top_k,
                                          .y = d_rows,
                                          .permutation = r.slots,
                                          .plus = shared,
                                          .plus_too = routed,
-                                         .out = op_view(&c->head, M_D_HIDDEN, false)};
+                                         .out = op_view(&c->head, M(d_hidden), false)};
 }
 
 /* Experts' globals: [], [E] and [E, 2] become [1, 1], [E, 1] and [E, 2]. */
-static quern_tensor global_view(const op_call *call, moe_tensor tensor)
+static quern_tensor global_view(const op_call *call, int32_t tensor)
 {
     quern_tensor g = op_view(call, tensor, false);
     if (g.ndim != 1) return g;
@@ -190,7 +190,7 @@ static quern_tensor global_view(const op_call *call, moe_tensor tensor)
 }
 
 /* One for each expert's rows, of which one number is that of all. */
-static quern_tensor input_global_view(const op_call *call, moe_tensor tensor)
+static quern_tensor input_global_view(const op_call *call, int32_t tensor)
 {
     quern_tensor g = global_view(call, tensor);
     if (g.ndim == 0 || g.shape[0] == call->symbol[MS_E]) return g;
@@ -200,7 +200,7 @@ static quern_tensor input_global_view(const op_call *call, moe_tensor tensor)
 }
 
 /* The shared expert's globals: [] and [2] become [1, 1] and [1, 2]. */
-static quern_tensor shared_global_view(const op_call *call, moe_tensor tensor)
+static quern_tensor shared_global_view(const op_call *call, int32_t tensor)
 {
     const quern_tensor g = op_view(call, tensor, false);
     return g.ndim == 1 ? view_with_batch(&g) : g;
@@ -210,12 +210,12 @@ void moe_build(op_build *b)
 {
     op_call *call = b->call;
     moe_call *c = moe_call_of(b);
-    c->up_global = global_view(call, M_UP_GLOBAL);
-    c->down_global = global_view(call, M_DOWN_GLOBAL);
-    c->up_input = input_global_view(call, M_UP_INPUT);
-    c->down_input = input_global_view(call, M_DOWN_INPUT);
-    c->shared_up_global = shared_global_view(call, M_SHARED_UP_GLOBAL);
-    c->shared_down_global = shared_global_view(call, M_SHARED_DOWN_GLOBAL);
+    c->up_global = global_view(call, M(gate_up_global));
+    c->down_global = global_view(call, M(down_global));
+    c->up_input = input_global_view(call, M(gate_up_input_global));
+    c->down_input = input_global_view(call, M(down_input_global));
+    c->shared_up_global = shared_global_view(call, M(shared_gate_up_global));
+    c->shared_down_global = shared_global_view(call, M(shared_down_global));
     if (call->operation == MOE_FORWARD) build_forward(b);
     else build_backward(b);
 }

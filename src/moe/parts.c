@@ -6,16 +6,16 @@
 
 #include "core/view.h"
 
-static quern_tensor view(const moe_call *c, moe_tensor tensor)
+static quern_tensor view(const moe_call *c, int32_t tensor)
 {
     return op_view(&c->head, tensor, false);
 }
 
 /* Experts' matrices [E, ..]: the shared expert's, which is one matrix, as a stack of one. */
-static quern_tensor stacked(const moe_call *c, moe_tensor tensor)
+static quern_tensor stacked(const moe_call *c, int32_t tensor)
 {
     const quern_tensor t = view(c, tensor);
-    const bool one = tensor >= M_SHARED_GATE && tensor <= M_SHARED_DOWN_REPACKED;
+    const bool one = tensor >= M(shared_gate) && tensor <= M(shared_down_repacked);
     return one && t.ndim > 0 ? view_with_batch(&t) : t;
 }
 
@@ -23,7 +23,7 @@ static quern_tensor stacked(const moe_call *c, moe_tensor tensor)
 static quern_tensor flat_ids(op_build *b)
 {
     const moe_call *c = moe_call_of(b);
-    const quern_tensor ids = view(c, M_INPUT_IDS);
+    const quern_tensor ids = view(c, M(input_ids));
     const int64_t tokens = c->head.symbol[MS_T], last = ids.ndim > 1 ? ids.shape[ids.ndim - 1] : 0;
     if (ids.ndim < 2) return ids;
     const quern_tensor flat = op_matrix(b, ids.dtype, last > 0 ? tokens / last : 0, last);
@@ -35,7 +35,7 @@ moe_routing moe_route(op_build *b, const quern_tensor *x)
 {
     const moe_call *c = moe_call_of(b);
     const int64_t *s = c->head.symbol;
-    const quern_tensor logits = op_rows(b, M_LOGITS), ids = flat_ids(b);
+    const quern_tensor logits = op_rows(b, M(logits)), ids = flat_ids(b);
     const moe_routing r = {op_matrix(b, QUERN_I32, s[MS_T], s[MS_K]),
                            op_matrix(b, QUERN_F32, s[MS_T], s[MS_K]), op_room(b, QUERN_I32, 1, &s[MS_E]),
                            op_room(b, QUERN_I32, 1, &s[MS_TK])};
@@ -45,16 +45,16 @@ moe_routing moe_route(op_build *b, const quern_tensor *x)
                          .renormalize = c->params.renormalize,
                          .scale = c->params.route_scale,
                          .logits = logits,
-                         .bias = view(c, M_BIAS),
+                         .bias = view(c, M(bias)),
                          .input_ids = ids,
-                         .tid2eid = view(c, M_TID2EID),
+                         .tid2eid = view(c, M(tid2eid)),
                          .experts = r.experts,
                          .weights = r.weights,
                          .offsets = r.ends,
                          .permutation = r.slots};
     if (logits.ndim == 0) {
         args->hidden = *x;
-        args->weight = view(c, M_WEIGHT);
+        args->weight = view(c, M(weight));
     }
     return r;
 }
@@ -101,8 +101,8 @@ moe_rows moe_gather(op_build *b, const quern_tensor *x, const moe_routing *r)
 
 int64_t moe_runs(const moe_call *c, bool shared)
 {
-    if (shared) return op_uses(&c->head, M_SHARED_GATE) ? c->head.symbol[MS_IS] : c->params.granularity;
-    return op_uses(&c->head, M_GATE_UP) ? c->head.symbol[MS_I] : c->params.granularity;
+    if (shared) return op_uses(&c->head, M(shared_gate)) ? c->head.symbol[MS_IS] : c->params.granularity;
+    return op_uses(&c->head, M(gate_up)) ? c->head.symbol[MS_I] : c->params.granularity;
 }
 
 quern_tensor moe_activate(op_build *b, const quern_tensor *h, int64_t granularity, quern_dtype dtype)
@@ -124,8 +124,8 @@ typedef struct moe_weight {
     quern_tensor floats, codes, scales, repacked, global, bias;
 } moe_weight;
 
-static moe_weight weight_of(const moe_call *c, moe_tensor floats, moe_tensor codes,
-                            const quern_tensor *global, int64_t n, int64_t k)
+static moe_weight weight_of(const moe_call *c, int32_t floats, int32_t codes, const quern_tensor *global,
+                            int64_t n, int64_t k)
 {
     return (moe_weight){.n = n,
                         .k = k,
@@ -139,16 +139,16 @@ static moe_weight weight_of(const moe_call *c, moe_tensor floats, moe_tensor cod
 static moe_weight up_weight(const moe_call *c)
 {
     const int64_t *s = c->head.symbol;
-    moe_weight w = weight_of(c, M_GATE_UP, M_UP_CODES, &c->up_global, s[MS_2I], s[MS_D]);
-    w.bias = view(c, M_UP_BIAS);
+    moe_weight w = weight_of(c, M(gate_up), M(gate_up_codes), &c->up_global, s[MS_2I], s[MS_D]);
+    w.bias = view(c, M(gate_up_bias));
     return w;
 }
 
 static moe_weight down_weight(const moe_call *c)
 {
     const int64_t *s = c->head.symbol;
-    moe_weight w = weight_of(c, M_DOWN, M_DOWN_CODES, &c->down_global, s[MS_D], s[MS_I]);
-    w.bias = view(c, M_DOWN_BIAS);
+    moe_weight w = weight_of(c, M(down), M(down_codes), &c->down_global, s[MS_D], s[MS_I]);
+    w.bias = view(c, M(down_bias));
     return w;
 }
 
@@ -156,13 +156,13 @@ static moe_weight down_weight(const moe_call *c)
 static moe_weight shared_up_weight(const moe_call *c)
 {
     const int64_t *s = c->head.symbol;
-    return weight_of(c, M_SHARED_GATE, M_SHARED_UP_CODES, &c->shared_up_global, s[MS_2IS], s[MS_D]);
+    return weight_of(c, M(shared_gate), M(shared_gate_up_codes), &c->shared_up_global, s[MS_2IS], s[MS_D]);
 }
 
 static moe_weight shared_down_weight(const moe_call *c)
 {
     const int64_t *s = c->head.symbol;
-    return weight_of(c, M_SHARED_DOWN, M_SHARED_DOWN_CODES, &c->shared_down_global, s[MS_D], s[MS_IS]);
+    return weight_of(c, M(shared_down), M(shared_down_codes), &c->shared_down_global, s[MS_D], s[MS_IS]);
 }
 
 /* to = a w^T + bias, or with `transposed` false to = a w, by a weight in floats. */
@@ -251,8 +251,8 @@ quern_tensor moe_down(op_build *b, const moe_rows *rows, const quern_tensor *end
 
 bool moe_has_shared(const op_call *call)
 {
-    return op_uses(call, M_SHARED_GATE) || op_uses(call, M_SHARED_UP_CODES) ||
-           op_uses(call, M_SHARED_UP_REPACKED);
+    return op_uses(call, M(shared_gate)) || op_uses(call, M(shared_gate_up_codes)) ||
+           op_uses(call, M(shared_gate_up_repacked));
 }
 
 /* The half of [T, 2 Is] that holds gate or up. */
@@ -272,7 +272,7 @@ quern_tensor moe_shared_up(op_build *b, const quern_tensor *x, bool activate)
     const moe_rows rows = {.x = *x};
     if (w.floats.ndim == 0) return product(b, &rows, &w, NULL, activate, between);
     const quern_tensor h = op_matrix(b, QUERN_F32, x->shape[0], w.n), gate = half(&h, false),
-                       up = half(&h, true), up_floats = stacked(c, M_SHARED_UP);
+                       up = half(&h, true), up_floats = stacked(c, M(shared_up));
     dense(b, x, &w.floats, true, NULL, NULL, &gate);
     dense(b, x, &up_floats, true, NULL, NULL, &up);
     return activate ? moe_activate(b, &h, w.n / 2, between) : h;
@@ -307,7 +307,7 @@ quern_tensor moe_shared_up_gradient(op_build *b, const quern_tensor *d_h)
     dense(b, &gate, &w.floats, false, NULL, NULL, &to);
     grouped_dense_args *args = OP_ADD(b, grouped_dense);
     args->a = up;
-    args->b = stacked(c, M_SHARED_UP);
+    args->b = stacked(c, M(shared_up));
     args->accumulate = true;
     args->c = to;
     return to;

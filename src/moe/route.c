@@ -9,24 +9,9 @@
 
 typedef enum route_op { ROUTE, ROUTE_BACKWARD, ROUTE_OPS } route_op;
 
-/* In the order of quern_moe_route_tensors. */
-enum {
-    R_LOGITS,
-    R_HIDDEN,
-    R_WEIGHT,
-    R_BIAS,
-    R_INPUT_IDS,
-    R_TID2EID,
-    R_EXPERTS,
-    R_WEIGHTS,
-    R_OFFSETS,
-    R_PERMUTATION,
-    R_D_WEIGHTS,
-    R_D_LOGITS,
-    R_D_HIDDEN,
-    R_D_WEIGHT,
-    ROUTE_TENSORS_COUNT
-};
+/* The number of a tensor. */
+#define R(field) OP_TENSOR(quern_moe_route_tensors, field)
+enum { ROUTE_TENSORS = OP_TENSOR_COUNT(quern_moe_route_tensors) };
 enum { RS_T = 1, RS_E, RS_D, RS_K, RS_TK, RS_V };
 
 typedef struct route_call {
@@ -46,14 +31,12 @@ static const op_tensor tensors[] = {
     {"weights", "weights", OP_F32, OP_NONE, {RS_T, RS_K}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {RS_E}, {0}},
     {"permutation", "permutation", OP_I32, OP_NONE, {RS_TK}, {0}},
-    {"d_weights", "d_weights", OP_F32, R_WEIGHTS, {RS_T, RS_K}, {0}},
-    {"d_logits", "d_logits", OP_SOURCE, R_LOGITS, {RS_T, RS_E}, {0}},
-    {"d_hidden", "d_hidden", OP_SOURCE, R_HIDDEN, {RS_T, RS_D}, {0}},
-    {"d_weight", "d_weight", OP_F32, R_WEIGHT, {RS_E, RS_D}, {0}},
+    {"d_weights", "d_weights", OP_F32, R(weights), {RS_T, RS_K}, {0}},
+    {"d_logits", "d_logits", OP_SOURCE, R(logits), {RS_T, RS_E}, {0}},
+    {"d_hidden", "d_hidden", OP_SOURCE, R(hidden), {RS_T, RS_D}, {0}},
+    {"d_weight", "d_weight", OP_F32, R(weight), {RS_E, RS_D}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == ROUTE_TENSORS_COUNT, "a row a tensor");
-_Static_assert(sizeof(quern_moe_route_tensors) == (1 + ROUTE_TENSORS_COUNT) * sizeof(void *),
-               "a tensor a field");
+_Static_assert(sizeof tensors / sizeof *tensors == ROUTE_TENSORS, "a row a tensor");
 
 static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
 #define AT(member) offsetof(quern_moe_route_params, member)
@@ -85,28 +68,30 @@ static quern_status check_params(op_call *call)
 static void roles(op_call *call)
 {
     const bool backward = call->operation == ROUTE_BACKWARD,
-               products = call->given[R_HIDDEN] != NULL || call->given[R_WEIGHT] != NULL;
-    const bool table = call->given[R_TID2EID] != NULL;
+               products = call->given[R(hidden)] != NULL || call->given[R(weight)] != NULL;
+    const bool table = call->given[R(tid2eid)] != NULL;
     uint8_t *r = call->role;
-    r[R_LOGITS] = products ? OP_REFUSED : OP_NEEDED;
-    r[R_HIDDEN] = r[R_WEIGHT] = products ? OP_NEEDED : OP_OPTIONAL;
-    r[R_BIAS] = backward ? OP_UNUSED : table ? OP_REFUSED : OP_OPTIONAL;
-    r[R_INPUT_IDS] = backward ? OP_UNUSED : table ? OP_NEEDED : OP_REFUSED;
-    r[R_TID2EID] = backward ? OP_UNUSED : OP_OPTIONAL;
-    r[R_EXPERTS] = backward ? OP_NEEDED : OP_RESULT;
-    r[R_WEIGHTS] = r[R_OFFSETS] = r[R_PERMUTATION] = backward ? OP_UNUSED : OP_RESULT;
-    r[R_D_WEIGHTS] = backward ? OP_NEEDED : OP_UNUSED;
-    r[R_D_LOGITS] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
-    r[R_D_HIDDEN] = r[R_D_WEIGHT] = !backward ? OP_UNUSED : products ? OP_OPTIONAL_RESULT : OP_SOURCE_MISSING;
+    r[R(logits)] = products ? OP_REFUSED : OP_NEEDED;
+    r[R(hidden)] = r[R(weight)] = products ? OP_NEEDED : OP_OPTIONAL;
+    r[R(bias)] = backward ? OP_UNUSED : table ? OP_REFUSED : OP_OPTIONAL;
+    r[R(input_ids)] = backward ? OP_UNUSED : table ? OP_NEEDED : OP_REFUSED;
+    r[R(tid2eid)] = backward ? OP_UNUSED : OP_OPTIONAL;
+    r[R(experts)] = backward ? OP_NEEDED : OP_RESULT;
+    r[R(weights)] = r[R(offsets)] = r[R(permutation)] = backward ? OP_UNUSED : OP_RESULT;
+    r[R(d_weights)] = backward ? OP_NEEDED : OP_UNUSED;
+    r[R(d_logits)] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
+    r[R(d_hidden)] = r[R(d_weight)] = !backward  ? OP_UNUSED
+                                      : products ? OP_OPTIONAL_RESULT
+                                                 : OP_SOURCE_MISSING;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     (void)call;
-    if (tensor == R_LOGITS)
+    if (tensor == R(logits))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "logits is given with hidden or weight: one or the others are accepted");
-    if (tensor == R_BIAS)
+    if (tensor == R(bias))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "bias is given with tid2eid: one or the other is accepted");
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -117,23 +102,23 @@ static quern_status derive(op_call *call)
 {
     const quern_moe_route_params *p = &((const route_call *)call)->params;
     const quern_tensor *const *t = call->given;
-    const bool products = t[R_HIDDEN] != NULL && t[R_WEIGHT] != NULL;
+    const bool products = t[R(hidden)] != NULL && t[R(weight)] != NULL;
     int64_t *s = call->symbol;
     quern_status status;
-    if (!products && t[R_LOGITS] == NULL)
+    if (!products && t[R(logits)] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: logits, or hidden and weight, are needed",
-                         t[R_HIDDEN] != NULL   ? "weight"
-                         : t[R_WEIGHT] != NULL ? "hidden"
-                                               : "logits");
-    call->like = products ? *t[R_HIDDEN] : *t[R_LOGITS];
-    if ((status = op_check_kind(call, products ? R_HIDDEN : R_LOGITS, 2)) != QUERN_OK ||
-        (products && (status = op_check_kind(call, R_WEIGHT, 2)) != QUERN_OK))
+                         t[R(hidden)] != NULL   ? "weight"
+                         : t[R(weight)] != NULL ? "hidden"
+                                                : "logits");
+    call->like = products ? *t[R(hidden)] : *t[R(logits)];
+    if ((status = op_check_kind(call, products ? R(hidden) : R(logits), 2)) != QUERN_OK ||
+        (products && (status = op_check_kind(call, R(weight), 2)) != QUERN_OK))
         return status;
     s[RS_T] = call->like.shape[0];
-    s[RS_E] = products ? t[R_WEIGHT]->shape[0] : call->like.shape[1];
+    s[RS_E] = products ? t[R(weight)]->shape[0] : call->like.shape[1];
     s[RS_D] = products ? call->like.shape[1] : 0;
     s[RS_K] = p->top_k;
-    s[RS_V] = t[R_TID2EID] != NULL ? t[R_TID2EID]->shape[0] : 0;
+    s[RS_V] = t[R(tid2eid)] != NULL ? t[R(tid2eid)]->shape[0] : 0;
     if (p->top_k > s[RS_E])
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted",
                          (long long)p->top_k, (long long)s[RS_E]);
@@ -154,20 +139,20 @@ static void build(op_build *b)
                          .top_k = p->top_k,
                          .renormalize = p->renormalize,
                          .scale = p->route_scale,
-                         .logits = op_view(call, R_LOGITS, false),
-                         .hidden = op_view(call, R_HIDDEN, false),
-                         .weight = op_view(call, R_WEIGHT, false),
-                         .bias = op_view(call, R_BIAS, false),
-                         .input_ids = op_view(call, R_INPUT_IDS, false),
-                         .tid2eid = op_view(call, R_TID2EID, false),
-                         .experts = op_view(call, R_EXPERTS, false),
-                         .weights = op_view(call, R_WEIGHTS, false),
-                         .offsets = op_view(call, R_OFFSETS, false),
-                         .permutation = op_view(call, R_PERMUTATION, false),
-                         .d_weights = op_view(call, R_D_WEIGHTS, false),
-                         .d_logits = op_view(call, R_D_LOGITS, false),
-                         .d_hidden = op_view(call, R_D_HIDDEN, false),
-                         .d_weight = op_view(call, R_D_WEIGHT, false)};
+                         .logits = op_view(call, R(logits), false),
+                         .hidden = op_view(call, R(hidden), false),
+                         .weight = op_view(call, R(weight), false),
+                         .bias = op_view(call, R(bias), false),
+                         .input_ids = op_view(call, R(input_ids), false),
+                         .tid2eid = op_view(call, R(tid2eid), false),
+                         .experts = op_view(call, R(experts), false),
+                         .weights = op_view(call, R(weights), false),
+                         .offsets = op_view(call, R(offsets), false),
+                         .permutation = op_view(call, R(permutation), false),
+                         .d_weights = op_view(call, R(d_weights), false),
+                         .d_logits = op_view(call, R(d_logits), false),
+                         .d_hidden = op_view(call, R(d_hidden), false),
+                         .d_weight = op_view(call, R(d_weight), false)};
 }
 
 const op_family moe_route_family = {
@@ -175,7 +160,7 @@ const op_family moe_route_family = {
     .operation_count = ROUTE_OPS,
     .first = QUERN_OP_MOE_ROUTE,
     .tensors = tensors,
-    .tensor_count = ROUTE_TENSORS_COUNT,
+    .tensor_count = ROUTE_TENSORS,
     .varlen_by = OP_NONE,
     .params = params,
     .param_count = sizeof params / sizeof *params,

@@ -46,16 +46,15 @@ static const op_tensor tensors[] = {
     {"weights", "weights", OP_F32, OP_NONE, {MS_T, MS_K}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {MS_E}, {0}},
     {"permutation", "permutation", OP_I32, OP_NONE, {MS_TK}, {0}},
-    {"d_out", "d_out", OP_ACTIVATION, M_OUT, {ML_TOKENS, MS_D}, {0}},
-    {"d_hidden", "d_hidden", OP_ACTIVATION, M_HIDDEN, {ML_TOKENS, MS_D}, {0}},
-    {"d_logits", "d_logits", OP_SOURCE, M_LOGITS, {ML_TOKENS, MS_E}, {0}},
-    {"d_weight", "d_weight", OP_F32, M_WEIGHT, {MS_E, MS_D}, {0}},
+    {"d_out", "d_out", OP_ACTIVATION, M(out), {ML_TOKENS, MS_D}, {0}},
+    {"d_hidden", "d_hidden", OP_ACTIVATION, M(hidden), {ML_TOKENS, MS_D}, {0}},
+    {"d_logits", "d_logits", OP_SOURCE, M(logits), {ML_TOKENS, MS_E}, {0}},
+    {"d_weight", "d_weight", OP_F32, M(weight), {MS_E, MS_D}, {0}},
     {"d_weights", "d_weights", OP_F32, OP_NONE, {MS_T, MS_K}, {0}},
-    {"d_gate_up_bias", "d_gate_up_bias", OP_F32, M_UP_BIAS, {MS_E, MS_2I}, {0}},
-    {"d_down_bias", "d_down_bias", OP_F32, M_DOWN_BIAS, {MS_E, MS_D}, {0}},
+    {"d_gate_up_bias", "d_gate_up_bias", OP_F32, M(gate_up_bias), {MS_E, MS_2I}, {0}},
+    {"d_down_bias", "d_down_bias", OP_F32, M(down_bias), {MS_E, MS_D}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == MOE_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_moe_tensors) == (1 + MOE_TENSORS) * sizeof(void *), "a tensor a field");
 
 static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
 #define AT(member) offsetof(quern_moe_params, member)
@@ -100,7 +99,7 @@ static const char *const symbols[] = {"",
                                       [MS_SHARED_DOWN_BYTES] = "bytes",
                                       NULL};
 static const char *const leads[] = {"...", "|E|E 2...", "|E...", "|2...", "|E...", "|E...", NULL};
-static const int8_t routing[] = {M_EXPERTS, M_WEIGHTS, M_OFFSETS, M_PERMUTATION, OP_NONE};
+static const int8_t routing[] = {M(experts), M(weights), M(offsets), M(permutation), OP_NONE};
 static const op_entry ops[] = {
     {.name = "moe",
      .help = "a mixture-of-experts layer: router, experts, shared expert; with d_out also its backward",
@@ -130,7 +129,7 @@ static quern_status check_params(op_call *call)
 }
 
 /* Weights are codes with scales, or repacked. `there`: NVFP4 weights are expected. */
-static void weight_roles(op_call *call, moe_tensor codes, bool there)
+static void weight_roles(op_call *call, int32_t codes, bool there)
 {
     const bool repacked = call->given[codes + 2] != NULL;
     call->role[codes] = call->role[codes + 1] = there && !repacked ? OP_NEEDED : OP_REFUSED;
@@ -138,7 +137,7 @@ static void weight_roles(op_call *call, moe_tensor codes, bool there)
     call->role[codes + 3] = there ? OP_OPTIONAL : OP_REFUSED; /* the global */
 }
 
-static bool any_given(const op_call *call, moe_tensor first, moe_tensor last)
+static bool any_given(const op_call *call, int32_t first, int32_t last)
 {
     for (int i = first; i <= (int)last; i++)
         if (call->given[i] != NULL) return true;
@@ -147,21 +146,22 @@ static bool any_given(const op_call *call, moe_tensor first, moe_tensor last)
 
 static void expert_roles(op_call *call)
 {
-    const bool floats = any_given(call, M_GATE_UP, M_DOWN),
-               shared_floats = any_given(call, M_SHARED_GATE, M_SHARED_DOWN);
-    const bool shared_codes = !shared_floats && any_given(call, M_SHARED_UP_CODES, M_SHARED_DOWN_GLOBAL);
+    const bool floats = any_given(call, M(gate_up), M(down)),
+               shared_floats = any_given(call, M(shared_gate), M(shared_down));
+    const bool shared_codes =
+        !shared_floats && any_given(call, M(shared_gate_up_codes), M(shared_down_global));
     uint8_t *r = call->role;
-    weight_roles(call, M_UP_CODES, !floats);
-    weight_roles(call, M_DOWN_CODES, !floats);
-    r[M_GATE_UP] = r[M_DOWN] = floats ? OP_NEEDED : OP_UNUSED;
-    r[M_UP_BIAS] = r[M_DOWN_BIAS] = OP_OPTIONAL;
-    r[M_UP_INPUT] = r[M_DOWN_INPUT] = params_of(call)->a4 ? OP_OPTIONAL : OP_REFUSED;
-    r[M_SHARED_GATE] = r[M_SHARED_UP] = r[M_SHARED_DOWN] = shared_floats ? OP_NEEDED : OP_UNUSED;
-    weight_roles(call, M_SHARED_UP_CODES, shared_codes);
-    weight_roles(call, M_SHARED_DOWN_CODES, shared_codes);
+    weight_roles(call, M(gate_up_codes), !floats);
+    weight_roles(call, M(down_codes), !floats);
+    r[M(gate_up)] = r[M(down)] = floats ? OP_NEEDED : OP_UNUSED;
+    r[M(gate_up_bias)] = r[M(down_bias)] = OP_OPTIONAL;
+    r[M(gate_up_input_global)] = r[M(down_input_global)] = params_of(call)->a4 ? OP_OPTIONAL : OP_REFUSED;
+    r[M(shared_gate)] = r[M(shared_up)] = r[M(shared_down)] = shared_floats ? OP_NEEDED : OP_UNUSED;
+    weight_roles(call, M(shared_gate_up_codes), shared_codes);
+    weight_roles(call, M(shared_down_codes), shared_codes);
 }
 
-static uint8_t gradient_role(const op_call *call, moe_tensor of)
+static uint8_t gradient_role(const op_call *call, int32_t of)
 {
     return call->operation != MOE_BACKWARD ? OP_UNUSED
            : call->given[of] != NULL       ? OP_OPTIONAL_RESULT
@@ -170,53 +170,55 @@ static uint8_t gradient_role(const op_call *call, moe_tensor of)
 
 static void roles(op_call *call)
 {
-    const bool backward = call->operation == MOE_BACKWARD, table = call->given[M_TID2EID] != NULL;
+    const bool backward = call->operation == MOE_BACKWARD, table = call->given[M(tid2eid)] != NULL;
     uint8_t *r = call->role;
-    r[M_HIDDEN] = OP_NEEDED;
-    r[M_WEIGHT] = call->given[M_LOGITS] != NULL ? OP_REFUSED : OP_NEEDED;
-    r[M_LOGITS] = r[M_TID2EID] = OP_OPTIONAL;
-    r[M_BIAS] = table ? OP_REFUSED : OP_OPTIONAL;
-    r[M_INPUT_IDS] = table ? OP_NEEDED : OP_REFUSED;
+    r[M(hidden)] = OP_NEEDED;
+    r[M(weight)] = call->given[M(logits)] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[M(logits)] = r[M(tid2eid)] = OP_OPTIONAL;
+    r[M(bias)] = table ? OP_REFUSED : OP_OPTIONAL;
+    r[M(input_ids)] = table ? OP_NEEDED : OP_REFUSED;
     expert_roles(call);
-    r[M_OUT] = backward ? OP_UNUSED : OP_RESULT;
-    r[M_EXPERTS] = r[M_WEIGHTS] = r[M_OFFSETS] = r[M_PERMUTATION] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
-    r[M_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
-    r[M_D_HIDDEN] = gradient_role(call, M_HIDDEN);
-    r[M_D_LOGITS] = gradient_role(call, M_LOGITS);
-    r[M_D_WEIGHT] = gradient_role(call, M_WEIGHT);
-    r[M_D_WEIGHTS] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
-    r[M_D_UP_BIAS] = gradient_role(call, M_UP_BIAS);
-    r[M_D_DOWN_BIAS] = gradient_role(call, M_DOWN_BIAS);
+    r[M(out)] = backward ? OP_UNUSED : OP_RESULT;
+    r[M(experts)] = r[M(weights)] = r[M(offsets)] = r[M(permutation)] =
+        backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[M(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
+    r[M(d_hidden)] = gradient_role(call, M(hidden));
+    r[M(d_logits)] = gradient_role(call, M(logits));
+    r[M(d_weight)] = gradient_role(call, M(weight));
+    r[M(d_weights)] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
+    r[M(d_gate_up_bias)] = gradient_role(call, M(gate_up_bias));
+    r[M(d_down_bias)] = gradient_role(call, M(down_bias));
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *field = tensors[tensor].field;
     switch (tensor) {
-    case M_WEIGHT:
+    case M(weight):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "weight is given with logits: one or the other is accepted");
-    case M_BIAS:
+    case M(bias):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "bias is given with tid2eid: one or the other is accepted");
-    case M_INPUT_IDS:
+    case M(input_ids):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "input_ids is given without tid2eid: both or neither are accepted");
-    case M_UP_INPUT:
-    case M_DOWN_INPUT:
+    case M(gate_up_input_global):
+    case M(down_input_global):
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and a4 is false: it is accepted with a4",
                          field);
     default: break;
     }
-    const bool shared = tensor >= M_SHARED_GATE,
-               floats = any_given(call, shared ? M_SHARED_GATE : M_GATE_UP, shared ? M_SHARED_DOWN : M_DOWN);
+    const bool shared = tensor >= M(shared_gate),
+               floats =
+                   any_given(call, shared ? M(shared_gate) : M(gate_up), shared ? M(shared_down) : M(down));
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s: one or the other is accepted", field,
                      floats ? (shared ? "a shared expert in floats" : "experts in floats")
                             : "repacked weights");
 }
 
 /* The extents of a global: with or without one for each expert, and for gate and up. */
-static void global_lead(op_call *call, int32_t lead, moe_tensor tensor, const int64_t whole[2], int32_t most)
+static void global_lead(op_call *call, int32_t lead, int32_t tensor, const int64_t whole[2], int32_t most)
 {
     const quern_tensor *g = call->given[tensor];
     op_extents *to = &call->lead[lead - OP_LEAD];
@@ -227,8 +229,8 @@ static void global_lead(op_call *call, int32_t lead, moe_tensor tensor, const in
 /* T and D from hidden, E from the router. */
 static quern_status derive_tokens(op_call *call)
 {
-    const quern_tensor *hidden = call->given[M_HIDDEN];
-    const int32_t router = call->given[M_LOGITS] != NULL ? M_LOGITS : M_WEIGHT;
+    const quern_tensor *hidden = call->given[M(hidden)];
+    const int32_t router = call->given[M(logits)] != NULL ? M(logits) : M(weight);
     op_extents *lead = &call->lead[0];
     int64_t *s = call->symbol;
     quern_status status;
@@ -238,8 +240,8 @@ static quern_status derive_tokens(op_call *call)
                          "weight is NULL: the router's weight, or logits, are needed");
     call->like = *hidden;
     const int32_t ndim = hidden->ndim < 2 ? 2 : hidden->ndim < QUERN_MAX_DIMS ? hidden->ndim : QUERN_MAX_DIMS;
-    if ((status = op_check_activation(call, M_HIDDEN, ndim)) != QUERN_OK ||
-        (status = op_check_kind(call, router, router == M_LOGITS ? ndim : 2)) != QUERN_OK)
+    if ((status = op_check_activation(call, M(hidden), ndim)) != QUERN_OK ||
+        (status = op_check_kind(call, router, router == M(logits) ? ndim : 2)) != QUERN_OK)
         return status;
     lead->count = ndim - 1;
     s[MS_T] = 1;
@@ -248,17 +250,17 @@ static quern_status derive_tokens(op_call *call)
         if (__builtin_mul_overflow(s[MS_T], hidden->shape[i], &s[MS_T])) s[MS_T] = INT64_MAX;
     }
     s[MS_D] = hidden->shape[ndim - 1];
-    s[MS_E] = router == M_LOGITS ? call->given[router]->shape[ndim - 1] : call->given[router]->shape[0];
+    s[MS_E] = router == M(logits) ? call->given[router]->shape[ndim - 1] : call->given[router]->shape[0];
     return QUERN_OK;
 }
 
 /* I from the parameter, or from the first present tensor, whose dimension `at` is `times` I. */
-static quern_status derive_width(const op_call *call, int64_t given, moe_tensor codes, moe_tensor floats,
+static quern_status derive_width(const op_call *call, int64_t given, int32_t codes, int32_t floats,
                                  int32_t ndim, int64_t *width, const char *field)
 {
     const bool in_floats = call->given[floats] != NULL;
-    const moe_tensor tensor = in_floats ? floats : codes;
-    const int32_t dims = in_floats && floats == M_SHARED_GATE ? 2 : ndim;
+    const int32_t tensor = in_floats ? floats : codes;
+    const int32_t dims = in_floats && floats == M(shared_gate) ? 2 : ndim;
     quern_status status;
     *width = given;
     if (given > 0) return QUERN_OK;
@@ -267,7 +269,7 @@ static quern_status derive_width(const op_call *call, int64_t given, moe_tensor 
                          tensors[tensor].field, field);
     if ((status = op_check_kind(call, tensor, dims)) != QUERN_OK) return status;
     const int64_t *shape = call->given[tensor]->shape;
-    *width = !in_floats ? shape[ndim - 1] / 2 : floats == M_SHARED_GATE ? shape[0] : shape[1] / 2;
+    *width = !in_floats ? shape[ndim - 1] / 2 : floats == M(shared_gate) ? shape[0] : shape[1] / 2;
     return QUERN_OK;
 }
 
@@ -310,14 +312,14 @@ static quern_status derive(op_call *call)
     int64_t *s = call->symbol;
     quern_status status = derive_tokens(call);
     if (status != QUERN_OK) return status;
-    const bool floats = call->role[M_GATE_UP] == OP_NEEDED,
-               shared_floats = call->role[M_SHARED_GATE] == OP_NEEDED;
-    const bool shared = shared_floats || call->role[M_SHARED_UP_REPACKED] == OP_OPTIONAL;
-    if ((status = derive_width(call, p->intermediate, M_UP_CODES, M_GATE_UP, 3, &s[MS_I], "intermediate")) !=
-        QUERN_OK)
+    const bool floats = call->role[M(gate_up)] == OP_NEEDED,
+               shared_floats = call->role[M(shared_gate)] == OP_NEEDED;
+    const bool shared = shared_floats || call->role[M(shared_gate_up_repacked)] == OP_OPTIONAL;
+    if ((status = derive_width(call, p->intermediate, M(gate_up_codes), M(gate_up), 3, &s[MS_I],
+                               "intermediate")) != QUERN_OK)
         return status;
-    if (shared && (status = derive_width(call, p->shared_intermediate, M_SHARED_UP_CODES, M_SHARED_GATE, 2,
-                                         &s[MS_IS], "shared_intermediate")) != QUERN_OK)
+    if (shared && (status = derive_width(call, p->shared_intermediate, M(shared_gate_up_codes),
+                                         M(shared_gate), 2, &s[MS_IS], "shared_intermediate")) != QUERN_OK)
         return status;
     if ((status = check_extents(call)) != QUERN_OK) return status;
     if (p->top_k > s[MS_E])
@@ -335,7 +337,7 @@ static quern_status derive(op_call *call)
         return status;
     s[MS_K] = p->top_k;
     s[MS_TK] = s[MS_T] * p->top_k;
-    s[MS_V] = call->given[M_TID2EID] != NULL ? call->given[M_TID2EID]->shape[0] : 0;
+    s[MS_V] = call->given[M(tid2eid)] != NULL ? call->given[M(tid2eid)]->shape[0] : 0;
     s[MS_2I] = 2 * s[MS_I];
     s[MS_HALF_D] = s[MS_D] / 2;
     s[MS_D_BLOCKS] = s[MS_D] / QUERN_NVFP4_BLOCK;
@@ -349,11 +351,11 @@ static quern_status derive(op_call *call)
     s[MS_SHARED_UP_BYTES] = prepack_bytes(s[MS_2IS], s[MS_D]);
     s[MS_SHARED_DOWN_BYTES] = prepack_bytes(s[MS_D], s[MS_IS]);
     const int64_t by_expert[] = {s[MS_E], 2}, by_part[] = {2, 0};
-    global_lead(call, ML_UP_GLOBAL, M_UP_GLOBAL, by_expert, 2);
-    global_lead(call, ML_DOWN_GLOBAL, M_DOWN_GLOBAL, by_expert, 1);
-    global_lead(call, ML_SHARED_GLOBAL, M_SHARED_UP_GLOBAL, by_part, 1);
-    global_lead(call, ML_UP_INPUT, M_UP_INPUT, by_expert, 1);
-    global_lead(call, ML_DOWN_INPUT, M_DOWN_INPUT, by_expert, 1);
+    global_lead(call, ML_UP_GLOBAL, M(gate_up_global), by_expert, 2);
+    global_lead(call, ML_DOWN_GLOBAL, M(down_global), by_expert, 1);
+    global_lead(call, ML_SHARED_GLOBAL, M(shared_gate_up_global), by_part, 1);
+    global_lead(call, ML_UP_INPUT, M(gate_up_input_global), by_expert, 1);
+    global_lead(call, ML_DOWN_INPUT, M(down_input_global), by_expert, 1);
     return QUERN_OK;
 }
 
@@ -362,15 +364,15 @@ static quern_status check_data(const op_call *call, void *const *data)
     const moe_call *c = (const moe_call *)call;
     const struct {
         const quern_tensor *view;
-        moe_tensor tensor;
-    } globals[] = {{&c->up_global, M_UP_GLOBAL},
-                   {&c->down_global, M_DOWN_GLOBAL},
-                   {&c->up_input, M_UP_INPUT},
-                   {&c->down_input, M_DOWN_INPUT},
-                   {&c->shared_up_global, M_SHARED_UP_GLOBAL},
-                   {&c->shared_down_global, M_SHARED_DOWN_GLOBAL}};
+        int32_t tensor;
+    } globals[] = {{&c->up_global, M(gate_up_global)},
+                   {&c->down_global, M(down_global)},
+                   {&c->up_input, M(gate_up_input_global)},
+                   {&c->down_input, M(down_input_global)},
+                   {&c->shared_up_global, M(shared_gate_up_global)},
+                   {&c->shared_down_global, M(shared_down_global)}};
     for (size_t i = 0; i < sizeof globals / sizeof *globals; i++) {
-        const moe_tensor at = globals[i].tensor;
+        const int32_t at = globals[i].tensor;
         if (globals[i].view->ndim == 0) continue;
         const quern_status status = view_check_globals(data[at], globals[i].view, tensors[at].field);
         if (status != QUERN_OK) return status;

@@ -3,30 +3,151 @@
 /* nsa.c - NSA's public functions. */
 #include "nsa/call.h"
 
-/* The two public functions of an operation. */
-#define OPERATION(name, op)                                                                                  \
-    quern_status quern_nsa_##name##_workspace(quern_context *ctx, const quern_nsa_params *params,            \
-                                              const quern_nsa_tensors *tensors, size_t *bytes)               \
-    {                                                                                                        \
-        nsa_call call;                                                                                       \
-        return op_workspace_of(&call.head, &nsa_family, op, ctx, params, tensors, bytes);                    \
-    }                                                                                                        \
-    quern_status quern_nsa_##name(quern_context *ctx, const quern_exec *exec,                                \
-                                  const quern_nsa_params *params, const quern_nsa_tensors *tensors,          \
-                                  void *workspace, size_t workspace_bytes)                                   \
-    {                                                                                                        \
-        nsa_call call;                                                                                       \
-        return op_run(&call.head, &nsa_family, op, ctx, exec, params, tensors, workspace, workspace_bytes);  \
-    }
+static quern_status workspace_of(nsa_op op, quern_context *ctx, const quern_nsa_params *params,
+                                 const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    nsa_call call;
+    return op_workspace_of(&call.head, &nsa_family, op, ctx, params, tensors, bytes);
+}
 
-OPERATION(forward, NSA_FORWARD)
-OPERATION(backward, NSA_BACKWARD)
-OPERATION(compress, NSA_COMPRESS)
-OPERATION(compress_backward, NSA_COMPRESS_BACKWARD)
-OPERATION(select, NSA_SELECT)
-OPERATION(attend, NSA_ATTEND)
-OPERATION(attend_backward, NSA_ATTEND_BACKWARD)
-OPERATION(gates, NSA_GATES)
-OPERATION(combine, NSA_COMBINE)
-OPERATION(gate, NSA_GATE)
-OPERATION(gate_backward, NSA_GATE_BACKWARD)
+static quern_status run(nsa_op op, quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                        const quern_nsa_tensors *tensors, void *workspace, size_t bytes)
+{
+    nsa_call call;
+    return op_run(&call.head, &nsa_family, op, ctx, exec, params, tensors, workspace, bytes);
+}
+
+quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                         const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_FORWARD, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_forward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                               const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                          const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_BACKWARD, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                                const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                          const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_COMPRESS, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_compress(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                                const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_COMPRESS, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_compress_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                   const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_COMPRESS_BACKWARD, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_exec *exec,
+                                         const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                         void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_COMPRESS_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_select_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                        const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_SELECT, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_select(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                              const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_SELECT, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_attend_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                        const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_ATTEND, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_attend(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                              const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_ATTEND, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_attend_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                 const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_ATTEND_BACKWARD, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_exec *exec,
+                                       const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                       void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_ATTEND_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_gates_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                       const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_GATES, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_gates(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                             const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_GATES, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_combine_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                         const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_COMBINE, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_combine(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                               const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_COMBINE, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_gate_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                      const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_GATE, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_gate(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                            const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_GATE, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_gate_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                               const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(NSA_GATE_BACKWARD, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_exec *exec,
+                                     const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                     void *workspace, size_t workspace_bytes)
+{
+    return run(NSA_GATE_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+}

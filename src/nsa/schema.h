@@ -8,8 +8,6 @@
 
 #include <quern/nsa.h>
 
-#include <stddef.h>
-
 /* In the order of quern_operation. */
 typedef enum nsa_op {
     NSA_FORWARD,
@@ -28,9 +26,9 @@ typedef enum nsa_op {
 
 enum { NSA_CMP, NSA_SLC, NSA_WIN, NSA_BRANCHES };
 
-/* The number of a tensor: the place of its field after `size`. */
-#define T(field) ((int)(offsetof(quern_nsa_tensors, field) / sizeof(void *)) - 1)
-enum { NSA_TENSORS = sizeof(quern_nsa_tensors) / sizeof(void *) - 1 };
+/* The number of a tensor. */
+#define T(field) OP_TENSOR(quern_nsa_tensors, field)
+enum { NSA_TENSORS = OP_TENSOR_COUNT(quern_nsa_tensors) };
 
 /* Extents as the shapes below name them: fixed length B and N, varlen T. */
 typedef enum nsa_symbol {

@@ -7,8 +7,9 @@
 
 #include <stddef.h>
 
-/* In the order of quern_nvfp4_dequantize_tensors. */
-enum { T_CODES, T_SCALES, T_GLOBAL, T_OFFSETS, T_X, TENSORS };
+/* The number of a tensor. */
+#define T(field) OP_TENSOR(quern_nvfp4_dequantize_tensors, field)
+enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_dequantize_tensors) };
 enum { S_E = 1 };
 /* Shapes of any number of dimensions; blocks lie along the last one, or along a weight's K. */
 enum { L_X = OP_LEAD, L_CODES, L_SCALES, L_GLOBAL };
@@ -28,7 +29,6 @@ static const op_tensor tensors[] = {
     {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_dequantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
 #define AT(member) offsetof(quern_nvfp4_dequantize_params, member)
 static const op_param params[] = {
@@ -68,19 +68,19 @@ static quern_status check_params(op_call *call)
 static void adapt(op_call *call, const quern_tensor **given)
 {
     dequantize_call *c = (dequantize_call *)call;
-    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T_CODES], given[T_OFFSETS], c->params.weight);
-    c->params.global_per = nvfp4_global_kind(given[T_GLOBAL], c->params.global_per, &kinds);
+    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T(codes)], given[T(offsets)], c->params.weight);
+    c->params.global_per = nvfp4_global_kind(given[T(global)], c->params.global_per, &kinds);
 }
 
 /* Experts one after the other need offsets, those of a stack [E, n, D] do not. */
 static void roles(op_call *call)
 {
-    const quern_tensor *x = call->given[T_CODES];
+    const quern_tensor *x = call->given[T(codes)];
     const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight &&
                       (x == NULL || x->ndim != 3);
-    call->role[T_CODES] = call->role[T_SCALES] = call->role[T_GLOBAL] = OP_NEEDED;
-    call->role[T_OFFSETS] = rows ? OP_NEEDED : OP_REFUSED;
-    call->role[T_X] = OP_RESULT;
+    call->role[T(codes)] = call->role[T(scales)] = call->role[T(global)] = OP_NEEDED;
+    call->role[T(offsets)] = rows ? OP_NEEDED : OP_REFUSED;
+    call->role[T(x)] = OP_RESULT;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -93,15 +93,15 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 /* x's shape; without x, the one that follows from the codes. */
 static quern_status find_shape(op_call *call, op_extents *shape)
 {
-    const quern_tensor *codes = call->given[T_CODES], *x = call->given[T_X], *of = x != NULL ? x : codes;
+    const quern_tensor *codes = call->given[T(codes)], *x = call->given[T(x)], *of = x != NULL ? x : codes;
     const bool weight = params_of(call)->weight;
-    const char *name = tensors[x != NULL ? T_X : T_CODES].field;
+    const char *name = tensors[x != NULL ? T(x) : T(codes)].field;
     if (of == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
     if (of->ndim < (weight ? 2 : 1) || of->ndim > (weight ? 3 : QUERN_MAX_DIMS - 1))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %s are accepted", name, of->ndim,
                          weight ? "2 or 3 for a weight" : "1 to 5");
     call->like = *of;
-    const quern_status status = op_check_kind(call, x != NULL ? T_X : T_CODES, of->ndim);
+    const quern_status status = op_check_kind(call, x != NULL ? T(x) : T(codes), of->ndim);
     if (status != QUERN_OK) return status;
     const int32_t along = weight ? of->ndim - 2 : of->ndim - 1;
     shape->count = of->ndim;
@@ -115,12 +115,12 @@ static quern_status find_shape(op_call *call, op_extents *shape)
 static quern_status derive(op_call *call)
 {
     const quern_nvfp4_dequantize_params *p = params_of(call);
-    const quern_tensor *offsets = call->given[T_OFFSETS];
+    const quern_tensor *offsets = call->given[T(offsets)];
     quern_status status = find_shape(call, &call->lead[L_X - OP_LEAD]);
-    if (status == QUERN_OK) status = nvfp4_check_kind(call->given[T_GLOBAL], p->global_per, "global");
+    if (status == QUERN_OK) status = nvfp4_check_kind(call->given[T(global)], p->global_per, "global");
     if (status != QUERN_OK) return status;
-    if (op_uses(call, T_OFFSETS)) {
-        if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
+    if (op_uses(call, T(offsets))) {
+        if ((status = op_check_kind(call, T(offsets), 1)) != QUERN_OK) return status;
         call->symbol[S_E] = offsets->shape[0];
     }
     return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
@@ -131,8 +131,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     const dequantise_args *args = OP_FIND(call, dequantise);
     quern_status status = QUERN_OK;
     if (args->offsets.ndim > 0)
-        status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
-    return status == QUERN_OK ? view_check_globals(data[T_GLOBAL], &args->global, "global") : status;
+        status = view_check_ends(data[T(offsets)], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
+    return status == QUERN_OK ? view_check_globals(data[T(global)], &args->global, "global") : status;
 }
 
 /* Weights as [E, K, N]. */
@@ -146,15 +146,15 @@ static void build(op_build *b)
 {
     const op_call *call = b->call;
     const quern_nvfp4_dequantize_params *p = params_of(call);
-    const quern_tensor global = op_view(call, T_GLOBAL, false);
+    const quern_tensor global = op_view(call, T(global), false);
     *OP_ADD(b, dequantise) = (dequantise_args){.profile = (quantise_profile)p->profile,
                                                .per = (quantise_global)p->global_per,
                                                .columns = p->weight,
-                                               .codes = matrices(call, T_CODES),
-                                               .scales = matrices(call, T_SCALES),
+                                               .codes = matrices(call, T(codes)),
+                                               .scales = matrices(call, T(scales)),
                                                .global = nvfp4_tail_view(&global),
-                                               .offsets = op_view(call, T_OFFSETS, false),
-                                               .out = matrices(call, T_X)};
+                                               .offsets = op_view(call, T(offsets), false),
+                                               .out = matrices(call, T(x))};
 }
 
 const op_family nvfp4_dequantize_family = {

@@ -6,8 +6,9 @@
 
 #include <stddef.h>
 
-/* In the order of quern_nvfp4_from_mxfp4_tensors. */
-enum { T_MX_CODES, T_EXPONENTS, T_CODES, T_SCALES, T_GLOBAL, T_ROUNDED, TENSORS };
+/* The number of a tensor. */
+#define T(field) OP_TENSOR(quern_nvfp4_from_mxfp4_tensors, field)
+enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_from_mxfp4_tensors) };
 enum { S_BYTES = 1, S_MX_BLOCKS, S_BLOCKS };
 enum { L_ROWS = OP_LEAD };
 enum { MX_BLOCK = 32 };
@@ -27,7 +28,6 @@ static const op_tensor tensors[] = {
     {"rounded_blocks", "rounded_blocks", OP_I64, OP_NONE, {0}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_from_mxfp4_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
 static const quern_nvfp4_from_mxfp4_params defaults = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_from_mxfp4"};
@@ -48,19 +48,21 @@ static quern_status check_params(op_call *call)
 static void roles(op_call *call)
 {
     for (int i = 0; i < TENSORS; i++)
-        call->role[i] = i <= T_EXPONENTS ? OP_NEEDED : i == T_ROUNDED ? OP_OPTIONAL_RESULT : OP_RESULT;
+        call->role[i] = i <= T(exponents)        ? OP_NEEDED
+                        : i == T(rounded_blocks) ? OP_OPTIONAL_RESULT
+                                                 : OP_RESULT;
 }
 
 static quern_status derive(op_call *call)
 {
-    const quern_tensor *codes = call->given[T_MX_CODES];
+    const quern_tensor *codes = call->given[T(mx_codes)];
     op_extents *rows = &call->lead[L_ROWS - OP_LEAD];
     if (codes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes is NULL: a tensor is needed");
     if (codes->ndim < 1 || codes->ndim > QUERN_MAX_DIMS)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes has %d dimensions: at least 1 is accepted",
                          codes->ndim);
     call->like = *codes;
-    const quern_status status = op_check_kind(call, T_MX_CODES, codes->ndim);
+    const quern_status status = op_check_kind(call, T(mx_codes), codes->ndim);
     if (status != QUERN_OK) return status;
     rows->count = codes->ndim - 1;
     for (int32_t i = 0; i < rows->count; i++) rows->extent[i] = codes->shape[i];
@@ -79,10 +81,11 @@ static quern_status derive(op_call *call)
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_tensor global = op_view(call, T_GLOBAL, false), rounded = op_view(call, T_ROUNDED, false);
+    const quern_tensor global = op_view(call, T(global), false),
+                       rounded = op_view(call, T(rounded_blocks), false);
     *OP_ADD(b, from_mxfp4) = (from_mxfp4_args){
-        op_view(call, T_MX_CODES, false), op_view(call, T_EXPONENTS, false), op_view(call, T_CODES, false),
-        op_view(call, T_SCALES, false),   nvfp4_tail_view(&global),          nvfp4_tail_view(&rounded)};
+        op_view(call, T(mx_codes), false), op_view(call, T(exponents), false), op_view(call, T(codes), false),
+        op_view(call, T(scales), false),   nvfp4_tail_view(&global),           nvfp4_tail_view(&rounded)};
 }
 
 const op_family nvfp4_from_mxfp4_family = {

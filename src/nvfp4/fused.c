@@ -7,8 +7,9 @@
 
 #include <stddef.h>
 
-/* In the order of quern_nvfp4_fused_quantize_tensors. */
-enum { T_X, T_GATE_GLOBAL, T_UP_GLOBAL, T_GATE_CODES, T_GATE_SCALES, T_UP_CODES, T_UP_SCALES, TENSORS };
+/* The number of a tensor. */
+#define T(field) OP_TENSOR(quern_nvfp4_fused_quantize_tensors, field)
+enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_fused_quantize_tensors) };
 enum { S_M = 1, S_2I, S_BYTES, S_BLOCKS };
 
 typedef struct fused_call {
@@ -27,8 +28,6 @@ static const op_tensor tensors[] = {
     {"up_scales", "up_scales", OP_SCALE, OP_NONE, {S_M, S_BLOCKS}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_fused_quantize_tensors) == (1 + TENSORS) * sizeof(void *),
-               "a tensor a field");
 
 static const char *const activations[] = {"none", "swiglu", NULL};
 #define AT(member) offsetof(quern_nvfp4_fused_quantize_params, member)
@@ -83,12 +82,12 @@ static void part_roles(op_call *call, int32_t global, int32_t codes, bool refuse
 static void roles(op_call *call)
 {
     const bool swiglu = params_of(call)->swiglu;
-    call->role[T_X] = OP_NEEDED;
-    part_roles(call, T_GATE_GLOBAL, T_GATE_CODES, false);
-    part_roles(call, T_UP_GLOBAL, T_UP_CODES, swiglu);
+    call->role[T(x)] = OP_NEEDED;
+    part_roles(call, T(gate_global), T(gate_codes), false);
+    part_roles(call, T(up_global), T(up_codes), swiglu);
     if (!swiglu) return;
-    call->role[T_GATE_GLOBAL] = OP_NEEDED;
-    call->role[T_GATE_CODES] = call->role[T_GATE_SCALES] = OP_RESULT;
+    call->role[T(gate_global)] = OP_NEEDED;
+    call->role[T(gate_codes)] = call->role[T(gate_scales)] = OP_RESULT;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -100,11 +99,11 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 
 static quern_status derive(op_call *call)
 {
-    const quern_tensor *const *t = call->given, *x = t[T_X];
+    const quern_tensor *const *t = call->given, *x = t[T(x)];
     const int64_t q = params_of(call)->granularity;
     if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
     call->like = *x;
-    const quern_status status = op_check_kind(call, T_X, 2);
+    const quern_status status = op_check_kind(call, T(x), 2);
     if (status != QUERN_OK) return status;
     call->symbol[S_M] = x->shape[0];
     call->symbol[S_2I] = x->shape[1];
@@ -112,8 +111,8 @@ static quern_status derive(op_call *call)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "x.shape[1] is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
                          (long long)x->shape[1], (long long)q, 2 * (long long)q);
-    if (!params_of(call)->swiglu && t[T_GATE_CODES] == NULL && t[T_UP_CODES] == NULL &&
-        t[T_GATE_GLOBAL] == NULL && t[T_UP_GLOBAL] == NULL)
+    if (!params_of(call)->swiglu && t[T(gate_codes)] == NULL && t[T(up_codes)] == NULL &&
+        t[T(gate_global)] == NULL && t[T(up_global)] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "gate_codes and up_codes are NULL: at least one is needed");
     call->symbol[S_BLOCKS] = nvfp4_blocks(x->shape[1] / 2);
@@ -123,7 +122,7 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    static const int32_t globals[] = {T_GATE_GLOBAL, T_UP_GLOBAL};
+    static const int32_t globals[] = {T(gate_global), T(up_global)};
     const fused_quantise_args *args = OP_FIND(call, fused_quantise);
     for (int part = 0; part < 2; part++) {
         if (args->global[part].ndim == 0) continue;
@@ -136,11 +135,11 @@ static quern_status check_data(const op_call *call, void *const *data)
 
 static void build(op_build *b)
 {
-    static const int32_t codes[] = {T_GATE_CODES, T_UP_CODES}, globals[] = {T_GATE_GLOBAL, T_UP_GLOBAL};
+    static const int32_t codes[] = {T(gate_codes), T(up_codes)}, globals[] = {T(gate_global), T(up_global)};
     const op_call *call = b->call;
     const quern_nvfp4_fused_quantize_params *p = &((const fused_call *)call)->params;
     fused_quantise_args *args = OP_ADD(b, fused_quantise);
-    if (!op_uses(call, T_GATE_CODES) && !op_uses(call, T_UP_CODES))
+    if (!op_uses(call, T(gate_codes)) && !op_uses(call, T(up_codes)))
         b->status =
             error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
     *args = (fused_quantise_args){.profile = (quantise_profile)p->profile,
@@ -149,7 +148,7 @@ static void build(op_build *b)
                                   .alpha = p->alpha,
                                   .beta = p->beta,
                                   .granularity = p->granularity,
-                                  .x = op_view(call, T_X, false)};
+                                  .x = op_view(call, T(x), false)};
     for (int part = 0; part < 2; part++) {
         if (!op_uses(call, codes[part])) continue;
         const quern_tensor global = op_view(call, globals[part], false);

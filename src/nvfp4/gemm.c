@@ -33,20 +33,20 @@ static grouped_gemm_args operands(const gemm_call *c)
                                .n = s[GS_N],
                                .k = s[GS_K],
                                .int8 = p->a8,
-                               .a = view(c, G_A),
-                               .a_codes = view(c, G_A_CODES),
-                               .a_scales = view(c, G_A_SCALES),
-                               .pad_row_offsets = view(c, G_PAD),
+                               .a = view(c, G(a)),
+                               .a_codes = view(c, G(a_codes)),
+                               .a_scales = view(c, G(a_scales)),
+                               .pad_row_offsets = view(c, G(pad_row_offsets)),
                                .a_per = (quantise_global)p->a_global_per,
                                .a_global = c->a_global,
                                .k_major = c->k_major,
                                .order = (scale_order)p->b_scales,
-                               .b_codes = view(c, G_B_CODES),
-                               .b_scales = view(c, G_B_SCALES),
-                               .b_repacked = view(c, G_B_REPACKED),
+                               .b_codes = view(c, G(b_codes)),
+                               .b_scales = view(c, G(b_scales)),
+                               .b_repacked = view(c, G(b_repacked)),
                                .b_global = c->b_global,
-                               .offsets = view(c, G_OFFSETS),
-                               .bias = view(c, G_BIAS),
+                               .offsets = view(c, G(offsets)),
+                               .bias = view(c, G(bias)),
                                .limit = p->limit,
                                .alpha = p->alpha,
                                .beta = p->beta,
@@ -77,10 +77,10 @@ static void add_forward(op_build *b, const grouped_gemm_args *product)
     grouped_gemm_args *args = OP_ADD(b, grouped_gemm);
     *args = *product;
     args->swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
-    args->c = view(c, G_C);
-    args->c_old = c->params.accumulate ? args->c : view(c, G_C_OLD);
-    args->c_codes = view(c, G_C_CODES);
-    args->c_scales = view(c, G_C_SCALES);
+    args->c = view(c, G(c));
+    args->c_old = c->params.accumulate ? args->c : view(c, G(c_old));
+    args->c_codes = view(c, G(c_codes));
+    args->c_scales = view(c, G(c_scales));
     args->c_global = c->c_global;
 }
 
@@ -107,23 +107,23 @@ static quern_tensor add_swiglu(op_build *b, const grouped_gemm_args *product, co
 static void add_backward(op_build *b, const grouped_gemm_args *product)
 {
     const gemm_call *c = (const gemm_call *)b->call;
-    quern_tensor d_c = view(c, G_D_C);
+    quern_tensor d_c = view(c, G(d_c));
     if (c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU) d_c = add_swiglu(b, product, &d_c);
     grouped_gemm_args *args = OP_ADD(b, grouped_gemm_backward);
     *args = *product;
     args->d_c = d_c;
-    args->d_a = view(c, G_D_A);
-    if (!op_uses(&c->head, G_A)) args->a_global = (quern_tensor){0};
+    args->d_a = view(c, G(d_a));
+    if (!op_uses(&c->head, G(a))) args->a_global = (quern_tensor){0};
 }
 
 void nvfp4_gemm_build(op_build *b)
 {
     gemm_call *c = (gemm_call *)b->call;
-    c->a_global = global_view(c, G_A_GLOBAL);
-    c->b_global = global_view(c, G_B_GLOBAL);
-    c->c_global = global_view(c, G_C_GLOBAL);
+    c->a_global = global_view(c, G(a_global));
+    c->b_global = global_view(c, G(b_global));
+    c->c_global = global_view(c, G(c_global));
     grouped_gemm_args product = operands(c);
-    if (c->params.prepack && op_uses(b->call, G_B_CODES)) add_prepack(b, &product);
+    if (c->params.prepack && op_uses(b->call, G(b_codes))) add_prepack(b, &product);
     if (b->call->operation == GEMM) add_forward(b, &product);
     else add_backward(b, &product);
 }

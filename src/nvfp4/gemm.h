@@ -10,28 +10,9 @@
 
 typedef enum gemm_op { GEMM, GEMM_BACKWARD, GEMM_OPS } gemm_op;
 
-/* In the order of quern_nvfp4_gemm_tensors. */
-enum {
-    G_A,
-    G_A_CODES,
-    G_A_SCALES,
-    G_PAD,
-    G_A_GLOBAL,
-    G_B_CODES,
-    G_B_SCALES,
-    G_B_REPACKED,
-    G_B_GLOBAL,
-    G_OFFSETS,
-    G_BIAS,
-    G_C,
-    G_C_CODES,
-    G_C_SCALES,
-    G_C_GLOBAL,
-    G_C_OLD,
-    G_D_C,
-    G_D_A,
-    GEMM_TENSORS_COUNT
-};
+/* The number of a tensor. */
+#define G(field) OP_TENSOR(quern_nvfp4_gemm_tensors, field)
+enum { GEMM_TENSORS = OP_TENSOR_COUNT(quern_nvfp4_gemm_tensors) };
 
 /* GS_CODES and GS_SCALES: the extents of b_codes and b_scales past E. */
 enum {

@@ -29,9 +29,7 @@ static const op_tensor tensors[] = {
     {"d_c", "d_out", OP_FLOAT, OP_NONE, {GS_T, GS_OUT}, {0}},
     {"d_a", "dA", OP_FLOAT, OP_NONE, {GS_T, GS_K}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == GEMM_TENSORS_COUNT, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_gemm_tensors) == (1 + GEMM_TENSORS_COUNT) * sizeof(void *),
-               "a tensor a field");
+_Static_assert(sizeof tensors / sizeof *tensors == GEMM_TENSORS, "a row a tensor");
 
 static const char *const a_layouts[] = {"linear", "swizzled", NULL};
 static const char *const activations[] = {"none", "swiglu", NULL}, *const outputs[] = {"input", "f32",
@@ -114,67 +112,68 @@ static quern_status check_params(op_call *call)
 static void adapt(op_call *call, const quern_tensor **given)
 {
     gemm_call *c = (gemm_call *)call;
-    const quern_tensor *offsets = given[G_OFFSETS], *a = given[G_A] != NULL ? given[G_A] : given[G_A_CODES];
+    const quern_tensor *offsets = given[G(offsets)],
+                       *a = given[G(a)] != NULL ? given[G(a)] : given[G(a_codes)];
     const nvfp4_kinds kinds = {true, offsets != NULL && offsets->ndim == 1 ? offsets->shape[0] : -1,
                                a != NULL && a->ndim == 2 ? a : NULL, 1};
-    c->params.a_global_per = nvfp4_global_kind(given[G_A_GLOBAL], c->params.a_global_per, &kinds);
+    c->params.a_global_per = nvfp4_global_kind(given[G(a_global)], c->params.a_global_per, &kinds);
     c->k_major = c->params.b_codes == QUERN_NVFP4_CODES_K_MAJOR;
-    if (c->k_major || !nvfp4_is_k_major(given[G_B_CODES], &c->transposed)) return;
+    if (c->k_major || !nvfp4_is_k_major(given[G(b_codes)], &c->transposed)) return;
     c->k_major = true;
-    given[G_B_CODES] = &c->transposed;
+    given[G(b_codes)] = &c->transposed;
 }
 
 static bool is_coded(const op_call *call)
 {
-    return call->given[G_C] == NULL &&
-           (call->given[G_C_CODES] != NULL || params_of(call)->output == QUERN_NVFP4_OUTPUT_NVFP4);
+    return call->given[G(c)] == NULL &&
+           (call->given[G(c_codes)] != NULL || params_of(call)->output == QUERN_NVFP4_OUTPUT_NVFP4);
 }
 
 static void roles(op_call *call)
 {
     const quern_nvfp4_gemm_params *p = params_of(call);
     const quern_tensor *const *t = call->given;
-    const bool backward = call->operation == GEMM_BACKWARD, floats = t[G_A] != NULL,
-               repacked = t[G_B_REPACKED] != NULL, coded = is_coded(call);
+    const bool backward = call->operation == GEMM_BACKWARD, floats = t[G(a)] != NULL,
+               repacked = t[G(b_repacked)] != NULL, coded = is_coded(call);
     uint8_t *r = call->role;
-    r[G_A] = t[G_A_CODES] != NULL ? OP_OPTIONAL : OP_NEEDED;
-    r[G_A_CODES] = floats ? OP_REFUSED : OP_OPTIONAL;
-    r[G_A_SCALES] = t[G_A_CODES] != NULL ? OP_NEEDED : OP_REFUSED;
-    r[G_PAD] = t[G_A_CODES] == NULL ? OP_REFUSED : p->a_swizzled ? OP_NEEDED : OP_OPTIONAL;
-    r[G_A_GLOBAL] = r[G_B_GLOBAL] = r[G_BIAS] = OP_OPTIONAL;
-    r[G_B_CODES] = repacked ? OP_REFUSED : OP_NEEDED;
-    r[G_B_SCALES] = repacked ? OP_REFUSED : OP_NEEDED;
-    r[G_B_REPACKED] = OP_OPTIONAL;
-    r[G_OFFSETS] = OP_NEEDED;
-    r[G_C] = backward ? OP_UNUSED : coded ? OP_OPTIONAL_RESULT : OP_RESULT;
-    r[G_C_CODES] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
-    r[G_C_SCALES] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
-    r[G_C_GLOBAL] = backward ? OP_UNUSED : coded ? OP_NEEDED : OP_REFUSED;
-    r[G_C_OLD] = backward                                                                 ? OP_UNUSED
-                 : coded || p->accumulate || p->activation != QUERN_NVFP4_ACTIVATION_NONE ? OP_REFUSED
-                                                                                          : OP_OPTIONAL;
-    r[G_D_C] = backward ? OP_NEEDED : OP_UNUSED;
-    r[G_D_A] = backward ? OP_RESULT : OP_UNUSED;
-    if (coded) r[G_C] = OP_UNUSED;
+    r[G(a)] = t[G(a_codes)] != NULL ? OP_OPTIONAL : OP_NEEDED;
+    r[G(a_codes)] = floats ? OP_REFUSED : OP_OPTIONAL;
+    r[G(a_scales)] = t[G(a_codes)] != NULL ? OP_NEEDED : OP_REFUSED;
+    r[G(pad_row_offsets)] = t[G(a_codes)] == NULL ? OP_REFUSED : p->a_swizzled ? OP_NEEDED : OP_OPTIONAL;
+    r[G(a_global)] = r[G(b_global)] = r[G(bias)] = OP_OPTIONAL;
+    r[G(b_codes)] = repacked ? OP_REFUSED : OP_NEEDED;
+    r[G(b_scales)] = repacked ? OP_REFUSED : OP_NEEDED;
+    r[G(b_repacked)] = OP_OPTIONAL;
+    r[G(offsets)] = OP_NEEDED;
+    r[G(c)] = backward ? OP_UNUSED : coded ? OP_OPTIONAL_RESULT : OP_RESULT;
+    r[G(c_codes)] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
+    r[G(c_scales)] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
+    r[G(c_global)] = backward ? OP_UNUSED : coded ? OP_NEEDED : OP_REFUSED;
+    r[G(c_old)] = backward                                                                 ? OP_UNUSED
+                  : coded || p->accumulate || p->activation != QUERN_NVFP4_ACTIVATION_NONE ? OP_REFUSED
+                                                                                           : OP_OPTIONAL;
+    r[G(d_c)] = backward ? OP_NEEDED : OP_UNUSED;
+    r[G(d_a)] = backward ? OP_RESULT : OP_UNUSED;
+    if (coded) r[G(c)] = OP_UNUSED;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     switch (tensor) {
-    case G_A_CODES:
+    case G(a_codes):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "a and a_codes are given: exactly one of them is accepted");
-    case G_A_SCALES:
+    case G(a_scales):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "a_scales is given without a_codes: both or neither are accepted");
-    case G_PAD:
+    case G(pad_row_offsets):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "pad_row_offsets is given without a_scales: both or neither are accepted");
-    case G_B_CODES:
-    case G_B_SCALES:
+    case G(b_codes):
+    case G(b_scales):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "%s is given with b_repacked: one or the other is accepted", tensors[tensor].field);
-    case G_C_OLD:
+    case G(c_old):
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old is given with %s: one or the other is accepted",
                          is_coded(call)                ? "a quantised output"
                          : params_of(call)->accumulate ? "accumulate"
@@ -190,19 +189,19 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 static quern_status derive_rows(op_call *call)
 {
     const quern_tensor *const *t = call->given;
-    const int32_t a = t[G_A] != NULL ? G_A : G_A_CODES;
+    const int32_t a = t[G(a)] != NULL ? G(a) : G(a_codes);
     int64_t *s = call->symbol;
     quern_status status;
-    if (t[a] == NULL || t[G_OFFSETS] == NULL)
+    if (t[a] == NULL || t[G(offsets)] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: a tensor is needed",
                          t[a] == NULL ? "a and a_codes are NULL" : "offsets is NULL");
     call->like = *t[a];
     if ((status = op_check_kind(call, a, 2)) != QUERN_OK ||
-        (status = op_check_kind(call, G_OFFSETS, 1)) != QUERN_OK)
+        (status = op_check_kind(call, G(offsets), 1)) != QUERN_OK)
         return status;
-    const int64_t columns = t[a]->shape[1], values = a == G_A ? 1 : 2; /* of an element */
+    const int64_t columns = t[a]->shape[1], values = a == G(a) ? 1 : 2; /* of an element */
     s[GS_T] = t[a]->shape[0];
-    s[GS_E] = t[G_OFFSETS]->shape[0];
+    s[GS_E] = t[G(offsets)]->shape[0];
     s[GS_E1] = s[GS_E] + 1;
     if (columns > INT32_MAX / values || values * columns % QUERN_NVFP4_BLOCK != 0 || s[GS_T] > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -210,7 +209,7 @@ static quern_status derive_rows(op_call *call)
                          "accepted",
                          tensors[a].field, (long long)s[GS_T], (long long)columns);
     s[GS_K] = values * columns;
-    if (params_of(call)->a8 && t[G_A] == NULL)
+    if (params_of(call)->a8 && t[G(a)] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "a8 is true without a: activations in floats are accepted");
     return QUERN_OK;
@@ -220,18 +219,18 @@ static quern_status derive_rows(op_call *call)
 static quern_status derive_columns(op_call *call)
 {
     const gemm_call *c = (const gemm_call *)call;
-    const quern_tensor *b = call->given[G_B_CODES];
+    const quern_tensor *b = call->given[G(b_codes)];
     int64_t *s = call->symbol;
     quern_status status;
     s[GS_N] = c->params.n;
-    if (call->given[G_B_REPACKED] != NULL) {
+    if (call->given[G(b_repacked)] != NULL) {
         if (s[GS_N] > 0) return QUERN_OK;
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is 0 with b_repacked: the columns of B are accepted");
     }
     if (b == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "b_codes and b_repacked are NULL: exactly one of them is accepted");
-    if ((status = op_check_kind(call, G_B_CODES, 3)) != QUERN_OK) return status;
+    if ((status = op_check_kind(call, G(b_codes), 3)) != QUERN_OK) return status;
     const int64_t n = b->shape[c->k_major ? 1 : 2], k = 2 * b->shape[c->k_major ? 2 : 1];
     if (k % QUERN_NVFP4_BLOCK != 0 || k > INT32_MAX || n > INT32_MAX)
         return error_set(
@@ -263,23 +262,23 @@ static void derive_leads(op_call *call)
     const quern_nvfp4_gemm_params *p = params_of(call);
     const quern_tensor *const *t = call->given;
     const int64_t *s = call->symbol, shared[] = {0, s[GS_E], s[GS_T]}, blocks = s[GS_K_BLOCKS];
-    const quern_tensor *g = t[G_B_GLOBAL];
+    const quern_tensor *g = t[G(b_global)];
     const int32_t parts = g == NULL || g->ndim < 0 || op_is_one(g) ? 0 : g->ndim < 2 ? g->ndim : 2;
-    if (t[G_PAD] != NULL)
+    if (t[G(pad_row_offsets)] != NULL)
         set_lead(call, GL_A_SCALES, 1,
-                 t[G_A_SCALES] != NULL && t[G_A_SCALES]->ndim == 1 ? t[G_A_SCALES]->shape[0] : 0, 0, 0);
+                 t[G(a_scales)] != NULL && t[G(a_scales)]->ndim == 1 ? t[G(a_scales)]->shape[0] : 0, 0, 0);
     else set_lead(call, GL_A_SCALES, 2, s[GS_T], blocks, 0);
     set_lead(call, GL_A_GLOBAL, p->a_global_per != QUERN_NVFP4_GLOBAL_TENSOR, shared[p->a_global_per], 0, 0);
     call->lead[GL_B_SCALES - OP_LEAD] = nvfp4_scales_extents(p->b_scales, s[GS_E], blocks, s[GS_N]);
     set_lead(call, GL_B_GLOBAL, parts, s[GS_E], 2, 0);
-    set_lead(call, GL_C_GLOBAL, t[G_C_GLOBAL] != NULL && !op_is_one(t[G_C_GLOBAL]), s[GS_E], 0, 0);
+    set_lead(call, GL_C_GLOBAL, t[G(c_global)] != NULL && !op_is_one(t[G(c_global)]), s[GS_E], 0, 0);
 }
 
 static quern_status derive_outputs(op_call *call)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F32, QUERN_BF16, QUERN_F16, QUERN_U8};
     const quern_nvfp4_gemm_params *p = params_of(call);
-    const quern_tensor *const *t = call->given, *g = t[G_B_GLOBAL], *c = t[G_C];
+    const quern_tensor *const *t = call->given, *g = t[G(b_global)], *c = t[G(c)];
     int64_t *s = call->symbol;
     const bool swiglu = p->activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
     if ((swiglu || (g != NULL && g->ndim == 2)) && s[GS_N] % (2 * p->granularity) != 0)
@@ -289,20 +288,20 @@ static quern_status derive_outputs(op_call *call)
     if (is_coded(call) && p->accumulate)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "accumulate is true without c: an output in floats is accepted");
-    for (int i = 0; i < 2; i++, c = t[G_C_OLD])
+    for (int i = 0; i < 2; i++, c = t[G(c_old)])
         if (c != NULL && c->dtype == QUERN_U8)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype u8: f32, f16 and bf16 are accepted",
                              i == 0 ? "c" : "c_old");
-    if (op_uses(call, G_C_OLD) && t[G_C] != NULL && t[G_C]->dtype != t[G_C_OLD]->dtype)
+    if (op_uses(call, G(c_old)) && t[G(c)] != NULL && t[G(c)]->dtype != t[G(c_old)]->dtype)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old: dtype %s: c's %s is accepted",
-                         quern_dtype_name(t[G_C_OLD]->dtype), quern_dtype_name(t[G_C]->dtype));
+                         quern_dtype_name(t[G(c_old)]->dtype), quern_dtype_name(t[G(c)]->dtype));
     s[GS_OUT] = swiglu ? s[GS_N] / 2 : s[GS_N];
     s[GS_CODE_BLOCKS] = s[GS_OUT] / QUERN_NVFP4_BLOCK + (s[GS_OUT] % QUERN_NVFP4_BLOCK != 0);
     s[GS_CODE_COLUMNS] = s[GS_CODE_BLOCKS] * QUERN_NVFP4_BLOCK / 2;
     call->stored = dtypes[p->output];
-    if (t[G_C_OLD] != NULL) call->stored = t[G_C_OLD]->dtype;
-    else if (p->output == QUERN_NVFP4_OUTPUT_INPUT && t[G_A] != NULL) call->stored = t[G_A]->dtype;
-    if (op_uses(call, G_C_OLD) && t[G_C] == NULL && p->output != QUERN_NVFP4_OUTPUT_INPUT &&
+    if (t[G(c_old)] != NULL) call->stored = t[G(c_old)]->dtype;
+    else if (p->output == QUERN_NVFP4_OUTPUT_INPUT && t[G(a)] != NULL) call->stored = t[G(a)]->dtype;
+    if (op_uses(call, G(c_old)) && t[G(c)] == NULL && p->output != QUERN_NVFP4_OUTPUT_INPUT &&
         call->stored != dtypes[p->output])
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old: dtype %s: output's %s is accepted",
                          quern_dtype_name(call->stored), quern_dtype_name(dtypes[p->output]));
@@ -333,7 +332,7 @@ static quern_status derive(op_call *call)
     int64_t *s = call->symbol;
     quern_status status = derive_rows(call);
     if (status == QUERN_OK)
-        status = nvfp4_check_kind(call->given[G_A_GLOBAL], c->params.a_global_per, "a_global");
+        status = nvfp4_check_kind(call->given[G(a_global)], c->params.a_global_per, "a_global");
     if (status == QUERN_OK) status = derive_columns(call);
     if (status == QUERN_OK) status = check_sizes(call);
     if (status == QUERN_OK) status = derive_outputs(call);
@@ -367,17 +366,18 @@ static quern_status check_padding(const op_call *call, const quern_tensor *a_sca
 static quern_status check_data(const op_call *call, void *const *data)
 {
     const gemm_call *c = (const gemm_call *)call;
-    quern_status status = view_check_ends(data[G_OFFSETS], call->symbol[GS_E], "offsets", call->symbol[GS_T]);
+    quern_status status =
+        view_check_ends(data[G(offsets)], call->symbol[GS_E], "offsets", call->symbol[GS_T]);
     const grouped_gemm_args *args = OP_FIND(call, grouped_gemm);
     if (args == NULL) args = OP_FIND(call, grouped_gemm_backward);
     if (status == QUERN_OK && args->pad_row_offsets.ndim > 0)
-        status = check_padding(call, &args->a_scales, data[G_PAD], data[G_OFFSETS]);
+        status = check_padding(call, &args->a_scales, data[G(pad_row_offsets)], data[G(offsets)]);
     if (status == QUERN_OK && c->a_global.ndim > 0)
-        status = view_check_globals(data[G_A_GLOBAL], &c->a_global, "a_global");
+        status = view_check_globals(data[G(a_global)], &c->a_global, "a_global");
     if (status == QUERN_OK && c->b_global.ndim > 0)
-        status = view_check_globals(data[G_B_GLOBAL], &c->b_global, "b_global");
+        status = view_check_globals(data[G(b_global)], &c->b_global, "b_global");
     return status == QUERN_OK && c->c_global.ndim > 0
-               ? view_check_globals(data[G_C_GLOBAL], &c->c_global, "c_global")
+               ? view_check_globals(data[G(c_global)], &c->c_global, "c_global")
                : status;
 }
 
@@ -386,7 +386,7 @@ const op_family nvfp4_gemm_family = {
     .operation_count = GEMM_OPS,
     .first = QUERN_OP_NVFP4_GEMM,
     .tensors = tensors,
-    .tensor_count = GEMM_TENSORS_COUNT,
+    .tensor_count = GEMM_TENSORS,
     .varlen_by = OP_NONE,
     .params = params,
     .param_count = sizeof params / sizeof *params,

@@ -8,8 +8,7 @@
 #include <stddef.h>
 
 /* In the order of quern_nvfp4_interleave_tensors: pairs of a tensor and what is made of it. */
-enum { PAIRS = 4, TENSORS = 2 * PAIRS };
-enum { T_X, T_OUT, T_CODES, T_CODES_OUT, T_SCALES, T_SCALES_OUT, T_BIAS, T_BIAS_OUT };
+enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_interleave_tensors), PAIRS = TENSORS / 2 };
 /* A pair's last extents; its leading ones are the list OP_LEAD + pair. */
 #define S_IN(pair) (1 + 2 * (pair))
 #define S_OUT(pair) (2 + 2 * (pair))
@@ -33,7 +32,6 @@ static const op_tensor tensors[] = {
     {"bias_out", "bias", OP_LIKE, OP_NONE, {L_ROWS(3), S_OUT(3)}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_interleave_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
 #define AT(member) offsetof(quern_nvfp4_interleave_params, member)
 static const op_param params[] = {

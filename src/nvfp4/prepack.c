@@ -9,8 +9,9 @@
 
 #include <stddef.h>
 
-/* In the order of quern_moe_prepack_tensors. */
-enum { T_CODES, T_SCALES, T_REPACKED, TENSORS };
+/* The number of a tensor. */
+#define T(field) OP_TENSOR(quern_moe_prepack_tensors, field)
+enum { TENSORS = OP_TENSOR_COUNT(quern_moe_prepack_tensors) };
 enum { S_E = 1, S_CODES_0, S_CODES_1, S_BYTES };
 enum { L_SCALES = OP_LEAD };
 enum { ASKED_N, ASKED_K };
@@ -30,7 +31,6 @@ static const op_tensor tensors[] = {
     {"b_repacked", "B_repacked", OP_U8, OP_NONE, {S_E, S_BYTES}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_moe_prepack_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
 #define AT(member) offsetof(quern_moe_prepack_params, member)
 static const op_param params[] = {
@@ -76,24 +76,24 @@ static void adapt(op_call *call, const quern_tensor **given)
 {
     prepack_call *c = (prepack_call *)call;
     c->k_major = c->params.b_codes == QUERN_NVFP4_CODES_K_MAJOR;
-    if (c->k_major || !nvfp4_is_k_major(given[T_CODES], &c->turned)) return;
+    if (c->k_major || !nvfp4_is_k_major(given[T(b_codes)], &c->turned)) return;
     c->k_major = true;
-    given[T_CODES] = &c->turned;
+    given[T(b_codes)] = &c->turned;
 }
 
 static void roles(op_call *call)
 {
     const bool inverse = params_of(call)->inverse;
-    call->role[T_CODES] = call->role[T_SCALES] = inverse ? OP_RESULT : OP_NEEDED;
-    call->role[T_REPACKED] = inverse ? OP_NEEDED : OP_RESULT;
+    call->role[T(b_codes)] = call->role[T(b_scales)] = inverse ? OP_RESULT : OP_NEEDED;
+    call->role[T(b_repacked)] = inverse ? OP_NEEDED : OP_RESULT;
 }
 
 /* E, N and K: as given, else as asked for. */
 static quern_status find_extents(op_call *call)
 {
     prepack_call *c = (prepack_call *)call;
-    const quern_tensor *codes = call->given[T_CODES], *repacked = call->given[T_REPACKED];
-    const int32_t first = codes != NULL ? T_CODES : T_REPACKED;
+    const quern_tensor *codes = call->given[T(b_codes)], *repacked = call->given[T(b_repacked)];
+    const int32_t first = codes != NULL ? T(b_codes) : T(b_repacked);
     int64_t pairs = call->asked[ASKED_K] / 2;
     if (call->given[first] == NULL || (codes == NULL && !c->params.inverse))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_codes is NULL: a tensor is needed");
@@ -142,9 +142,9 @@ static void build(op_build *b)
                                          .order = (scale_order)c->params.b_scales,
                                          .n = c->n,
                                          .k = c->k,
-                                         .codes = op_view(call, T_CODES, false),
-                                         .scales = op_view(call, T_SCALES, false),
-                                         .repacked = op_view(call, T_REPACKED, false)};
+                                         .codes = op_view(call, T(b_codes), false),
+                                         .scales = op_view(call, T(b_scales), false),
+                                         .repacked = op_view(call, T(b_repacked), false)};
 }
 
 const op_family moe_prepack_family = {

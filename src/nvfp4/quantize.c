@@ -7,8 +7,9 @@
 
 #include <stddef.h>
 
-/* In the order of quern_nvfp4_quantize_tensors. */
-enum { T_X, T_OFFSETS, T_GIVEN, T_CODES, T_SCALES, T_GLOBAL, TENSORS };
+/* The number of a tensor. */
+#define T(field) OP_TENSOR(quern_nvfp4_quantize_tensors, field)
+enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_quantize_tensors) };
 enum { S_E = 1 };
 /* Shapes of any number of dimensions; blocks lie along the last one, or along a weight's K. */
 enum { L_X = OP_LEAD, L_CODES, L_SCALES, L_GLOBAL };
@@ -28,7 +29,6 @@ static const op_tensor tensors[] = {
     {"global", "global", OP_GLOBAL, OP_NONE, {L_GLOBAL}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_quantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
 static const char *const choices[] = {"rne", "four-over-six", "search", NULL};
 #define AT(member) offsetof(quern_nvfp4_quantize_params, member)
@@ -73,21 +73,21 @@ static quern_status check_params(op_call *call)
 static void adapt(op_call *call, const quern_tensor **given)
 {
     quantize_call *c = (quantize_call *)call;
-    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T_X], given[T_OFFSETS], c->params.weight);
-    c->params.global_per = nvfp4_global_kind(given[T_GIVEN], c->params.global_per, &kinds);
+    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T(x)], given[T(offsets)], c->params.weight);
+    c->params.global_per = nvfp4_global_kind(given[T(given_global)], c->params.global_per, &kinds);
 }
 
 /* Experts one after the other need offsets, those of a stack [E, n, D] do not. */
 static void roles(op_call *call)
 {
-    const quern_tensor *x = call->given[T_X];
+    const quern_tensor *x = call->given[T(x)];
     const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight &&
                       (x == NULL || x->ndim != 3);
-    call->role[T_X] = OP_NEEDED;
-    call->role[T_OFFSETS] = rows ? OP_NEEDED : OP_REFUSED;
-    call->role[T_GIVEN] = OP_OPTIONAL;
-    call->role[T_CODES] = call->role[T_SCALES] = OP_RESULT;
-    call->role[T_GLOBAL] = call->given[T_GIVEN] != NULL ? OP_OPTIONAL_RESULT : OP_RESULT;
+    call->role[T(x)] = OP_NEEDED;
+    call->role[T(offsets)] = rows ? OP_NEEDED : OP_REFUSED;
+    call->role[T(given_global)] = OP_OPTIONAL;
+    call->role[T(codes)] = call->role[T(scales)] = OP_RESULT;
+    call->role[T(global)] = call->given[T(given_global)] != NULL ? OP_OPTIONAL_RESULT : OP_RESULT;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -100,7 +100,7 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 static quern_status derive(op_call *call)
 {
     const quern_nvfp4_quantize_params *p = params_of(call);
-    const quern_tensor *x = call->given[T_X], *offsets = call->given[T_OFFSETS];
+    const quern_tensor *x = call->given[T(x)], *offsets = call->given[T(offsets)];
     op_extents *shape = &call->lead[L_X - OP_LEAD];
     quern_status status;
     if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
@@ -108,13 +108,13 @@ static quern_status derive(op_call *call)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim,
                          p->weight ? "2 or 3 for a weight" : "1 to 5");
     call->like = *x;
-    if ((status = op_check_kind(call, T_X, x->ndim)) != QUERN_OK ||
-        (status = nvfp4_check_kind(call->given[T_GIVEN], p->global_per, "given_global")) != QUERN_OK)
+    if ((status = op_check_kind(call, T(x), x->ndim)) != QUERN_OK ||
+        (status = nvfp4_check_kind(call->given[T(given_global)], p->global_per, "given_global")) != QUERN_OK)
         return status;
-    if (op_uses(call, T_OFFSETS)) {
-        if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
+    if (op_uses(call, T(offsets))) {
+        if ((status = op_check_kind(call, T(offsets), 1)) != QUERN_OK) return status;
         call->symbol[S_E] = offsets->shape[0];
-    } else if (call->role[T_OFFSETS] == OP_NEEDED) {
+    } else if (call->role[T(offsets)] == OP_NEEDED) {
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "offsets is NULL: an activation with a global an expert needs them");
     }
@@ -128,9 +128,9 @@ static quern_status check_data(const op_call *call, void *const *data)
     const quantise_args *args = OP_FIND(call, quantise);
     quern_status status = QUERN_OK;
     if (args->offsets.ndim > 0)
-        status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
+        status = view_check_ends(data[T(offsets)], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
     return status == QUERN_OK && args->given.ndim > 0
-               ? view_check_globals(data[T_GIVEN], &args->given, "given_global")
+               ? view_check_globals(data[T(given_global)], &args->given, "given_global")
                : status;
 }
 
@@ -145,16 +145,17 @@ static void build(op_build *b)
 {
     const op_call *call = b->call;
     const quern_nvfp4_quantize_params *p = &((const quantize_call *)call)->params;
-    const quern_tensor global = op_view(call, T_GLOBAL, false), given = op_view(call, T_GIVEN, false);
+    const quern_tensor global = op_view(call, T(global), false),
+                       given = op_view(call, T(given_global), false);
     *OP_ADD(b, quantise) = (quantise_args){.profile = (quantise_profile)p->profile,
                                            .choice = (quantise_scales)p->scales,
                                            .per = (quantise_global)p->global_per,
                                            .columns = p->weight,
                                            .name = "x",
-                                           .x = matrices(call, T_X),
-                                           .offsets = op_view(call, T_OFFSETS, false),
-                                           .codes = matrices(call, T_CODES),
-                                           .scales = matrices(call, T_SCALES),
+                                           .x = matrices(call, T(x)),
+                                           .offsets = op_view(call, T(offsets), false),
+                                           .codes = matrices(call, T(codes)),
+                                           .scales = matrices(call, T(scales)),
                                            .global = nvfp4_tail_view(&global),
                                            .given = nvfp4_tail_view(&given)};
 }

@@ -6,8 +6,9 @@
 
 #include <stddef.h>
 
-/* In the order of quern_nvfp4_swizzle_tensors. */
-enum { T_LINEAR, T_SWIZZLED, T_TOKENS, T_PAD_ROWS, TENSORS };
+/* The number of a tensor. */
+#define T(field) OP_TENSOR(quern_nvfp4_swizzle_tensors, field)
+enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_swizzle_tensors) };
 enum { S_E = 1, S_E1 };
 enum { L_LINEAR = OP_LEAD, L_SWIZZLED };
 enum { ASKED_ROWS, ASKED_COLUMNS };
@@ -26,7 +27,6 @@ static const op_tensor tensors[] = {
     {"pad_row_offsets", "pad_row_offsets", OP_I32, OP_NONE, {S_E1}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_swizzle_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
 #define AT(member) offsetof(quern_nvfp4_swizzle_params, member)
 static const op_param params[] = {
@@ -65,10 +65,10 @@ static quern_status check_params(op_call *call)
 static void roles(op_call *call)
 {
     const quern_nvfp4_swizzle_params *p = params_of(call);
-    call->role[T_LINEAR] = p->inverse ? OP_RESULT : OP_NEEDED;
-    call->role[T_SWIZZLED] = p->inverse ? OP_NEEDED : OP_RESULT;
-    call->role[T_TOKENS] = p->experts ? OP_NEEDED : OP_UNUSED;
-    call->role[T_PAD_ROWS] = p->experts && !p->inverse ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    call->role[T(linear)] = p->inverse ? OP_RESULT : OP_NEEDED;
+    call->role[T(swizzled)] = p->inverse ? OP_NEEDED : OP_RESULT;
+    call->role[T(tokens_per_expert)] = p->experts ? OP_NEEDED : OP_UNUSED;
+    call->role[T(pad_row_offsets)] = p->experts && !p->inverse ? OP_OPTIONAL_RESULT : OP_REFUSED;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -121,8 +121,8 @@ static quern_status sum_rows(const int32_t *tokens, int64_t experts, int64_t row
 static quern_status find_matrix(op_call *call, int64_t *rows, int64_t *columns)
 {
     const bool weight = params_of(call)->weight;
-    const quern_tensor *linear = call->given[T_LINEAR], *swizzled = call->given[T_SWIZZLED];
-    const int32_t first = linear != NULL ? T_LINEAR : T_SWIZZLED, ndim = weight ? 3 : 2;
+    const quern_tensor *linear = call->given[T(linear)], *swizzled = call->given[T(swizzled)];
+    const int32_t first = linear != NULL ? T(linear) : T(swizzled), ndim = weight ? 3 : 2;
     op_extents *shape = &call->lead[L_LINEAR - OP_LEAD];
     if (call->given[first] == NULL || (linear == NULL && !params_of(call)->inverse))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "linear is NULL: a tensor is needed");
@@ -145,9 +145,10 @@ static quern_status find_matrix(op_call *call, int64_t *rows, int64_t *columns)
 /* The rows of tiles: with experts as many as their tokens fill, or the most that they can fill. */
 static quern_status find_padded(const op_call *call, int64_t rows, int64_t *padded)
 {
-    const quern_tensor *tokens = call->given[T_TOKENS];
+    const quern_tensor *tokens = call->given[T(tokens_per_expert)];
     int64_t most;
-    if (!op_uses(call, T_TOKENS)) return tiled(rows, TILE_ROWS, padded) ? QUERN_OK : refuse_size(rows);
+    if (!op_uses(call, T(tokens_per_expert)))
+        return tiled(rows, TILE_ROWS, padded) ? QUERN_OK : refuse_size(rows);
     if (call->contents && tokens->device == QUERN_CPU && tokens->data != NULL)
         return sum_rows(tokens->data, tokens->shape[0], rows, padded);
     if (__builtin_mul_overflow(tokens->shape[0], TILE_ROWS - 1, &most) ||
@@ -159,7 +160,7 @@ static quern_status find_padded(const op_call *call, int64_t rows, int64_t *padd
 
 static quern_status derive(op_call *call)
 {
-    const quern_tensor *tokens = call->given[T_TOKENS], *swizzled = call->given[T_SWIZZLED];
+    const quern_tensor *tokens = call->given[T(tokens_per_expert)], *swizzled = call->given[T(swizzled)];
     op_extents *shape = &call->lead[L_SWIZZLED - OP_LEAD];
     int64_t rows = 0, columns = 0, padded = 0, bytes = 0;
     quern_status status = find_matrix(call, &rows, &columns);
@@ -168,7 +169,7 @@ static quern_status derive(op_call *call)
         if (tokens == NULL)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "tokens_per_expert is NULL: a tensor is needed with experts");
-        if ((status = op_check_kind(call, T_TOKENS, 1)) != QUERN_OK) return status;
+        if ((status = op_check_kind(call, T(tokens_per_expert), 1)) != QUERN_OK) return status;
         call->symbol[S_E] = tokens->shape[0];
         call->symbol[S_E1] = tokens->shape[0] + 1;
     }
@@ -187,7 +188,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     int64_t padded = 0, needed = 0;
     quern_status status;
     if (args->tokens.ndim == 0) return QUERN_OK;
-    if ((status = sum_rows(data[T_TOKENS], call->symbol[S_E], args->linear.shape[0], &padded)) != QUERN_OK ||
+    if ((status = sum_rows(data[T(tokens_per_expert)], call->symbol[S_E], args->linear.shape[0], &padded)) !=
+            QUERN_OK ||
         (status = find_bytes(padded, args->linear.shape[1], &needed)) != QUERN_OK)
         return status;
     if (args->swizzled.shape[0] >= needed) return QUERN_OK;
@@ -202,10 +204,10 @@ static void build(op_build *b)
     const quern_nvfp4_swizzle_params *p = &((const swizzle_call *)call)->params;
     *OP_ADD(b, swizzle) = (swizzle_args){.inverse = p->inverse,
                                          .transposed = p->weight,
-                                         .linear = op_view(call, T_LINEAR, false),
-                                         .swizzled = op_view(call, T_SWIZZLED, false),
-                                         .tokens = op_view(call, T_TOKENS, false),
-                                         .pad_row_offsets = op_view(call, T_PAD_ROWS, false)};
+                                         .linear = op_view(call, T(linear), false),
+                                         .swizzled = op_view(call, T(swizzled), false),
+                                         .tokens = op_view(call, T(tokens_per_expert), false),
+                                         .pad_row_offsets = op_view(call, T(pad_row_offsets), false)};
 }
 
 const op_family nvfp4_swizzle_family = {

@@ -14,7 +14,7 @@
 
 static bool takes(int tensor, bool backward)
 {
-    return tensor < M_OUT || (backward ? tensor >= M_D_OUT : tensor < M_D_OUT);
+    return tensor < M(out) || (backward ? tensor >= M(d_out) : tensor < M(d_out));
 }
 
 quern_moe_tensors moe_bind(const moe_case *c, bool backward)
@@ -36,7 +36,7 @@ void moe_call_forward(moe_case *c, quern_context *ctx)
 {
     call(c, ctx, QUERN_OP_FORWARD);
     free(c->chosen);
-    c->chosen = test_tensor_get_i32(&c->t[M_EXPERTS]);
+    c->chosen = test_tensor_get_i32(&c->t[M(experts)]);
 }
 
 void moe_call_backward(moe_case *c, quern_context *ctx)
@@ -48,7 +48,7 @@ void moe_call_backward(moe_case *c, quern_context *ctx)
 static void quantise(const void *arg, bool activation, int64_t expert, double *row, int64_t n)
 {
     const moe_case *c = arg;
-    const double *given = c->values[activation ? M_DOWN_INPUT : M_UP_INPUT];
+    const double *given = c->values[activation ? M(down_input_global) : M(gate_up_input_global)];
     float amax = 0;
     for (int64_t i = 0; i < n; i++) amax = fmaxf(amax, fabsf((float)row[i]));
     const float global = given != NULL ? (float)given[expert] : oracle_nvfp4_global(ORACLE_RNE, amax);
@@ -77,17 +77,17 @@ static oracle_layer oracle_of(const moe_case *c)
                           .limit = (double)c->params.limit,
                           .alpha = (double)c->params.alpha,
                           .beta = (double)c->params.beta,
-                          .x = v[M_HIDDEN],
-                          .logits = v[M_LOGITS],
-                          .router = v[M_WEIGHT],
+                          .x = v[M(hidden)],
+                          .logits = v[M(logits)],
+                          .router = v[M(weight)],
                           .chosen = c->chosen,
-                          .gate_up = v[M_GATE_UP],
-                          .down = v[M_DOWN],
-                          .gate_up_bias = v[M_UP_BIAS],
-                          .down_bias = v[M_DOWN_BIAS],
-                          .shared_gate = v[M_SHARED_GATE],
-                          .shared_up = v[M_SHARED_UP],
-                          .shared_down = v[M_SHARED_DOWN],
+                          .gate_up = v[M(gate_up)],
+                          .down = v[M(down)],
+                          .gate_up_bias = v[M(gate_up_bias)],
+                          .down_bias = v[M(down_bias)],
+                          .shared_gate = v[M(shared_gate)],
+                          .shared_up = v[M(shared_up)],
+                          .shared_down = v[M(shared_down)],
                           .quantise = c->params.a4 ? quantise : NULL,
                           .arg = c};
 }
@@ -137,7 +137,7 @@ void moe_check_forward(const moe_case *c, const char *what)
 {
     double *out = test_doubles(c->tokens * c->dim);
     moe_oracle_forward(c, out);
-    check_one(c, M_OUT, out, test_forward_bound(bound_dtype(c)), what);
+    check_one(c, M(out), out, test_forward_bound(bound_dtype(c)), what);
     free(out);
 }
 
@@ -188,15 +188,15 @@ double *moe_oracle_gradient(const moe_case *c, const double *d_out)
 void moe_check_backward(const moe_case *c, const char *what)
 {
     const double bound = test_gradient_bound(bound_dtype(c));
-    double *d_out = test_tensor_get(&c->t[M_D_OUT]);
+    double *d_out = test_tensor_get(&c->t[M(d_out)]);
     const oracle_layer_gradients g = gradients_of(c, d_out);
     double *up_bias = as_given(c, g.gate_up_bias);
-    check_one(c, M_D_HIDDEN, g.x, bound, what);
-    check_terms(c, M_D_LOGITS, g.logits, g.logits_terms, bound, what);
-    check_terms(c, M_D_WEIGHT, g.router, g.router_terms, bound, what);
-    check_terms(c, M_D_WEIGHTS, g.weights, g.weights_terms, bound, what);
-    check_one(c, M_D_UP_BIAS, up_bias, bound, what);
-    check_one(c, M_D_DOWN_BIAS, g.down_bias, bound, what);
+    check_one(c, M(d_hidden), g.x, bound, what);
+    check_terms(c, M(d_logits), g.logits, g.logits_terms, bound, what);
+    check_terms(c, M(d_weight), g.router, g.router_terms, bound, what);
+    check_terms(c, M(d_weights), g.weights, g.weights_terms, bound, what);
+    check_one(c, M(d_gate_up_bias), up_bias, bound, what);
+    check_one(c, M(d_down_bias), g.down_bias, bound, what);
     free(g.x), free(up_bias), free(d_out);
     free_gradients(&g);
 }

@@ -115,19 +115,19 @@ static void add_routed(moe_case *c, test_random *random)
 {
     const int64_t e = c->experts, d = c->dim, i = c->width, up[] = {e, 2 * i, d}, down[] = {e, d, i};
     if (c->routed == MOE_FLOATS) {
-        add_normal(c, random, M_GATE_UP, any_float(random), 3, up, 1 / sqrt((double)d));
-        add_normal(c, random, M_DOWN, any_float(random), 3, down, 1 / sqrt((double)i));
+        add_normal(c, random, M(gate_up), any_float(random), 3, up, 1 / sqrt((double)d));
+        add_normal(c, random, M(down), any_float(random), 3, down, 1 / sqrt((double)i));
         return;
     }
-    double *values = add_nvfp4(c, random, M_UP_CODES, e, d, 2 * i, true, 2);
-    c->values[M_GATE_UP] = turned(values, e, d, 2 * i, c->params.granularity);
+    double *values = add_nvfp4(c, random, M(gate_up_codes), e, d, 2 * i, true, 2);
+    c->values[M(gate_up)] = turned(values, e, d, 2 * i, c->params.granularity);
     free(values);
-    values = add_nvfp4(c, random, M_DOWN_CODES, e, i, d, true, 1);
-    c->values[M_DOWN] = turned(values, e, i, d, 0);
+    values = add_nvfp4(c, random, M(down_codes), e, i, d, true, 1);
+    c->values[M(down)] = turned(values, e, i, d, 0);
     free(values);
     if (c->routed != MOE_REPACKED) return;
-    repack(c, random, M_UP_CODES, 2 * i, d, true);
-    repack(c, random, M_DOWN_CODES, d, i, true);
+    repack(c, random, M(gate_up_codes), 2 * i, d, true);
+    repack(c, random, M(down_codes), d, i, true);
     c->params.intermediate = i;
 }
 
@@ -136,35 +136,35 @@ static void add_shared(moe_case *c, test_random *random)
     const int64_t d = c->dim, i = c->shared_width, up[] = {i, d}, down[] = {d, i};
     if (c->shared == MOE_NONE) return;
     if (c->shared == MOE_FLOATS) {
-        add_normal(c, random, M_SHARED_GATE, any_float(random), 2, up, 1 / sqrt((double)d));
-        add_normal(c, random, M_SHARED_UP, any_float(random), 2, up, 1 / sqrt((double)d));
-        add_normal(c, random, M_SHARED_DOWN, any_float(random), 2, down, 1 / sqrt((double)i));
+        add_normal(c, random, M(shared_gate), any_float(random), 2, up, 1 / sqrt((double)d));
+        add_normal(c, random, M(shared_up), any_float(random), 2, up, 1 / sqrt((double)d));
+        add_normal(c, random, M(shared_down), any_float(random), 2, down, 1 / sqrt((double)i));
         return;
     }
-    double *values = add_nvfp4(c, random, M_SHARED_UP_CODES, 1, d, 2 * i, false, 2);
+    double *values = add_nvfp4(c, random, M(shared_gate_up_codes), 1, d, 2 * i, false, 2);
     double *halves = turned(values, 1, d, 2 * i, c->params.granularity);
-    c->values[M_SHARED_GATE] = test_doubles(i * d);
-    c->values[M_SHARED_UP] = test_doubles(i * d);
-    memcpy(c->values[M_SHARED_GATE], halves, sizeof *halves * (size_t)(i * d));
-    memcpy(c->values[M_SHARED_UP], halves + i * d, sizeof *halves * (size_t)(i * d));
+    c->values[M(shared_gate)] = test_doubles(i * d);
+    c->values[M(shared_up)] = test_doubles(i * d);
+    memcpy(c->values[M(shared_gate)], halves, sizeof *halves * (size_t)(i * d));
+    memcpy(c->values[M(shared_up)], halves + i * d, sizeof *halves * (size_t)(i * d));
     free(values), free(halves);
-    values = add_nvfp4(c, random, M_SHARED_DOWN_CODES, 1, i, d, false, 1);
-    c->values[M_SHARED_DOWN] = turned(values, 1, i, d, 0);
+    values = add_nvfp4(c, random, M(shared_down_codes), 1, i, d, false, 1);
+    c->values[M(shared_down)] = turned(values, 1, i, d, 0);
     free(values);
     if (c->shared != MOE_REPACKED) return;
-    repack(c, random, M_SHARED_UP_CODES, 2 * i, d, false);
-    repack(c, random, M_SHARED_DOWN_CODES, d, i, false);
+    repack(c, random, M(shared_gate_up_codes), 2 * i, d, false);
+    repack(c, random, M(shared_down_codes), d, i, false);
     c->params.shared_intermediate = i;
 }
 
 static void add_biases(moe_case *c, test_random *random)
 {
     const int64_t e = c->experts, n = 2 * c->width, up[] = {e, n}, down[] = {e, c->dim};
-    add_normal(c, random, M_UP_BIAS, any_float(random), 2, up, 0.3);
-    add_normal(c, random, M_DOWN_BIAS, any_float(random), 2, down, 0.3);
+    add_normal(c, random, M(gate_up_bias), any_float(random), 2, up, 0.3);
+    add_normal(c, random, M(down_bias), any_float(random), 2, down, 0.3);
     if (c->routed == MOE_FLOATS) return;
-    double *interleaved = c->values[M_UP_BIAS];
-    c->values[M_UP_BIAS] = turned(interleaved, e, 1, n, c->params.granularity);
+    double *interleaved = c->values[M(gate_up_bias)];
+    c->values[M(gate_up_bias)] = turned(interleaved, e, 1, n, c->params.granularity);
     free(interleaved);
 }
 
@@ -183,10 +183,10 @@ static void add_router(moe_case *c, test_random *random, const moe_wish *w)
     int64_t shape[3];
     const int32_t ndim = token_shape(c, c->experts, shape);
     const int64_t weight[] = {c->experts, c->dim}, table[] = {50, c->params.top_k};
-    if (w->logits) add_normal(c, random, M_LOGITS, QUERN_F32, ndim, shape, 2);
-    else add_normal(c, random, M_WEIGHT, any_float(random), 2, weight, 2 / sqrt((double)c->dim));
+    if (w->logits) add_normal(c, random, M(logits), QUERN_F32, ndim, shape, 2);
+    else add_normal(c, random, M(weight), any_float(random), 2, weight, 2 / sqrt((double)c->dim));
     if (!w->table) {
-        if (test_random_one_in(random, 2)) add_normal(c, random, M_BIAS, QUERN_F32, 1, &c->experts, 0.2);
+        if (test_random_one_in(random, 2)) add_normal(c, random, M(bias), QUERN_F32, 1, &c->experts, 0.2);
         return;
     }
     int32_t *ids = calloc((size_t)c->tokens + 1, sizeof *ids),
@@ -197,10 +197,10 @@ static void add_router(moe_case *c, test_random *random, const moe_wish *w)
     for (int64_t r = 0; r < 50; r++)
         for (int64_t j = 0; j < c->params.top_k; j++)
             rows[r * c->params.top_k + j] = (int32_t)((r * 7 + j * step) % c->experts);
-    add(c, random, M_INPUT_IDS, QUERN_I32, ndim - 1, shape);
-    add(c, random, M_TID2EID, QUERN_I32, 2, table);
-    test_tensor_set_i32(&c->t[M_INPUT_IDS], ids);
-    test_tensor_set_i32(&c->t[M_TID2EID], rows);
+    add(c, random, M(input_ids), QUERN_I32, ndim - 1, shape);
+    add(c, random, M(tid2eid), QUERN_I32, 2, table);
+    test_tensor_set_i32(&c->t[M(input_ids)], ids);
+    test_tensor_set_i32(&c->t[M(tid2eid)], rows);
     free(ids), free(rows);
 }
 
@@ -210,26 +210,26 @@ static void add_results(moe_case *c, test_random *random)
     const int64_t slots[] = {c->tokens, c->params.top_k}, flat = c->tokens * c->params.top_k, e = c->experts;
     const int64_t weight[] = {e, c->dim}, up[] = {e, 2 * c->width};
     const int32_t ndim = token_shape(c, c->dim, shape);
-    add(c, random, M_OUT, c->dtype, ndim, shape);
-    add(c, random, M_EXPERTS, QUERN_I32, 2, slots);
-    add(c, random, M_WEIGHTS, QUERN_F32, 2, slots);
-    add(c, random, M_OFFSETS, QUERN_I32, 1, &e);
-    add(c, random, M_PERMUTATION, QUERN_I32, 1, &flat);
-    add_normal(c, random, M_D_OUT, c->dtype, ndim, shape, 1);
-    add(c, random, M_D_HIDDEN, c->dtype, ndim, shape);
-    add(c, random, M_D_WEIGHTS, QUERN_F32, 2, slots);
-    if (c->t[M_WEIGHT].buffer != NULL) add(c, random, M_D_WEIGHT, QUERN_F32, 2, weight);
-    if (c->t[M_UP_BIAS].buffer != NULL) add(c, random, M_D_UP_BIAS, QUERN_F32, 2, up);
-    if (c->t[M_DOWN_BIAS].buffer != NULL) add(c, random, M_D_DOWN_BIAS, QUERN_F32, 2, weight);
+    add(c, random, M(out), c->dtype, ndim, shape);
+    add(c, random, M(experts), QUERN_I32, 2, slots);
+    add(c, random, M(weights), QUERN_F32, 2, slots);
+    add(c, random, M(offsets), QUERN_I32, 1, &e);
+    add(c, random, M(permutation), QUERN_I32, 1, &flat);
+    add_normal(c, random, M(d_out), c->dtype, ndim, shape, 1);
+    add(c, random, M(d_hidden), c->dtype, ndim, shape);
+    add(c, random, M(d_weights), QUERN_F32, 2, slots);
+    if (c->t[M(weight)].buffer != NULL) add(c, random, M(d_weight), QUERN_F32, 2, weight);
+    if (c->t[M(gate_up_bias)].buffer != NULL) add(c, random, M(d_gate_up_bias), QUERN_F32, 2, up);
+    if (c->t[M(down_bias)].buffer != NULL) add(c, random, M(d_down_bias), QUERN_F32, 2, weight);
     token_shape(c, e, shape);
-    if (c->t[M_LOGITS].buffer != NULL) add(c, random, M_D_LOGITS, QUERN_F32, ndim, shape);
+    if (c->t[M(logits)].buffer != NULL) add(c, random, M(d_logits), QUERN_F32, ndim, shape);
 }
 
 static void add_hidden(moe_case *c, test_random *random)
 {
     int64_t shape[3];
     const int32_t ndim = token_shape(c, c->dim, shape);
-    add_normal(c, random, M_HIDDEN, c->dtype, ndim, shape, 1);
+    add_normal(c, random, M(hidden), c->dtype, ndim, shape, 1);
 }
 
 static void set_params(moe_case *c, test_random *random, const moe_wish *w)
@@ -268,7 +268,7 @@ moe_case moe_make(test_random *random, const moe_wish *w)
     add_routed(&c, random);
     add_shared(&c, random);
     if (w->bias) add_biases(&c, random);
-    for (int i = M_UP_INPUT; i <= M_DOWN_INPUT && w->a4; i++) {
+    for (int i = M(gate_up_input_global); i <= M(down_input_global) && w->a4; i++) {
         if (test_random_one_in(random, 2)) continue;
         double given[9];
         for (int e = 0; e < 9; e++) given[e] = 0.001 + 0.002 * test_random_uniform(random);
@@ -292,7 +292,7 @@ void moe_free(moe_case *c)
 /* Tensors whose rows are tokens. */
 static bool is_by_token(int tensor)
 {
-    return tensor == M_HIDDEN || tensor == M_LOGITS || tensor == M_INPUT_IDS || tensor == M_D_OUT;
+    return tensor == M(hidden) || tensor == M(logits) || tensor == M(input_ids) || tensor == M(d_out);
 }
 
 static bool is_of_tokens(int tensor)
@@ -302,7 +302,7 @@ static bool is_of_tokens(int tensor)
 
 bool moe_is_result(int tensor)
 {
-    return (tensor >= M_OUT && tensor <= M_PERMUTATION) || tensor > M_D_OUT;
+    return (tensor >= M(out) && tensor <= M(permutation)) || tensor > M(d_out);
 }
 
 moe_case moe_subset(const moe_case *c, test_random *random, const bool *kept, int64_t count)
@@ -316,7 +316,7 @@ moe_case moe_subset(const moe_case *c, test_random *random, const bool *kept, in
         s.t[i] = (test_tensor){0};
         s.values[i] = NULL;
         if (!is_by_token(i) || t->buffer == NULL) continue;
-        const bool ids = i == M_INPUT_IDS;
+        const bool ids = i == M(input_ids);
         const int64_t width = ids ? 1 : t->view.shape[t->view.ndim - 1];
         double *all = ids ? NULL : test_tensor_get(t), *some = test_doubles(count * width);
         int32_t *all_ids = ids ? test_tensor_get_i32(t) : NULL,
@@ -335,12 +335,12 @@ moe_case moe_subset(const moe_case *c, test_random *random, const bool *kept, in
         else test_tensor_set(&s.t[i], some);
         free(all), free(some), free(all_ids), free(some_ids);
     }
-    const test_tensor d_out = s.t[M_D_OUT];
+    const test_tensor d_out = s.t[M(d_out)];
     add_results(&s, random);
-    test_tensor_free(&s.t[M_D_OUT]);
-    free(s.values[M_D_OUT]);
-    s.values[M_D_OUT] = NULL;
-    s.t[M_D_OUT] = d_out;
+    test_tensor_free(&s.t[M(d_out)]);
+    free(s.values[M(d_out)]);
+    s.values[M(d_out)] = NULL;
+    s.t[M(d_out)] = d_out;
     return s;
 }
 

@@ -17,7 +17,7 @@ typedef struct moe_case {
     int64_t tokens, dim, experts, width, shared_width;
     quern_dtype dtype;
     moe_weights routed, shared;
-    test_tensor t[MOE_TENSORS];  /* by enum moe_tensor; absent: no buffer */
+    test_tensor t[MOE_TENSORS];  /* by enum int32_t; absent: no buffer */
     double *values[MOE_TENSORS]; /* what the oracle takes, by the tensor in floats that it is */
     int32_t *chosen;             /* after a forward */
 } moe_case;

@@ -77,8 +77,8 @@ static void refused_tensor(moe_case *c, int tensor, const quern_tensor *with, co
 {
     quern_moe_tensors forward = moe_bind(c, false), backward = moe_bind(c, true);
     (&forward.hidden)[tensor] = (&backward.hidden)[tensor] = with;
-    refused(c, &c->params, tensor < M_D_OUT ? &forward : NULL,
-            tensor < M_OUT || tensor >= M_D_OUT ? &backward : NULL, says);
+    refused(c, &c->params, tensor < M(d_out) ? &forward : NULL,
+            tensor < M(out) || tensor >= M(d_out) ? &backward : NULL, says);
 }
 
 static quern_tensor shaped(const moe_case *c, int tensor, int32_t dim, int64_t extent)
@@ -91,38 +91,39 @@ static quern_tensor shaped(const moe_case *c, int tensor, int32_t dim, int64_t e
 static void tensors(void **state)
 {
     (void)state;
-    static const int needed[] = {M_HIDDEN,     M_WEIGHT,      M_UP_CODES, M_UP_SCALES,
-                                 M_DOWN_CODES, M_DOWN_SCALES, M_OUT,      M_D_OUT};
+    static const int needed[] = {M(hidden),     M(weight),      M(gate_up_codes), M(gate_up_scales),
+                                 M(down_codes), M(down_scales), M(out),           M(d_out)};
     moe_case c = usual(MOE_NVFP4, MOE_NVFP4, false), floats = usual(MOE_FLOATS, MOE_FLOATS, false);
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
         refused_tensor(&c, needed[i], NULL, "is NULL");
-    refused_tensor(&floats, M_DOWN, NULL, "down is NULL");
-    refused_tensor(&floats, M_SHARED_DOWN, NULL, "shared_down is NULL");
-    refused_tensor(&floats, M_UP_CODES, &c.t[M_UP_CODES].view,
+    refused_tensor(&floats, M(down), NULL, "down is NULL");
+    refused_tensor(&floats, M(shared_down), NULL, "shared_down is NULL");
+    refused_tensor(&floats, M(gate_up_codes), &c.t[M(gate_up_codes)].view,
                    "gate_up_codes is given with experts in floats");
-    refused_tensor(&c, M_LOGITS, &c.t[M_HIDDEN].view, "weight is given with logits");
-    refused_tensor(&c, M_INPUT_IDS, &c.t[M_OFFSETS].view, "input_ids is given without tid2eid");
-    refused_tensor(&c, M_UP_INPUT, &c.t[M_DOWN_GLOBAL].view, "gate_up_input_global is given and a4 is false");
-    refused_tensor(&c, M_D_LOGITS, &c.t[M_D_WEIGHTS].view, "d_logits is given and logits is NULL");
-    quern_tensor t = shaped(&c, M_WEIGHT, 1, c.dim + 1);
-    refused_tensor(&c, M_WEIGHT, &t, "weight.shape[1] is");
-    t = shaped(&c, M_DOWN_CODES, 2, c.dim - 1);
-    refused_tensor(&c, M_DOWN_CODES, &t, "down_codes.shape[2] is");
-    t = shaped(&c, M_UP_SCALES, 1, c.dim / 16 - 1);
-    refused_tensor(&c, M_UP_SCALES, &t, "gate_up_scales.shape[1] is");
-    t = shaped(&c, M_D_HIDDEN, 0, 1);
-    refused_tensor(&c, M_D_HIDDEN, &t, "d_hidden.shape[0] is");
-    t = c.t[M_OUT].view;
+    refused_tensor(&c, M(logits), &c.t[M(hidden)].view, "weight is given with logits");
+    refused_tensor(&c, M(input_ids), &c.t[M(offsets)].view, "input_ids is given without tid2eid");
+    refused_tensor(&c, M(gate_up_input_global), &c.t[M(down_global)].view,
+                   "gate_up_input_global is given and a4 is false");
+    refused_tensor(&c, M(d_logits), &c.t[M(d_weights)].view, "d_logits is given and logits is NULL");
+    quern_tensor t = shaped(&c, M(weight), 1, c.dim + 1);
+    refused_tensor(&c, M(weight), &t, "weight.shape[1] is");
+    t = shaped(&c, M(down_codes), 2, c.dim - 1);
+    refused_tensor(&c, M(down_codes), &t, "down_codes.shape[2] is");
+    t = shaped(&c, M(gate_up_scales), 1, c.dim / 16 - 1);
+    refused_tensor(&c, M(gate_up_scales), &t, "gate_up_scales.shape[1] is");
+    t = shaped(&c, M(d_hidden), 0, 1);
+    refused_tensor(&c, M(d_hidden), &t, "d_hidden.shape[0] is");
+    t = c.t[M(out)].view;
     t.dtype = QUERN_BF16;
-    refused_tensor(&c, M_OUT, &t, "out: dtype bf16");
-    t = c.t[M_UP_CODES].view;
+    refused_tensor(&c, M(out), &t, "out: dtype bf16");
+    t = c.t[M(gate_up_codes)].view;
     t.dtype = QUERN_I32;
-    refused_tensor(&c, M_UP_CODES, &t, "gate_up_codes: dtype i32");
-    t = c.t[M_HIDDEN].view;
+    refused_tensor(&c, M(gate_up_codes), &t, "gate_up_codes: dtype i32");
+    t = c.t[M(hidden)].view;
     t.ndim = 1;
-    refused_tensor(&c, M_HIDDEN, &t, "hidden has 1 dimension");
-    t = c.t[M_HIDDEN].view;
-    refused_tensor(&c, M_OUT, &t, "shares memory with");
+    refused_tensor(&c, M(hidden), &t, "hidden has 1 dimension");
+    t = c.t[M(hidden)].view;
+    refused_tensor(&c, M(out), &t, "shares memory with");
     moe_free(&c), moe_free(&floats);
 }
 
@@ -140,11 +141,12 @@ static void contents(void **state)
     static const double bad[] = {0, -1, (double)INFINITY, (double)NAN};
     for (int i = 0; i < 4; i++) {
         moe_case c = usual(MOE_NVFP4, MOE_NVFP4, false);
-        put_f32(&c.t[M_DOWN_GLOBAL], 0, bad[i]);
+        put_f32(&c.t[M(down_global)], 0, bad[i]);
         refused_params(&c, &c.params, "down_global[0] is");
         moe_free(&c);
     }
-    static const int scales[] = {M_UP_SCALES, M_DOWN_SCALES, M_SHARED_UP_SCALES, M_SHARED_DOWN_SCALES};
+    static const int scales[] = {M(gate_up_scales), M(down_scales), M(shared_gate_up_scales),
+                                 M(shared_down_scales)};
     for (int i = 0; i < 4; i++) {
         moe_case c = usual(MOE_NVFP4, MOE_NVFP4, false);
         put_f32(&c.t[scales[i]], test_tensor_count(&c.t[scales[i]]) - 1, 0x7f);
@@ -152,7 +154,7 @@ static void contents(void **state)
         moe_free(&c);
     }
     moe_case c = usual(MOE_REPACKED, MOE_FLOATS, true);
-    put_f32(&c.t[M_HIDDEN], 3 * c.dim + 5, (double)NAN);
+    put_f32(&c.t[M(hidden)], 3 * c.dim + 5, (double)NAN);
     refused_params(&c, &c.params, "(row 3, column 5) is");
     moe_free(&c);
     test_random random = {9};
@@ -160,12 +162,12 @@ static void contents(void **state)
         .tokens = 6, .dtype = QUERN_BF16, .routed = MOE_FLOATS, .shared = MOE_NONE, .table = true};
     moe_case table = moe_make(&random, &w);
     int32_t ids[] = {0, 1, 50, 3, 4, 5};
-    test_tensor_set_i32(&table.t[M_INPUT_IDS], ids);
+    test_tensor_set_i32(&table.t[M(input_ids)], ids);
     refused_params(&table, &table.params, "input_ids[2] is 50");
-    int32_t *rows = test_tensor_get_i32(&table.t[M_TID2EID]);
+    int32_t *rows = test_tensor_get_i32(&table.t[M(tid2eid)]);
     rows[4 * table.params.top_k] = (int32_t)table.experts;
     ids[2] = 2;
-    test_tensor_set_i32(&table.t[M_INPUT_IDS], ids), test_tensor_set_i32(&table.t[M_TID2EID], rows);
+    test_tensor_set_i32(&table.t[M(input_ids)], ids), test_tensor_set_i32(&table.t[M(tid2eid)], rows);
     refused_params(&table, &table.params, "tid2eid[4, 0] is");
     free(rows);
     moe_free(&table);
@@ -181,13 +183,13 @@ static void fill_zeros(test_tensor *t)
 /* Calls that warm an engine up are of zeros: tokens, then weights too. */
 static void zeros_are_numbers(void **state)
 {
-    static const int weights[] = {M_UP_CODES,          M_UP_SCALES,         M_DOWN_CODES,
-                                  M_DOWN_SCALES,       M_SHARED_UP_CODES,   M_SHARED_UP_SCALES,
-                                  M_SHARED_DOWN_CODES, M_SHARED_DOWN_SCALES};
+    static const int weights[] = {M(gate_up_codes),     M(gate_up_scales),       M(down_codes),
+                                  M(down_scales),       M(shared_gate_up_codes), M(shared_gate_up_scales),
+                                  M(shared_down_codes), M(shared_down_scales)};
     (void)state;
     for (int i = 0; i < 4; i++) {
         moe_case c = usual(MOE_NVFP4, MOE_NVFP4, i % 2);
-        fill_zeros(&c.t[M_HIDDEN]);
+        fill_zeros(&c.t[M(hidden)]);
         for (size_t w = 0; i >= 2 && w < sizeof weights / sizeof *weights; w++) fill_zeros(&c.t[weights[w]]);
         moe_call_forward(&c, ctx), moe_call_backward(&c, ctx);
         for (int k = 0; k < MOE_TENSORS; k++) {
@@ -210,7 +212,7 @@ static void workspace_is_checked(void **state)
     assert_int_equal(quern_moe_forward_workspace(ctx, &c.params, &t, &bytes), QUERN_OK);
     assert_int_equal(quern_moe_forward(ctx, NULL, &c.params, &t, &one, bytes - 1), QUERN_ERR_WORKSPACE);
     assert_int_equal(quern_moe_forward(ctx, NULL, &c.params, &t, NULL, bytes), QUERN_ERR_INVALID_ARGUMENT);
-    test_tensor_check_unchanged(&c.t[M_OUT], "out");
+    test_tensor_check_unchanged(&c.t[M(out)], "out");
     moe_free(&c);
 }
 
@@ -248,7 +250,7 @@ static coded_rows quantise(const moe_case *c, float *x, int64_t rows, int64_t k,
     p.global_per = by_expert ? QUERN_NVFP4_GLOBAL_EXPERT : QUERN_NVFP4_GLOBAL_ROW;
     if (by_expert) {
         t.given_global = &r.global_view;
-        t.offsets = &c->t[M_OFFSETS].view;
+        t.offsets = &c->t[M(offsets)].view;
     } else t.global = &r.global_view;
     assert_int_equal(quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), QUERN_OK);
     test_workspace w = test_workspace_make(bytes);
@@ -276,7 +278,7 @@ static float *multiply(const moe_case *c, const coded_rows *a, int64_t rows, int
     t.a_codes = &a->codes_view;
     t.a_scales = &a->scales_view;
     t.a_global = &a->global_view;
-    t.offsets = &c->t[M_OFFSETS].view;
+    t.offsets = &c->t[M(offsets)].view;
     t.b_codes = &c->t[codes].view;
     t.b_scales = &c->t[codes + 1].view;
     t.b_global = &c->t[codes + 3].view;
@@ -309,18 +311,20 @@ static void a4_is_its_parts(void **state)
         moe_case c = moe_make(&random, &w);
         moe_call_forward(&c, ctx);
         const int64_t k = c.params.top_k, rows = c.tokens * k;
-        int32_t *slots = test_tensor_get_i32(&c.t[M_PERMUTATION]), *row_of = need((size_t)rows * 4);
-        double *x = test_tensor_get(&c.t[M_HIDDEN]), *out = test_tensor_get(&c.t[M_OUT]),
-               *weights = test_tensor_get(&c.t[M_WEIGHTS]);
+        int32_t *slots = test_tensor_get_i32(&c.t[M(permutation)]), *row_of = need((size_t)rows * 4);
+        double *x = test_tensor_get(&c.t[M(hidden)]), *out = test_tensor_get(&c.t[M(out)]),
+               *weights = test_tensor_get(&c.t[M(weights)]);
         float *gathered = need((size_t)(rows * c.dim) * sizeof *gathered);
         for (int64_t r = 0; r < rows; r++) {
             row_of[slots[r]] = (int32_t)r;
             for (int64_t d = 0; d < c.dim; d++) gathered[r * c.dim + d] = (float)x[slots[r] / k * c.dim + d];
         }
-        coded_rows first = quantise(&c, gathered, rows, c.dim, M_UP_INPUT);
-        float *act = multiply(&c, &first, rows, 2 * c.width, M_UP_CODES, M_UP_BIAS, M_UP_INPUT, true);
-        coded_rows second = quantise(&c, act, rows, c.width, M_DOWN_INPUT);
-        float *y = multiply(&c, &second, rows, c.dim, M_DOWN_CODES, M_DOWN_BIAS, M_DOWN_INPUT, false);
+        coded_rows first = quantise(&c, gathered, rows, c.dim, M(gate_up_input_global));
+        float *act = multiply(&c, &first, rows, 2 * c.width, M(gate_up_codes), M(gate_up_bias),
+                              M(gate_up_input_global), true);
+        coded_rows second = quantise(&c, act, rows, c.width, M(down_input_global));
+        float *y =
+            multiply(&c, &second, rows, c.dim, M(down_codes), M(down_bias), M(down_input_global), false);
         for (int64_t t = 0; t < c.tokens; t++)
             for (int64_t d = 0; d < c.dim; d++) {
                 float sum = 0;

@@ -80,7 +80,7 @@ static void against_float64(void **state)
 /* A token's rows of out and of the gradients do not depend on the others. */
 static void tokens_stand_alone(void **state)
 {
-    static const int by_token[] = {M_OUT, M_D_HIDDEN, M_D_WEIGHTS, M_D_LOGITS};
+    static const int by_token[] = {M(out), M(d_hidden), M(d_weights), M(d_logits)};
     const uint64_t seed = test_seed("moe rows", 43);
     (void)state;
     for (int trial = 0; trial < test_trials(40); trial++) {
@@ -303,17 +303,17 @@ static void the_oracle_differentiates(void **state)
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
         moe_call_forward(&c, ctx);
         const int64_t n = c.tokens * c.dim;
-        double *d_out = test_tensor_get(&c.t[M_D_OUT]), *out = test_doubles(n), *at = c.values[M_HIDDEN],
+        double *d_out = test_tensor_get(&c.t[M(d_out)]), *out = test_doubles(n), *at = c.values[M(hidden)],
                *moved = test_doubles(n), *along = test_doubles(n), loss = 0, expected = 0,
                *d_x = moe_oracle_gradient(&c, d_out);
         for (int64_t i = 0; i < n; i++) along[i] = test_random_normal(&random);
         for (int side = -1; side <= 1; side += 2) {
             for (int64_t i = 0; i < n; i++) moved[i] = at[i] + side * step * along[i];
-            c.values[M_HIDDEN] = moved;
+            c.values[M(hidden)] = moved;
             moe_oracle_forward(&c, out);
             for (int64_t i = 0; i < n; i++) loss += side * d_out[i] * out[i] / (2 * step);
         }
-        c.values[M_HIDDEN] = at;
+        c.values[M(hidden)] = at;
         for (int64_t i = 0; i < n; i++) expected += d_x[i] * along[i];
         if (fabs(loss - expected) > 1e-5 * (fabs(expected) + 1))
             fail_msg("trial %d: difference %.9g, gradient %.9g", trial, loss, expected);
