@@ -96,6 +96,46 @@ QUERN_API const char *quern_checkpoint_metadata_key(const quern_checkpoint *chec
 QUERN_API size_t quern_checkpoint_metadata_text(const quern_checkpoint *checkpoint, size_t number, char *text,
                                                 size_t room);
 
+/*
+ * The routed experts of one layer, as quern_moe_forward takes them.
+ *
+ * Experts in any NVFP4 or MXFP4 format become NVFP4: gate_up_codes [E, D/2, 2 I], scales and global [E,
+ * 2], gate and up interleaved by 8 columns, and down; or with `repacked` gate_up_repacked and
+ * down_repacked, for which quern_moe_params.intermediate is I. MXFP4 keeps its codes where its exponents
+ * allow it (quern_nvfp4_from_mxfp4). Globals are G, whichever sense the file has. Experts in f32, f16 or
+ * bf16 become gate_up [E, 2 I, D], in halves, and down; where they stand so in the file, the tensors are
+ * views of it. Biases go where they belong. Beside them stand, where the layer has them in a dtype that a
+ * call takes, the router's weight and its correction bias or its table of experts by token.
+ *
+ * hidden, logits, out and all else stay NULL, and are the caller's to set.
+ */
+typedef struct quern_checkpoint_moe {
+    size_t size;
+    quern_moe_tensors tensors;             /* what is written; they point into `views` */
+    int64_t experts, hidden, intermediate; /* E, D, I */
+    /* f32 [E]: the activations' globals for a4, from input_scale; NULL: the file has none. Set
+     * tensors.gate_up_input_global and down_input_global to them. */
+    const quern_tensor *gate_up_input_global, *down_input_global;
+    int64_t rounded_blocks; /* blocks of MXFP4 whose codes were rounded again */
+    quern_tensor views[16]; /* what `tensors` points to: the struct may not be moved */
+} quern_checkpoint_moe;
+#define QUERN_CHECKPOINT_MOE_INIT QUERN_SIZED(quern_checkpoint_moe)
+
+/* Bytes of memory that quern_checkpoint_experts needs for a layer; part of them is scratch.
+ * QUERN_ERR_UNSUPPORTED: its experts are in a format that is not listed above, or in several; or the
+ * device is not the CPU, from which the caller may copy what is filled. QUERN_ERR_FORMAT: tensors are
+ * missing or do not fit; the sentence names one. QUERN_ERR_INVALID_ARGUMENT: the layer has no routed
+ * experts. */
+QUERN_API quern_status quern_checkpoint_experts_bytes(quern_context *ctx, const quern_checkpoint *checkpoint,
+                                                      int64_t layer, quern_device device, bool repacked,
+                                                      size_t *bytes);
+/* Fills `memory`, which must outlive the use of experts->tensors, as must the checkpoint. Allocates
+ * nothing. On an error *experts is untouched, and memory holds nothing of use. A number that is no scale
+ * of its format, or not above 0, is QUERN_ERR_FORMAT; E4M3 bytes are the product's to check. */
+QUERN_API quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint *checkpoint,
+                                                int64_t layer, quern_device device, bool repacked,
+                                                void *memory, size_t bytes, quern_checkpoint_moe *experts);
+
 #ifdef __cplusplus
 }
 #endif

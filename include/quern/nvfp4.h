@@ -55,8 +55,8 @@ typedef enum quern_nvfp4_global {
 
 /*
  * Common to all operations
- *  - Scales and codes are u8; scales may also be e4m3. Blocks lie along the last dimension D of an
- *    activation, whose last block is padded with zeros: codes [.., 8 ceil(D / 16)], scales [..,
+ *  - Scales and codes are u8; scales may also be e4m3, codes e2m1x2. Blocks lie along the last dimension D
+ *    of an activation, whose last block is padded with zeros: codes [.., 8 ceil(D / 16)], scales [..,
  *    ceil(D / 16)]. A weight [K, N] or [E, K, N] has them along K, a multiple of 16: codes [(E,) K/2, N],
  *    scales [(E,) K/16, N].
  *  - Globals are f32, finite and above 0. offsets are i32 [E], where each expert's rows of an activation [T,
@@ -253,7 +253,7 @@ typedef struct quern_nvfp4_interleave_params {
 typedef struct quern_nvfp4_interleave_tensors {
     size_t size;
     /* At least one of x, codes, scales and bias; each with the tensor of its dtype and leading shape that is
-     * written. Any of f32, f16, bf16, u8, e4m3 and e8m0. */
+     * written. Any of f32, f16, bf16, u8, e2m1x2, e4m3 and e8m0. */
     const quern_tensor *x, *out;
     const quern_tensor *codes, *codes_out;
     const quern_tensor *scales, *scales_out;

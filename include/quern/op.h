@@ -54,8 +54,8 @@ typedef struct quern_op_tensor {
     const char *name, *field; /* in files, and in the struct */
     const char *other_name;   /* in files, with some parameters (quern_op_tensor_name()); NULL: none */
     /* "act", that of the operation's activations; "weight", act or f32; "float", f32, f16 or bf16; "f32",
-     * "i32", "i64", "u8"; "index", i32 or i64; "scale", u8 or e4m3; "exponent", u8 or e8m0; "stored", float
-     * or u8; "any"; "same", that of the input of the same name */
+     * "i32", "i64", "u8"; "index", i32 or i64; "codes", u8 or e2m1x2; "scale", u8 or e4m3; "exponent", u8 or
+     * e8m0; "stored", float or u8; "any"; "same", that of the input of the same name */
     const char *dtype;
     int32_t gradient_of; /* or -1 */
     bool needed;    /* the forward pass needs it at default parameters, where no other tensor replaces it */

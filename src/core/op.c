@@ -78,11 +78,12 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
     case OP_INDEX: return VIEW_I32 | VIEW_I64;
     case OP_I64: return VIEW_I64;
     case OP_U8: return VIEW_U8;
+    case OP_CODES: return VIEW_CODES;
     case OP_SCALE: return VIEW_SCALE;
     case OP_EXPONENT: return VIEW_EXPONENT;
     case OP_STORED:
     case OP_STORED_2: return VIEW_ACTIVATION | VIEW_U8;
-    case OP_ANY: return VIEW_ACTIVATION | VIEW_SCALE | VIEW_EXPONENT;
+    case OP_ANY: return VIEW_ACTIVATION | VIEW_CODES | VIEW_SCALE | VIEW_EXPONENT;
     case OP_SOURCE: return source != NULL ? view_dtype_bit(source->dtype) : VIEW_F32;
     case OP_LIKE: return before != NULL ? view_dtype_bit(before->dtype) : activation;
     }

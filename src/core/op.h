@@ -58,6 +58,7 @@ typedef enum op_dtype {
     OP_INDEX, /* i32 or i64 */
     OP_I64,
     OP_U8,
+    OP_CODES,    /* bytes of two E2M1: u8 or e2m1x2 */
     OP_SCALE,    /* bytes of E4M3: u8 or e4m3 */
     OP_EXPONENT, /* bytes of E8M0: u8 or e8m0 */
     OP_STORED,   /* f32, f16, bf16, or u8: the family says which */

@@ -106,10 +106,11 @@ static void shape_text(const op_family *family, const uint8_t *symbols, char *te
 static const char *dtype_word(op_dtype dtype)
 {
     static const char *const words[] = {
-        [OP_ACTIVATION] = "act", [OP_WEIGHT] = "weight",   [OP_FLOAT] = "float", [OP_F32] = "f32",
-        [OP_I32] = "i32",        [OP_I64] = "i64",         [OP_U8] = "u8",       [OP_SCALE] = "scale",
-        [OP_STORED] = "stored",  [OP_STORED_2] = "stored", [OP_ANY] = "any",     [OP_EXPONENT] = "exponent",
-        [OP_SOURCE] = "act",     [OP_LIKE] = "same",       [OP_GLOBAL] = "f32",  [OP_INDEX] = "index"};
+        [OP_ACTIVATION] = "act",    [OP_WEIGHT] = "weight", [OP_FLOAT] = "float",     [OP_F32] = "f32",
+        [OP_I32] = "i32",           [OP_I64] = "i64",       [OP_U8] = "u8",           [OP_SCALE] = "scale",
+        [OP_CODES] = "codes",       [OP_STORED] = "stored", [OP_STORED_2] = "stored", [OP_ANY] = "any",
+        [OP_EXPONENT] = "exponent", [OP_SOURCE] = "act",    [OP_LIKE] = "same",       [OP_GLOBAL] = "f32",
+        [OP_INDEX] = "index"};
     return words[dtype];
 }
 

@@ -67,6 +67,7 @@ static quern_dtype dtype_of(const op_call *call, int32_t tensor)
     case OP_INDEX: return QUERN_I32;
     case OP_I64: return QUERN_I64;
     case OP_U8:
+    case OP_CODES:
     case OP_SCALE:
     case OP_EXPONENT: return QUERN_U8;
     case OP_STORED: return call->stored;

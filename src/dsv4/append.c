@@ -136,7 +136,7 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
          {(columns + WIDEN_BLOCK - 1) / WIDEN_BLOCK, (in + WIDEN_BLOCK - 1) / WIDEN_BLOCK},
          !fp8,
          false},
-        {"w_codes", t->w_codes, VIEW_U8, 2, {in / 2, columns}, !codes, false},
+        {"w_codes", t->w_codes, VIEW_CODES, 2, {in / 2, columns}, !codes, false},
         {"w_scales", t->w_scales, VIEW_SCALE, 2, {in / QUANTISE_BLOCK, columns}, !codes, false},
         {"w_global",
          t->w_global,

@@ -75,7 +75,7 @@ static const op_tensor tensors[] = {
      OP_NONE,
      {LS_PROJ_BLOCKS, LS_IN_BLOCKS},
      {0}},
-    {"compressor_codes", "w.compressor.codes", OP_U8, OP_NONE, {LS_IN_BYTES, LS_PROJ}, {0}},
+    {"compressor_codes", "w.compressor.codes", OP_CODES, OP_NONE, {LS_IN_BYTES, LS_PROJ}, {0}},
     {"compressor_scales", "w.compressor.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_PROJ}, {0}},
     {"compressor_global", "w.compressor.global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"indexer_fp8", "w.compressor.indexer.fp8", OP_SCALE, OP_NONE, {LS_4CI, LS_IN}, {0}},
@@ -85,7 +85,7 @@ static const op_tensor tensors[] = {
      OP_NONE,
      {LS_4CI_BLOCKS, LS_IN_BLOCKS},
      {0}},
-    {"indexer_codes", "w.compressor.indexer.codes", OP_U8, OP_NONE, {LS_IN_BYTES, LS_4CI}, {0}},
+    {"indexer_codes", "w.compressor.indexer.codes", OP_CODES, OP_NONE, {LS_IN_BYTES, LS_4CI}, {0}},
     {"indexer_scales", "w.compressor.indexer.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_4CI}, {0}},
     {"indexer_global", "w.compressor.indexer.global", OP_GLOBAL, OP_NONE, {0}, {0}},
 };

@@ -20,9 +20,9 @@ typedef struct from_call {
 } from_call;
 
 static const op_tensor tensors[] = {
-    {"mx_codes", "codes", OP_U8, OP_NONE, {L_ROWS, S_BYTES}, {0}},
+    {"mx_codes", "codes", OP_CODES, OP_NONE, {L_ROWS, S_BYTES}, {0}},
     {"exponents", "exponents", OP_EXPONENT, OP_NONE, {L_ROWS, S_MX_BLOCKS}, {0}},
-    {"codes", "codes", OP_U8, OP_NONE, {L_ROWS, S_BYTES}, {0}},
+    {"codes", "codes", OP_CODES, OP_NONE, {L_ROWS, S_BYTES}, {0}},
     {"scales", "scales", OP_SCALE, OP_NONE, {L_ROWS, S_BLOCKS}, {0}},
     {"global", "global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"rounded_blocks", "rounded_blocks", OP_I64, OP_NONE, {0}, {0}},

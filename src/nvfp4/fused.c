@@ -22,9 +22,9 @@ static const op_tensor tensors[] = {
     {"x", "X", OP_FLOAT, OP_NONE, {S_M, S_2I}, {0}},
     {"gate_global", "gate_global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"up_global", "up_global", OP_GLOBAL, OP_NONE, {0}, {0}},
-    {"gate_codes", "gate_codes", OP_U8, OP_NONE, {S_M, S_BYTES}, {0}},
+    {"gate_codes", "gate_codes", OP_CODES, OP_NONE, {S_M, S_BYTES}, {0}},
     {"gate_scales", "gate_scales", OP_SCALE, OP_NONE, {S_M, S_BLOCKS}, {0}},
-    {"up_codes", "up_codes", OP_U8, OP_NONE, {S_M, S_BYTES}, {0}},
+    {"up_codes", "up_codes", OP_CODES, OP_NONE, {S_M, S_BYTES}, {0}},
     {"up_scales", "up_scales", OP_SCALE, OP_NONE, {S_M, S_BLOCKS}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");

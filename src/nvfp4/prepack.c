@@ -26,7 +26,7 @@ typedef struct prepack_call {
 } prepack_call;
 
 static const op_tensor tensors[] = {
-    {"b_codes", "B_codes", OP_U8, OP_NONE, {S_E, S_CODES_0, S_CODES_1}, {0}},
+    {"b_codes", "B_codes", OP_CODES, OP_NONE, {S_E, S_CODES_0, S_CODES_1}, {0}},
     {"b_scales", "B_scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
     {"b_repacked", "B_repacked", OP_U8, OP_NONE, {S_E, S_BYTES}, {0}},
 };

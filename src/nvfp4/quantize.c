@@ -24,7 +24,7 @@ static const op_tensor tensors[] = {
     {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {S_E}, {0}},
     {"given_global", "global", OP_GLOBAL, OP_NONE, {L_GLOBAL}, {0}},
-    {"codes", "codes", OP_U8, OP_NONE, {L_CODES}, {0}},
+    {"codes", "codes", OP_CODES, OP_NONE, {L_CODES}, {0}},
     {"scales", "scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
     {"global", "global", OP_GLOBAL, OP_NONE, {L_GLOBAL}, {0}},
 };

@@ -30,6 +30,7 @@ int main(void)
     CHECK(quern_cache_tensors, QUERN_CACHE_TENSORS_INIT);
     CHECK(quern_decode_tensors, QUERN_DECODE_TENSORS_INIT);
     CHECK(quern_checkpoint_tensor, QUERN_CHECKPOINT_TENSOR_INIT);
+    CHECK(quern_checkpoint_moe, QUERN_CHECKPOINT_MOE_INIT);
     CHECK(quern_cuda_device, QUERN_CUDA_DEVICE_INIT);
     CHECK(quern_dsv4_compress_params, QUERN_DSV4_COMPRESS_PARAMS_INIT);
     CHECK(quern_dsv4_compress_tensors, QUERN_DSV4_COMPRESS_TENSORS_INIT);

@@ -138,7 +138,7 @@ static quern_dtype dtype_of(const trial *x, int32_t i)
     const bool other = x->only < 0 || x->only == i;
     if (is(d, "f32")) return QUERN_F32;
     if (is(d, "i32")) return QUERN_I32;
-    if (is(d, "u8") || is(d, "scale")) return QUERN_U8;
+    if (is(d, "u8") || is(d, "codes") || is(d, "scale")) return QUERN_U8;
     if (is(d, "weight")) return other && x->other == QUERN_F32 ? QUERN_F32 : x->activation;
     if (is(d, "float")) return other ? x->other : x->activation;
     return x->activation;

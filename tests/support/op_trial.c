@@ -106,7 +106,8 @@ static void choose_view(op_trial *t, int32_t i, bool varlen)
     if (strcmp(d->dtype, "f32") == 0) dtype = QUERN_F32;
     if (strcmp(d->dtype, "i32") == 0) dtype = QUERN_I32;
     if (strcmp(d->dtype, "i64") == 0) dtype = QUERN_I64;
-    if (strcmp(d->dtype, "u8") == 0 || strcmp(d->dtype, "scale") == 0 || strcmp(d->dtype, "exponent") == 0)
+    if (strcmp(d->dtype, "u8") == 0 || strcmp(d->dtype, "codes") == 0 || strcmp(d->dtype, "scale") == 0 ||
+        strcmp(d->dtype, "exponent") == 0)
         dtype = QUERN_U8;
     t->view[i] = quern_tensor_contiguous(NULL, dtype, ndim, extents);
 }

@@ -316,7 +316,7 @@ static void prepack_refuses(void **state)
                                         "b_scales is NULL",
                                         "b_repacked is NULL",
                                         "b_codes has 2 dimensions: 3 are accepted",
-                                        "b_codes: dtype e4m3: u8 is accepted",
+                                        "b_codes: dtype e4m3: u8 or e2m1x2 is accepted",
                                         "b_codes hold K = 2 x 12, N = 10: K a multiple of 16",
                                         "b_scales.shape[1] is 3: 2 is accepted",
                                         "b_repacked.shape[1] is 2303: 2304 is accepted",
