@@ -9,7 +9,7 @@
 #include <stdlib.h>
 
 /* Bytes of a batch, of which the second sweep finds much in the caches; and of a piece that is copied. */
-enum { BATCH_BYTES = 16 << 20, COPY_BYTES = 4 << 20 };
+enum { BATCH_BYTES = 64 << 20, COPY_BYTES = 4 << 20 };
 
 /* The pieces of a batch, and the groups that it needs. */
 typedef struct batch {

@@ -12,10 +12,17 @@
 /* The f32 bits of the largest magnitude of [rows, columns]; 0x7f800000 and more: some value is not finite. */
 uint32_t largest_of_values(const matrix_values *x, int64_t rows, int64_t columns);
 
-/* What y [rows, columns] loses of x, both times `unit`, a power of two that keeps squares within f32;
- * `scales` [rows, columns / 16] are E4M3 bytes, and step * scale is the distance from 6 beyond which a
- * value saturates: a code's half step. columns is a multiple of 16. Adds to *e. */
-void add_errors(const matrix_values *x, const float *y, const uint8_t *scales, float step, float unit,
-                int64_t rows, int64_t columns, module_error *e);
+/* Rows in NVFP4: codes [rows, columns / 2], scales [rows, columns / 16]. */
+typedef struct coded_rows {
+    const uint8_t *codes, *scales;
+    float global;    /* G, or R */
+    bool reciprocal; /* it is R */
+    bool any_scale;  /* a block's scale may be any, not its largest value's sixth, rounded */
+} coded_rows;
+
+/* Adds to *e what the coded rows lose of x. columns is a multiple of 16. A block saturates where a value
+ * is more than half a step beyond its largest code's. */
+void add_errors(const matrix_values *x, const coded_rows *coded, int64_t rows, int64_t columns,
+                module_error *e);
 
 #endif

@@ -3,6 +3,7 @@
 /* globals.c - the first sweep: what a group's global scale follows from. */
 #include "quantize/convert.h"
 #include "quantize/error_rows.h"
+#include "quantize/mxfp4_rows.h"
 #include "quantize/work.h"
 
 #include "command.h"
@@ -37,8 +38,8 @@ typedef struct sweep_piece {
     const module *module;
     group_method method;
     int64_t first, count;
-    uint32_t largest;    /* bits of the largest magnitude */
-    int exponent, least; /* MXFP4: the largest and the least exponent byte of nonzero blocks; -1, 256: none */
+    uint32_t largest;  /* bits of the largest magnitude */
+    mxfp4_range range; /* of MXFP4 */
 } sweep_piece;
 
 typedef struct sweep {
@@ -58,22 +59,15 @@ static int sweep_mxfp4(sweep_piece *p, char sentence[1024])
 {
     const matrix *m = &p->module->weight;
     const int64_t blocks = m->columns / MX_BLOCK;
-    int largest = -1, least = 256;
-    for (int64_t r = p->first; r < p->first + p->count; r++) {
-        const uint8_t *codes = m->data + r * m->row_bytes, *exponents = m->scales + r * m->scales_row_bytes;
-        for (int64_t b = 0; b < blocks; b++, codes += MX_BYTES) {
-            const int e = exponents[b];
-            const bool zero = mx_is_zero(codes);
-            if (e >= 0xFD && mx_is_bad(codes, exponents[b]))
-                return beyond(p->module, r,
-                              "an MXFP4 block has a value beyond f32, or a scale that is no number",
-                              sentence);
-            largest = !zero && e > largest ? e : largest;
-            least = !zero && e < least ? e : least;
-        }
+    p->range = (mxfp4_range){.largest = -1, .least = 256};
+    for (int64_t r = p->first; r < p->first + p->count; r++)
+        mxfp4_sweep(m->data + r * m->row_bytes, m->scales + r * m->scales_row_bytes, blocks, &p->range);
+    for (int64_t i = 0; p->range.most >= 0xFD && i < p->count * blocks; i++) {
+        const int64_t row = p->first + i / blocks, b = i % blocks;
+        if (mx_is_bad(m->data + row * m->row_bytes + b * MX_BYTES, m->scales[row * m->scales_row_bytes + b]))
+            return beyond(p->module, row,
+                          "an MXFP4 block has a value beyond f32, or a scale that is no number", sentence);
     }
-    p->exponent = largest;
-    p->least = least;
     return EXIT_DONE;
 }
 
@@ -106,8 +100,11 @@ static bool add_pieces(sweep *s, const module *m, group_method method)
             s->pieces = grown;
         }
         const int64_t count = m->weight.rows - first < rows ? m->weight.rows - first : rows;
-        s->pieces[s->count++] = (sweep_piece){
-            .module = m, .method = method, .first = first, .count = count, .exponent = -1, .least = 256};
+        s->pieces[s->count++] = (sweep_piece){.module = m,
+                                              .method = method,
+                                              .first = first,
+                                              .count = count,
+                                              .range = {.largest = -1, .least = 256}};
     }
     if (method == METHOD_QUANTISE && rows * m->weight.columns > s->values)
         s->values = rows * m->weight.columns;
@@ -125,12 +122,14 @@ static float global_of_largest(const conversion *c, float amax)
 /* The smallest exponent byte whose reciprocal global is a number of f32. */
 enum { LEAST_EXPONENT_OF_R = 8 };
 
-static void set_mxfp4(const conversion *c, module_group *g, int largest, int least)
+static void set_mxfp4(const conversion *c, module_group *g, mxfp4_range range)
 {
+    int largest = range.largest;
     const bool reciprocal = c->format == FORMAT_COMPRESSED_TENSORS;
     if (reciprocal && largest >= 0 && largest < LEAST_EXPONENT_OF_R) largest = LEAST_EXPONENT_OF_R;
     g->largest = largest;
-    g->below = least < largest - (MX_LARGEST_POWER - MX_LEAST_POWER);
+    g->zeros = range.zeros;
+    g->below = range.least < largest - (MX_LARGEST_POWER - MX_LEAST_POWER);
     g->global = reciprocal ? 1.0f / mx_global(largest) : mx_global(largest);
 }
 
@@ -157,13 +156,15 @@ static int set_globals(conversion *c, const sweep *s, const size_t *groups, size
         module_group *g = &c->list.groups[groups[i]];
         const group_method method = group_method_of(&c->list, g);
         uint32_t bits = 0;
-        int largest = -1, least = 256;
+        mxfp4_range range = {.largest = -1, .least = 256};
         for (; method != METHOD_NVFP4 && p < s->count && s->pieces[p].module->group == groups[i]; p++) {
             bits = s->pieces[p].largest > bits ? s->pieces[p].largest : bits;
-            largest = s->pieces[p].exponent > largest ? s->pieces[p].exponent : largest;
-            least = s->pieces[p].least < least ? s->pieces[p].least : least;
+            const mxfp4_range *one = &s->pieces[p].range;
+            range.largest = one->largest > range.largest ? one->largest : range.largest;
+            range.least = one->least < range.least ? one->least : range.least;
+            range.zeros = range.zeros || one->zeros;
         }
-        if (method == METHOD_MXFP4) set_mxfp4(c, g, largest, least);
+        if (method == METHOD_MXFP4) set_mxfp4(c, g, range);
         else if (method == METHOD_QUANTISE) g->global = global_of_largest(c, float_from_bits(bits));
         else if (set_nvfp4(c, g) != EXIT_DONE) return EXIT_INPUT;
         g->known = true;

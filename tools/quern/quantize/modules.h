@@ -66,6 +66,7 @@ typedef struct module_group {
     float global; /* G, or R under compressed-tensors */
     int largest;  /* MXFP4: the largest exponent byte of a nonzero block; -1: there is none */
     bool below;   /* MXFP4: blocks below the range of the scales are rounded */
+    bool zeros;   /* MXFP4: there are blocks of zeros */
 } module_group;
 
 typedef struct module_list {

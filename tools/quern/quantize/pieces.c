@@ -3,6 +3,7 @@
 #include "quantize/pieces.h"
 
 #include "quantize/error_rows.h"
+#include "quantize/mxfp4_rows.h"
 #include "quantize/rows_nvfp4.h"
 
 #include "command.h"
@@ -124,44 +125,26 @@ static int put_nvfp4(const piece_team *team, const write_piece *p, const uint8_t
                : put(team, m->scales_at + p->first * columns / 16, scales, values / 16, sentence);
 }
 
-/* A power of two that brings the group's values near 1. */
-static float unit_of(float g)
-{
-    const int exponent = g > 0.0f && isfinite(g) ? ilogbf(g) + 11 : 0;
-    return ldexpf(1.0f, exponent > 126 ? -126 : exponent < -126 ? 126 : -exponent);
-}
-
 /* What codes and scales under the group's global lose of x. */
-static quern_status note_errors(const piece_team *team, write_piece *p, const matrix_values *x,
-                                const uint8_t *codes, const uint8_t *scales, float *back)
+static void note_errors(const piece_team *team, write_piece *p, const matrix_values *x, const uint8_t *codes,
+                        const uint8_t *scales)
 {
     const module *m = &team->c->list.modules[p->module];
-    const float global = team->c->list.groups[m->group].global;
-    const int64_t columns = m->weight.columns;
-    const matrix coded = {.encoding = ENCODING_NVFP4,
-                          .columns = columns,
-                          .data = codes,
-                          .row_bytes = columns / 2,
-                          .scales = scales,
-                          .scales_row_bytes = columns / 16,
-                          .global = global,
-                          .reciprocal = team->c->format == FORMAT_COMPRESSED_TENSORS};
-    const quern_status status = dequantise_rows(team->c, &coded, p->count, back, QUERN_F32);
-    if (status != QUERN_OK) return status;
-    const float g = coded.reciprocal ? 1.0f / global : global;
-    add_errors(x, back, scales, g, unit_of(g), p->count, columns, &p->error);
-    return QUERN_OK;
+    const coded_rows coded = {
+        codes, scales, team->c->list.groups[m->group].global, team->c->format == FORMAT_COMPRESSED_TENSORS,
+        team->c->options->scales != QUERN_NVFP4_SCALES_RNE || m->weight.encoding == ENCODING_NVFP4};
+    add_errors(x, &coded, p->count, m->weight.columns, &p->error);
 }
 
 static int quantise_piece(const piece_team *team, write_piece *p, piece_room *r, char sentence[1024])
 {
     const module *m = &team->c->list.modules[p->module];
     const matrix_values x = matrix_read(&m->weight, p->first, p->count, r->values);
-    quern_status status =
+    const quern_status status =
         quantise_rows(team->c, &x, p->count, m->weight.columns, team->c->list.groups[m->group].global,
                       r->codes, r->scales, r->workspace, team->workspace_bytes);
-    if (status == QUERN_OK) status = note_errors(team, p, &x, r->codes, r->scales, r->back);
     if (status != QUERN_OK) return library_error(m, status, sentence);
+    note_errors(team, p, &x, r->codes, r->scales);
     return put_nvfp4(team, p, r->codes, r->scales, (uint8_t *)r->back, sentence);
 }
 
@@ -184,31 +167,39 @@ static void scale_table(int largest, uint8_t table[256])
     }
 }
 
+/* Rounds the codes of blocks below the range; returns how many blocks. */
+static int64_t lower_blocks(const matrix *w, int64_t row, int largest, uint8_t *codes)
+{
+    const uint8_t *exponents = w->scales + row * w->scales_row_bytes;
+    int64_t rounded = 0;
+    for (int64_t b = 0; b < w->columns / MX_BLOCK; b++, codes += MX_BYTES) {
+        const int power = exponents[b] - largest + MX_LARGEST_POWER;
+        if (power >= MX_LEAST_POWER || mx_is_zero(codes)) continue;
+        mx_lower_block(codes, MX_LEAST_POWER - power);
+        rounded++;
+    }
+    return rounded;
+}
+
 static int mxfp4_piece(const piece_team *team, write_piece *p, piece_room *r, char sentence[1024])
 {
     const module *m = &team->c->list.modules[p->module];
     const module_group *g = &team->c->list.groups[m->group];
     const matrix *w = &m->weight;
-    const int64_t blocks = w->columns / MX_BLOCK;
-    uint8_t table[256], *scale = r->scales;
+    const int64_t blocks = w->columns / MX_BLOCK, row_bytes = w->columns / 2;
+    uint8_t table[256];
     scale_table(g->largest, table);
     const uint8_t *codes = gather(w, p->first, p->count, g->below, r->codes);
     for (int64_t row = 0; row < p->count; row++) {
-        const uint8_t *exponents = w->scales + (p->first + row) * w->scales_row_bytes;
-        for (int64_t b = 0; b < blocks; b++, scale += 2) {
-            uint8_t *lowered = r->codes + (row * blocks + b) * MX_BYTES; /* valid with g->below */
-            const int power = exponents[b] - g->largest + MX_LARGEST_POWER;
-            const bool zero = mx_is_zero(codes + (row * blocks + b) * MX_BYTES);
-            scale[0] = scale[1] = zero ? 0 : table[exponents[b]];
-            if (zero || power >= MX_LEAST_POWER) continue;
-            mx_lower_block(lowered, MX_LEAST_POWER - power);
-            p->error.rounded++;
-        }
+        mxfp4_scales(g->zeros ? codes + row * row_bytes : NULL,
+                     w->scales + (p->first + row) * w->scales_row_bytes, blocks, table,
+                     r->scales + row * 2 * blocks);
+        if (g->below)
+            p->error.rounded += lower_blocks(w, p->first + row, g->largest, r->codes + row * row_bytes);
     }
     if (g->below) { /* else nothing is lost */
         const matrix_values x = matrix_read(w, p->first, p->count, r->values);
-        const quern_status status = note_errors(team, p, &x, codes, r->scales, r->back);
-        if (status != QUERN_OK) return library_error(m, status, sentence);
+        note_errors(team, p, &x, codes, r->scales);
     }
     return put_nvfp4(team, p, codes, r->scales, (uint8_t *)r->back, sentence);
 }
@@ -245,12 +236,11 @@ static int nvfp4_piece(const piece_team *team, write_piece *p, piece_room *r, ch
         matrix rows = *w;
         rows.data += p->first * w->row_bytes;
         rows.scales += p->first * w->scales_row_bytes;
-        const quern_status read = dequantise_rows(team->c, &rows, p->count, r->values, QUERN_F32);
+        const quern_status status = dequantise_rows(team->c, &rows, p->count, r->values, QUERN_F32);
+        if (status != QUERN_OK) return library_error(m, status, sentence);
         rescale(r->scales, p->count * blocks, reciprocal ? to / own : own / to);
         const matrix_values x = {r->values, QUERN_F32, w->columns};
-        const quern_status status =
-            read == QUERN_OK ? note_errors(team, p, &x, codes, r->scales, r->back) : read;
-        if (status != QUERN_OK) return library_error(m, status, sentence);
+        note_errors(team, p, &x, codes, r->scales);
     }
     return put_nvfp4(team, p, codes, r->scales, (uint8_t *)r->back, sentence);
 }
