@@ -21,16 +21,26 @@ static float number_of(const op_param *p, const char *params)
     return x;
 }
 
+/* What a float whose 0 has a meaning means by it; NULL: none has. */
+static const char *zero_of(op_kind kind)
+{
+    return kind == OP_ROOT       ? "1/sqrt(D)"
+           : kind == OP_POSITIVE ? "the default"
+           : kind == OP_LIMIT    ? "no clamp"
+                                 : NULL;
+}
+
 static quern_status check_ranges(const op_family *family, const char *params)
 {
     for (int32_t i = 0; i < family->param_count; i++) {
         const op_param *p = &family->params[i];
-        if (p->kind == OP_ROOT || p->kind == OP_POSITIVE) {
+        const char *zero = zero_of(p->kind);
+        if (zero != NULL) {
             const float x = number_of(p, params);
             if (!(x >= 0.0f) || isinf(x))
                 return error_set(QUERN_ERR_INVALID_ARGUMENT,
                                  "%s is %g: 0 (%s) or a finite positive number is accepted", p->field,
-                                 (double)x, p->kind == OP_ROOT ? "1/sqrt(D)" : "the default");
+                                 (double)x, zero);
         } else if (p->kind == OP_NUMBER) {
             const float x = number_of(p, params);
             if (!isfinite(x))
@@ -287,7 +297,7 @@ quern_status op_begin(op_call *call, const op_family *family, int32_t operation,
     call->operation = operation;
     quern_status status = op_struct(kept, params, "params", family->params_init);
     if (status == QUERN_OK) status = check_ranges(family, kept);
-    if (status == QUERN_OK) status = family->check_params(call);
+    if (status == QUERN_OK && family->check_params != NULL) status = family->check_params(call);
     if (status != QUERN_OK) return status;
     memset(own, 0, sizeof *own);
     own->size = sizeof own->size + (size_t)family->tensor_count * sizeof(void *);

@@ -85,6 +85,7 @@ typedef enum op_kind {
     OP_FLAG,     /* bool */
     OP_ROOT,     /* float: 0, for 1/sqrt(D), or finite and positive */
     OP_POSITIVE, /* float: 0, for a default, or finite and positive */
+    OP_LIMIT,    /* float: 0, for no clamp, or finite and positive */
     OP_NUMBER,   /* float: any finite one */
     OP_CHOICE,   /* an enum */
     OP_SET       /* uint32_t of or-ed bits */
@@ -204,7 +205,8 @@ typedef struct op_family {
     /* Of the family's struct, and where the parameters and the steps stand in it, the latter last and at a
      * multiple of 8. */
     size_t call_size, params_at, program_at;
-    quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
+    /* What they allow together, each in its range; resolves defaults. NULL: nothing. */
+    quern_status (*check_params)(op_call *call);
     /* May replace the caller's views by views of the family; NULL: it does not. */
     void (*adapt)(op_call *call, const quern_tensor **given);
     void (*roles)(op_call *call); /* of every tensor, by parameters and `given` */

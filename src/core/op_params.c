@@ -111,7 +111,7 @@ quern_status quern_op_set(const quern_op *op, void *params, const char *name, co
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no parameter '%s'", op->name, TEXT_NAME(name));
     bool accepted;
     int64_t value = 0;
-    if (p->kind == OP_ROOT || p->kind == OP_POSITIVE || p->kind == OP_NUMBER) {
+    if (p->kind == OP_ROOT || p->kind == OP_POSITIVE || p->kind == OP_LIMIT || p->kind == OP_NUMBER) {
         char *end;
         const float x = strtof(text, &end);
         accepted = end != text && *end == '\0' && isfinite(x);
@@ -164,6 +164,7 @@ quern_status quern_op_text(const quern_op *op, const void *params, int32_t param
     case OP_SET: set_text(p, value, text, bytes); break;
     case OP_ROOT:
     case OP_POSITIVE:
+    case OP_LIMIT:
     case OP_NUMBER: snprintf(text, bytes, "%g", (double)x); break;
     }
     return QUERN_OK;

@@ -131,7 +131,6 @@ dsv4_weight dsv4_weight_of(const quern_tensor *x, const dsv4_weight_given *given
                                          .b_codes = codes,
                                          .b_scales = scales,
                                          .b_global = global,
-                                         .alpha = 1.0f,
                                          .c = weight.proj};
     return weight;
 }

@@ -90,7 +90,9 @@ quern_tensor moe_down(op_build *b, const moe_rows *rows, const quern_tensor *end
 quern_tensor moe_shared_up(op_build *b, const quern_tensor *x, bool activate);
 quern_tensor moe_shared_down(op_build *b, const quern_tensor *act);
 bool moe_has_shared(const op_call *call);
-/* SwiGLU of h [R, 2 I] in `dtype`; gate and up by runs of `granularity`. */
+/* SwiGLU whose gate and up alternate by runs of so many columns. */
+swiglu_rule moe_rule(const moe_call *c, int64_t granularity);
+/* SwiGLU of h [R, 2 I] in `dtype`. */
 quern_tensor moe_activate(op_build *b, const quern_tensor *h, int64_t granularity, quern_dtype dtype);
 /* The length of the runs in which gate and up alternate in the experts' (or the shared expert's) columns. */
 int64_t moe_runs(const moe_call *c, bool shared);

@@ -60,13 +60,7 @@ static swiglu_args *add_swiglu_backward(op_build *b, const quern_tensor *h, cons
     const moe_call *c = moe_call_of(b);
     const quern_tensor d_h = op_matrix(b, op_between_dtype(c->head.like.dtype), h->shape[0], h->shape[1]);
     swiglu_args *args = OP_ADD(b, swiglu_backward);
-    *args = (swiglu_args){.granularity = granularity > 0 ? granularity : 1,
-                          .limit = c->params.limit,
-                          .alpha = c->params.alpha,
-                          .beta = c->params.beta,
-                          .h = *h,
-                          .d_act = *d_act,
-                          .d_h = d_h};
+    *args = (swiglu_args){.rule = moe_rule(c, granularity), .h = *h, .d_act = *d_act, .d_h = d_h};
     return args;
 }
 

@@ -105,15 +105,18 @@ int64_t moe_runs(const moe_call *c, bool shared)
     return op_uses(&c->head, M(gate_up)) ? c->head.symbol[MS_I] : c->params.granularity;
 }
 
+swiglu_rule moe_rule(const moe_call *c, int64_t granularity)
+{
+    const quern_moe_params *p = &c->params;
+    return (swiglu_rule){granularity > 0 ? granularity : 1, p->limit, p->alpha, p->beta};
+}
+
 quern_tensor moe_activate(op_build *b, const quern_tensor *h, int64_t granularity, quern_dtype dtype)
 {
     const moe_call *c = moe_call_of(b);
     const quern_tensor act = op_matrix(b, dtype, h->shape[0], h->shape[1] / 2);
     swiglu_args *args = OP_ADD(b, swiglu_forward);
-    args->granularity = granularity > 0 ? granularity : 1;
-    args->limit = c->params.limit;
-    args->alpha = c->params.alpha;
-    args->beta = c->params.beta;
+    args->rule = moe_rule(c, granularity);
     args->h = *h;
     return args->act = act;
 }
@@ -184,7 +187,7 @@ static grouped_gemm_args packed(const moe_call *c, const moe_weight *w, int64_t 
     return (grouped_gemm_args){.tokens = rows,
                                .n = w->n,
                                .k = w->k,
-                               .granularity = c->params.granularity,
+                               .rule = moe_rule(c, c->params.granularity),
                                .b_codes = w->codes,
                                .b_scales = w->scales,
                                .b_repacked = w->repacked,
@@ -213,9 +216,6 @@ static quern_tensor product(op_build *b, const moe_rows *rows, const moe_weight 
     args->a_per = rows->per;
     args->bias = w->bias;
     args->swiglu = activate;
-    args->limit = activate ? c->params.limit : 0.0f;
-    args->alpha = activate ? c->params.alpha : 0.0f;
-    args->beta = activate ? c->params.beta : 0.0f;
     args->c = to;
     return to;
 }

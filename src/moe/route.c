@@ -59,12 +59,6 @@ static const op_entry ops[] = {
      .backward = ROUTE_BACKWARD},
 };
 
-static quern_status check_params(op_call *call)
-{
-    (void)call;
-    return QUERN_OK;
-}
-
 static void roles(op_call *call)
 {
     const bool backward = call->operation == ROUTE_BACKWARD,
@@ -174,7 +168,6 @@ const op_family moe_route_family = {
     .call_size = sizeof(route_call),
     .params_at = offsetof(route_call, params),
     .program_at = offsetof(route_call, program),
-    .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

@@ -63,7 +63,7 @@ static const op_param params[] = {
     {"top_k", AT(top_k), OP_INTEGER, 1, INT32_MAX, NULL, "experts of a token"},
     {"renormalize", AT(renormalize), OP_FLAG, 0, 1, NULL, "divide the chosen experts' scores by their sum"},
     {"route_scale", AT(route_scale), OP_NUMBER, 0, 0, NULL, "multiplies routing weights"},
-    {"limit", AT(limit), OP_NUMBER, 0, 0, NULL, "of gate and up; 0: none"},
+    {"limit", AT(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
     {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
     {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
     {"granularity", AT(granularity), OP_INTEGER, 1, 32, NULL,
@@ -118,10 +118,6 @@ static const quern_moe_params *params_of(const op_call *call)
 static quern_status check_params(op_call *call)
 {
     const quern_moe_params *p = params_of(call);
-    if (p->limit < 0.0f)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "limit is %g: 0 (no clamp) or a finite positive number is accepted",
-                         (double)p->limit);
     if (32 % p->granularity != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 is accepted",
                          (long long)p->granularity);

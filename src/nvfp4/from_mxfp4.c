@@ -39,12 +39,6 @@ static const op_entry ops[] = {
      .backward = OP_NONE},
 };
 
-static quern_status check_params(op_call *call)
-{
-    (void)call;
-    return QUERN_OK;
-}
-
 static void roles(op_call *call)
 {
     for (int i = 0; i < TENSORS; i++)
@@ -105,7 +99,6 @@ const op_family nvfp4_from_mxfp4_family = {
     .call_size = sizeof(from_call),
     .params_at = offsetof(from_call, params),
     .program_at = offsetof(from_call, program),
-    .check_params = check_params,
     .roles = roles,
     .derive = derive,
     .build = build,

@@ -35,7 +35,7 @@ static const op_param params[] = {
     {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
      "of the quantiser"},
     {"swiglu", AT(swiglu), OP_FLAG, 0, 1, activations, "quantise gate and up, or what SwiGLU makes of them"},
-    {"limit", AT(limit), OP_NUMBER, 0, 0, NULL, "of gate and up; 0: none"},
+    {"limit", AT(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
     {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
     {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
     {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in X's columns"},
@@ -60,14 +60,6 @@ static const op_entry ops[] = {
 static const quern_nvfp4_fused_quantize_params *params_of(const op_call *call)
 {
     return &((const fused_call *)call)->params;
-}
-
-static quern_status check_params(op_call *call)
-{
-    const float limit = params_of(call)->limit;
-    if (limit >= 0.0f) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)limit);
 }
 
 /* A part is written if the call has its codes; a call without any codes asks by its globals. */
@@ -144,10 +136,7 @@ static void build(op_build *b)
             error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
     *args = (fused_quantise_args){.profile = (quantise_profile)p->profile,
                                   .swiglu = p->swiglu,
-                                  .limit = p->limit,
-                                  .alpha = p->alpha,
-                                  .beta = p->beta,
-                                  .granularity = p->granularity,
+                                  .rule = {p->granularity, p->limit, p->alpha, p->beta},
                                   .x = op_view(call, T(x), false)};
     for (int part = 0; part < 2; part++) {
         if (!op_uses(call, codes[part])) continue;
@@ -177,7 +166,6 @@ const op_family nvfp4_fused_quantize_family = {
     .call_size = sizeof(fused_call),
     .params_at = offsetof(fused_call, params),
     .program_at = offsetof(fused_call, program),
-    .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

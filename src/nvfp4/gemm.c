@@ -24,6 +24,11 @@ static quern_tensor global_view(const gemm_call *c, int32_t tensor)
     return g;
 }
 
+static swiglu_rule rule_of(const quern_nvfp4_gemm_params *p)
+{
+    return (swiglu_rule){p->granularity, p->limit, p->alpha, p->beta};
+}
+
 /* Fills the operands that both passes have. */
 static grouped_gemm_args operands(const gemm_call *c)
 {
@@ -47,10 +52,7 @@ static grouped_gemm_args operands(const gemm_call *c)
                                .b_global = c->b_global,
                                .offsets = view(c, G(offsets)),
                                .bias = view(c, G(bias)),
-                               .limit = p->limit,
-                               .alpha = p->alpha,
-                               .beta = p->beta,
-                               .granularity = p->granularity,
+                               .rule = rule_of(p),
                                .profile = (quantise_profile)p->profile};
 }
 
@@ -94,13 +96,8 @@ static quern_tensor add_swiglu(op_build *b, const grouped_gemm_args *product, co
     grouped_gemm_args *again = OP_ADD(b, grouped_gemm);
     *again = *product;
     again->c = h;
-    *OP_ADD(b, swiglu_backward) = (swiglu_args){.granularity = c->params.granularity,
-                                                .limit = c->params.limit,
-                                                .alpha = c->params.alpha,
-                                                .beta = c->params.beta,
-                                                .h = h,
-                                                .d_act = *d_c,
-                                                .d_h = d_h};
+    *OP_ADD(b, swiglu_backward) =
+        (swiglu_args){.rule = rule_of(&c->params), .h = h, .d_act = *d_c, .d_h = d_h};
     return d_h;
 }
 

@@ -45,7 +45,7 @@ static const op_param params[] = {
     {"a8", AT(a8), OP_FLAG, 0, 1, NULL, "round A to int8, a scale a row"},
     {"accumulate", AT(accumulate), OP_FLAG, 0, 1, NULL, "add to c in place"},
     {"activation", AT(activation), OP_CHOICE, 0, 1, activations, "of interleaved gate and up"},
-    {"limit", AT(limit), OP_NUMBER, 0, 0, NULL, "of gate and up; 0: none"},
+    {"limit", AT(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
     {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
     {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
     {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in B's columns"},
@@ -93,10 +93,6 @@ static quern_status check_params(op_call *call)
 {
     const quern_nvfp4_gemm_params *p = params_of(call);
     const bool swiglu = p->activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
-    if (p->limit < 0.0f)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "limit is %g: 0 (no clamp) or a finite positive number is accepted",
-                         (double)p->limit);
     if (swiglu && 32 % p->granularity != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "granularity is %lld: a divisor of 32 with an activation is accepted",

@@ -64,12 +64,6 @@ static const quern_nvfp4_interleave_params *params_of(const op_call *call)
     return &((const interleave_call *)call)->params;
 }
 
-static quern_status check_params(op_call *call)
-{
-    (void)call;
-    return QUERN_OK;
-}
-
 static void roles(op_call *call)
 {
     for (int32_t t = 0; t < TENSORS; t += 2) {
@@ -169,7 +163,6 @@ const op_family nvfp4_interleave_family = {
     .call_size = sizeof(interleave_call),
     .params_at = offsetof(interleave_call, params),
     .program_at = offsetof(interleave_call, program),
-    .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

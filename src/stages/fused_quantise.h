@@ -9,17 +9,17 @@
 #define QUERN_STAGES_FUSED_QUANTISE_H
 
 #include "stages/quantise.h"
+#include "stages/swiglu.h"
 
 typedef struct fused_quantise_args {
     quantise_profile profile;
     bool swiglu;
-    float limit, alpha, beta;
-    int64_t granularity;
+    swiglu_rule rule;
     quern_tensor x, codes[2], scales[2], global[2];
 } fused_quantise_args;
 STAGE_DECLARE(fused_quantise);
 #define FUSED_QUANTISE_TENSORS(IN, OUT, GRAD)                                                                \
     IN(x) OUT(codes[0]) OUT(codes[1]) OUT(scales[0]) OUT(scales[1]) OUT(global[0]) OUT(global[1])
-#define FUSED_QUANTISE_VALUES(F) F(profile) F(swiglu) F(limit) F(alpha) F(beta) F(granularity)
+#define FUSED_QUANTISE_VALUES(F) F(profile) F(swiglu) SWIGLU_RULE_VALUES(F)
 
 #endif

@@ -16,6 +16,7 @@
 
 #include "stages/prepack.h"
 #include "stages/quantise.h"
+#include "stages/swiglu.h"
 
 typedef struct grouped_gemm_args {
     int64_t tokens, n, k;
@@ -30,13 +31,11 @@ typedef struct grouped_gemm_args {
     scale_order order;
     quern_tensor b_codes, b_scales; /* as prepack's; or absent */
     quern_tensor b_repacked;        /* u8 [E, bytes] */
-    quern_tensor
-        b_global;         /* [1, 1], [E, 1], or [E, 2]: gate's and up's by runs of `granularity`; absent: 1 */
-    quern_tensor offsets; /* i32 [E], or absent */
-    quern_tensor bias;    /* f32, f16, bf16 [E, N], or absent */
+    quern_tensor b_global; /* [1, 1], [E, 1], or [E, 2]: gate's and up's by the rule's runs; absent: 1 */
+    quern_tensor offsets;  /* i32 [E], or absent */
+    quern_tensor bias;     /* f32, f16, bf16 [E, N], or absent */
     bool swiglu;
-    float limit, alpha, beta;
-    int64_t granularity;
+    swiglu_rule rule;
     quern_tensor c_old; /* as c, perhaps c itself: the result is added to it, rows past the last offset are
                          * copied; or absent */
     quern_tensor c;     /* f32, f16, bf16 [T, N], or [T, N/2] under swiglu; absent: */
@@ -50,11 +49,12 @@ STAGE_DECLARE(grouped_gemm);
     IN(a)                                                                                                    \
     IN(a_codes)                                                                                              \
     IN(a_scales)                                                                                             \
-    IN(pad_row_offsets) IN(a_global) IN(b_codes) IN(b_scales) IN(b_repacked) IN(b_global) IN(offsets)        \
-        IN(bias) IN(c_old) OUT(c) OUT(c_codes) OUT(c_scales) IN(c_global) IN(d_c) GRAD(d_a)
+    IN(pad_row_offsets)                                                                                      \
+    IN(a_global) IN(b_codes) IN(b_scales) IN(b_repacked) IN(b_global) IN(offsets) IN(bias) IN(c_old) OUT(c)  \
+        OUT(c_codes) OUT(c_scales) IN(c_global) IN(d_c) GRAD(d_a)
 #define GROUPED_GEMM_VALUES(F)                                                                               \
     F(tokens)                                                                                                \
     F(n)                                                                                                     \
-    F(k) F(int8) F(a_per) F(k_major) F(order) F(swiglu) F(limit) F(alpha) F(beta) F(granularity) F(profile)
+    F(k) F(int8) F(a_per) F(k_major) F(order) F(swiglu) SWIGLU_RULE_VALUES(F) F(profile)
 
 #endif

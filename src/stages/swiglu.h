@@ -10,9 +10,14 @@
 
 #include "stages/stage.h"
 
-typedef struct swiglu_args {
+typedef struct swiglu_rule {
     int64_t granularity; /* gate and up alternate by runs of so many columns; I: they are two halves */
     float limit, alpha, beta;
+} swiglu_rule;
+#define SWIGLU_RULE_VALUES(F) F(rule.granularity) F(rule.limit) F(rule.alpha) F(rule.beta)
+
+typedef struct swiglu_args {
+    swiglu_rule rule;
     quern_tensor h;   /* f32 [R, 2 I] */
     quern_tensor act; /* f32, f16, bf16 [R, I]; written, or read by the backward for d_weights */
     /* Backward: d_h = gradient of h where act's is weight * d_act, and d_weights[slot] = d_act . act, of row
@@ -25,6 +30,6 @@ typedef struct swiglu_args {
 STAGE_DECLARE(swiglu);
 #define SWIGLU_TENSORS(IN, OUT, GRAD)                                                                        \
     IN(h) OUT(act) IN(d_act) IN(permutation) IN(weights) GRAD(d_h) GRAD(d_weights)
-#define SWIGLU_VALUES(F) F(granularity) F(limit) F(alpha) F(beta)
+#define SWIGLU_VALUES(F) SWIGLU_RULE_VALUES(F)
 
 #endif

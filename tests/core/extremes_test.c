@@ -70,7 +70,8 @@ static void change_param(op_trial *t, const op_param *p)
     for (size_t i = 0; i < COUNT(wide) + COUNT(ends); i++) {
         const int64_t value = i < COUNT(wide) ? wide[i] : ends[i - COUNT(wide)];
         const int32_t choice = (int32_t)(i < COUNT(wide) ? value >> 32 : value);
-        const bool is_number = p->kind == OP_ROOT || p->kind == OP_POSITIVE || p->kind == OP_NUMBER;
+        const bool is_number =
+            p->kind == OP_ROOT || p->kind == OP_POSITIVE || p->kind == OP_LIMIT || p->kind == OP_NUMBER;
         if (p->kind == OP_INTEGER) memcpy(at, &value, sizeof value);
         else if (p->kind == OP_FLAG) *at = (unsigned char)(255 - i);
         else if (is_number) memcpy(at, &numbers[i % COUNT(numbers)], sizeof(float));

@@ -299,7 +299,8 @@ static void spread(test_random *random, double *gate, double *up)
 
 static void swiglu_row(const quantise_kernels *kernels, test_random *random)
 {
-    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}, {0, 1.702f, 1}};
+    static const swiglu_rule rules[] = {
+        {1, 0, 1, 0}, {1, 10, 1, 0}, {1, 0.75f, 1, 0}, {1, 7, 1.702f, 1}, {1, 0, 1.702f, 1}};
     for (int i = 0; i < 5 * LENGTHS; i++) {
         const swiglu_rule rule = rules[i % 5];
         const int64_t n = lengths[i / 5];
@@ -344,7 +345,8 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
  * gradient is 0. */
 static void swiglu_backward_row(const quantise_kernels *kernels, test_random *random)
 {
-    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}, {0, 1.702f, 1}};
+    static const swiglu_rule rules[] = {
+        {1, 0, 1, 0}, {1, 10, 1, 0}, {1, 0.75f, 1, 0}, {1, 7, 1.702f, 1}, {1, 0, 1.702f, 1}};
     for (int i = 0; i < 5 * LENGTHS; i++) {
         const swiglu_rule rule = rules[i % 5];
         const int64_t n = lengths[i / 5];
@@ -443,7 +445,7 @@ static double swiglu_value(const swiglu_rule *rule, double g, double u)
 
 static void swiglu_quantise(const quantise_kernels *kernels, test_random *random)
 {
-    static const swiglu_rule rules[] = {{0, 1, 0}, {3, 1, 0}, {7, 1.702f, 1}};
+    static const swiglu_rule rules[] = {{1, 0, 1, 0}, {1, 3, 1, 0}, {1, 7, 1.702f, 1}};
     static const int64_t runs[] = {8, 8, 8, 16, 1};
     for (int i = 0; i < 600; i++) {
         const swiglu_rule rule = rules[i % 3];

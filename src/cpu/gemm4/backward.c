@@ -87,7 +87,7 @@ static int64_t expert_at(const product_job *job, int64_t row)
 static void ready_row(const product_job *job, int64_t row, float *room)
 {
     const grouped_gemm_args *args = job->args;
-    const int64_t expert = expert_at(job, row), width = width_of(job), q = args->granularity;
+    const int64_t expert = expert_at(job, row), width = width_of(job), q = args->rule.granularity;
     const float larger = larger_global(job, expert);
     const float ratio[2] = {global_of(job, expert, 0) / larger, global_of(job, expert, 1) / larger};
     char *out = job->a + row * row_bytes(job);

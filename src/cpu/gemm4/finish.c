@@ -37,12 +37,11 @@ static void put_row(const product_job *job, product_scratch *s, int64_t expert, 
     const grouped_gemm_args *args = job->args;
     const float *values = s->row;
     if (args->swiglu) {
-        const swiglu_rule rule = {args->limit, args->alpha, args->beta};
         n /= 2;
         column /= 2;
-        job->quantise->part_row(s->row, QUERN_F32, 0, false, args->granularity, n, s->part[0]);
-        job->quantise->part_row(s->row, QUERN_F32, 0, true, args->granularity, n, s->part[1]);
-        job->quantise->swiglu_row(&rule, s->part[0], s->part[1], n, s->part[0]);
+        job->quantise->part_row(s->row, QUERN_F32, 0, false, args->rule.granularity, n, s->part[0]);
+        job->quantise->part_row(s->row, QUERN_F32, 0, true, args->rule.granularity, n, s->part[1]);
+        job->quantise->swiglu_row(&args->rule, s->part[0], s->part[1], n, s->part[0]);
         values = s->part[0];
     }
     if (args->c.ndim > 0) store_row(job, &args->c, row, column, values, n);
@@ -56,7 +55,7 @@ static void column_values(const product_job *job, int64_t expert, int64_t column
     const grouped_gemm_args *args = job->args;
     const quern_tensor *g = &args->b_global;
     for (int64_t c = 0; c < n; c++) {
-        const int64_t part = g->ndim > 0 && g->shape[1] == 2 ? (column + c) / args->granularity % 2 : 0;
+        const int64_t part = g->ndim > 0 && g->shape[1] == 2 ? (column + c) / args->rule.granularity % 2 : 0;
         global[c] = g->ndim == 0
                         ? 1.0f
                         : ((const float *)g->data)[(g->shape[0] > 1 ? expert * g->strides[0] : 0) + part];

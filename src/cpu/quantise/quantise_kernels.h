@@ -10,6 +10,7 @@
 
 #include "cpu/kernels/row_kernels.h"
 #include "stages/quantise.h"
+#include "stages/swiglu.h"
 
 /* How a tensor is quantised. `global` is G, or R under COMPRESSED_TENSORS. */
 typedef struct quantise_rule {
@@ -17,12 +18,6 @@ typedef struct quantise_rule {
     quantise_scales scales;
     float global;
 } quantise_rule;
-
-/* SwiGLU of a gate g and an up value u: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, +-limit) +
- * beta); limit 0: no clamp. */
-typedef struct swiglu_rule {
-    float limit, alpha, beta;
-} swiglu_rule;
 
 typedef struct quantise_kernels {
     quern_cpu_level level;

@@ -92,7 +92,7 @@ static void quantise_parts(const fused_job *job, int64_t row)
 {
     const fused_quantise_args *args = job->args;
     const void *x = view_row(&args->x, row);
-    const int64_t width = args->x.shape[1] / 2, q = args->granularity;
+    const int64_t width = args->x.shape[1] / 2, q = args->rule.granularity;
     float part[STRIP];
     for (int64_t column = 0; column < width; column += STRIP) {
         const int64_t n = width - column < STRIP ? width - column : STRIP;
@@ -107,11 +107,10 @@ static void quantise_parts(const fused_job *job, int64_t row)
 static void swiglu_row(const fused_job *job, int64_t row)
 {
     const fused_quantise_args *args = job->args;
-    const swiglu_rule rule = {args->limit, args->alpha, args->beta};
     const quantise_rule to = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->global[0].data};
     job->bits[row] = job->kernels->swiglu_quantise(
-        &rule, &to, view_row(&args->x, row), args->x.dtype, args->granularity, args->x.shape[1] / 2,
-        job->codes + 8 * row * job->blocks, job->scales + row * job->blocks);
+        &args->rule, &to, view_row(&args->x, row), args->x.dtype, args->rule.granularity,
+        args->x.shape[1] / 2, job->codes + 8 * row * job->blocks, job->scales + row * job->blocks);
 }
 
 static void copy_row(const fused_job *job, int64_t row)
@@ -136,14 +135,14 @@ static quern_status quantise_swiglu(const stage_exec *exec, fused_job *job)
 /* The column of x that is column c of the part. */
 static int64_t part_column(const fused_quantise_args *args, int64_t c)
 {
-    const int64_t q = args->granularity;
+    const int64_t q = args->rule.granularity;
     return c / q * 2 * q + c % q + (args->codes[1].ndim > 0 ? q : 0);
 }
 
 static void measure_part(const fused_job *job, int64_t row)
 {
     const fused_quantise_args *args = job->args;
-    const int64_t element = (int64_t)quern_dtype_size(args->x.dtype), q = args->granularity;
+    const int64_t element = (int64_t)quern_dtype_size(args->x.dtype), q = args->rule.granularity;
     uint32_t most = 0;
     for (int64_t c = 0; c < args->x.shape[1] / 2; c += q) {
         const char *run = (const char *)view_row(&args->x, row) + part_column(args, c) * element;

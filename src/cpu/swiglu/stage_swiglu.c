@@ -14,16 +14,12 @@ typedef struct swiglu_job {
     const swiglu_args *args;
     const quantise_kernels *kernels;
     const row_kernels *rows;
-    swiglu_rule rule;
     int64_t width; /* I */
 } swiglu_job;
 
 static swiglu_job job_of(const stage_exec *exec, const swiglu_args *args)
 {
-    return (swiglu_job){args,
-                        quantise_kernels_for(exec->cpu_level),
-                        row_kernels_for(exec->cpu_level),
-                        {args->limit, args->alpha, args->beta},
+    return (swiglu_job){args, quantise_kernels_for(exec->cpu_level), row_kernels_for(exec->cpu_level),
                         args->h.shape[1] / 2};
 }
 
@@ -36,7 +32,8 @@ static void read_parts(const swiglu_job *job, int64_t row, int64_t column, int64
 {
     const quern_tensor *h = &job->args->h;
     for (int up = 0; up < 2; up++)
-        job->kernels->part_row(view_row(h, row), h->dtype, column, up, job->args->granularity, n, part[up]);
+        job->kernels->part_row(view_row(h, row), h->dtype, column, up, job->args->rule.granularity, n,
+                               part[up]);
 }
 
 static void forward_row(void *arg, int64_t row, int32_t thread)
@@ -48,7 +45,7 @@ static void forward_row(void *arg, int64_t row, int32_t thread)
     for (int64_t column = 0; column < job->width; column += STRIP) {
         const int64_t n = strip_of(job, column);
         read_parts(job, row, column, n, part);
-        job->kernels->swiglu_row(&job->rule, part[0], part[1], n, part[0]);
+        job->kernels->swiglu_row(&job->args->rule, part[0], part[1], n, part[0]);
         job->rows->convert(part[0], QUERN_F32, view_at(act, row, column), act->dtype, n);
     }
 }
@@ -65,7 +62,7 @@ quern_status cpu_swiglu(const stage_exec *exec, const swiglu_args *args, void *w
 static void write_parts(const swiglu_job *job, int64_t row, int64_t column, int64_t n, float part[2][STRIP])
 {
     const quern_tensor *d_h = &job->args->d_h;
-    const int64_t q = job->args->granularity;
+    const int64_t q = job->args->rule.granularity;
     for (int64_t c = 0; c < n;) {
         const int64_t in_run = (column + c) % q, left = q - in_run, run = left < n - c ? left : n - c;
         const int64_t at = (column + c - in_run) * 2 + in_run;
@@ -100,7 +97,7 @@ static void backward_row(void *arg, int64_t row, int32_t thread)
         if (args->d_weights.ndim > 0) add_product(&args->act, row, column, n, d, product);
         for (int64_t c = 0; c < n; c++) d[c] *= weight;
         read_parts(job, row, column, n, part);
-        job->kernels->swiglu_backward_row(&job->rule, d, n, part[0], part[1]);
+        job->kernels->swiglu_backward_row(&job->args->rule, d, n, part[0], part[1]);
         write_parts(job, row, column, n, part);
     }
     for (int64_t i = 0; i < PARTS; i++) sum += product[i];
