@@ -9,6 +9,7 @@ from typing import Any
 from . import dsv4, moe, nvfp4
 from ._attention import attention
 from ._caches import KVCache, NSACache
+from ._checkpoint import Checkpoint, load_nvfp4
 from ._lists import block_mask, convert_blocks
 from ._nsa import nsa
 from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
@@ -32,6 +33,7 @@ def __dir__() -> list[str]:
 
 __version__ = version()
 __all__ = [
+    "Checkpoint",
     "KVCache",
     "NSACache",
     "__version__",
@@ -39,6 +41,7 @@ __all__ = [
     "block_mask",
     "convert_blocks",
     "dsv4",
+    "load_nvfp4",
     "moe",
     "nsa",
     "nsa_attend",

@@ -60,6 +60,8 @@ DTYPES = (
     "uint64",
     "bool",
     "complex64",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
 )
 
 
