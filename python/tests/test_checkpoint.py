@@ -11,9 +11,9 @@ import pytest
 
 import quern
 
-E, D, I = 3, 64, 32
+E, D, INNER = 3, 64, 32
 CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-PARTS = {"gate_proj": (I, D), "up_proj": (I, D), "down_proj": (D, I)}
+PARTS = {"gate_proj": (INNER, D), "up_proj": (INNER, D), "down_proj": (D, INNER)}
 
 
 def save(path, tensors):
@@ -80,7 +80,8 @@ def test_experts_compute_what_the_file_means(tmp_path, compressed):
     checkpoint = quern.load_nvfp4(tmp_path)
     hidden = np.random.default_rng(2).standard_normal((5, D)).astype(np.float32)
     experts = checkpoint.experts(0)
-    assert experts["gate_up_codes"].shape == (E, D // 2, 2 * I) and experts["gate_up_global"].shape == (E, 2)
+    assert experts["gate_up_codes"].shape == (E, D // 2, 2 * INNER)
+    assert experts["gate_up_global"].shape == (E, 2)
     out = quern.moe.layer(hidden, **experts, top_k=2, renormalize=True)
     expected = layer_of(hidden.astype(float), values, router)
     assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()

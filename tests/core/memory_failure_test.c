@@ -14,6 +14,7 @@
 #include "io/gguf.h"
 
 #include <quern/attention.h>
+#include <quern/checkpoint.h>
 #include <quern/file.h>
 #include <quern/plan.h>
 #include <quern/safetensors.h>
@@ -245,6 +246,31 @@ static void opening_gguf_fails_whole(void **state)
     fail_each(open_gguf);
 }
 
+static quern_status open_checkpoint(void)
+{
+    quern_checkpoint *checkpoint = NULL;
+    const quern_status status = quern_checkpoint_open(path, &checkpoint);
+    assert_true((status == QUERN_OK) == (checkpoint != NULL));
+    quern_checkpoint_close(checkpoint);
+    return status;
+}
+
+static void opening_checkpoints_fails_whole(void **state)
+{
+    (void)state;
+    prepare_items();
+    assert_int_equal(save(), QUERN_OK);
+    fail_each(open_checkpoint);
+    FILE *f = fopen(path, "wb");
+    assert_non_null(f);
+    gguf_begin(&gguf, 3, 1, 1);
+    gguf_put_text(&gguf, "general.architecture", "llama");
+    gguf_put_tensor(&gguf, "t", 0, 1, (const int64_t[]){0}, 0);
+    assert_int_equal(fwrite(gguf.bytes, 1, gguf.size, f), gguf.size);
+    assert_int_equal(fclose(f), 0);
+    fail_each(open_checkpoint);
+}
+
 static quern_status write_text(void)
 {
     quern_file *file = NULL;
@@ -307,9 +333,13 @@ static void plans_fail_whole(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(saving_fails_whole),        cmocka_unit_test(opening_fails_whole),
-        cmocka_unit_test(opening_bytes_fails_whole), cmocka_unit_test(opening_gguf_fails_whole),
-        cmocka_unit_test(writing_fails_whole),       cmocka_unit_test(contexts_fail_whole),
+        cmocka_unit_test(saving_fails_whole),
+        cmocka_unit_test(opening_fails_whole),
+        cmocka_unit_test(opening_bytes_fails_whole),
+        cmocka_unit_test(opening_gguf_fails_whole),
+        cmocka_unit_test(opening_checkpoints_fails_whole),
+        cmocka_unit_test(writing_fails_whole),
+        cmocka_unit_test(contexts_fail_whole),
         cmocka_unit_test(plans_fail_whole),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

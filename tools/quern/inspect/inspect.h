@@ -36,6 +36,11 @@ typedef struct inspection {
     bool no_memory; /* a problem could not be kept */
 } inspection;
 
+/* Fills the tensors of an open checkpoint; false without memory. */
+bool inspection_list(inspection *in);
+/* Frees what it holds, the checkpoint too. */
+void inspection_close(inspection *in);
+
 /* Adds a problem. */
 void report(inspection *in, const char *kind, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
@@ -49,7 +54,8 @@ int64_t elements_of(const inspected *t);
 bool has_dtype(const inspected *t, const char *dtype);
 bool is_nvfp4(const inspected *t);
 
-/* Each looks for its kind of problem. */
+/* Looks for every kind of problem; the rest look each for its own. */
+void check_all(inspection *in);
 void check_scales(inspection *in);  /* they are there, of the right shape, numbers; codes without any */
 void check_globals(inspection *in); /* of what loaders fuse; reciprocals */
 void check_values(inspection *in);  /* what the statistics saw */

@@ -61,7 +61,7 @@ static void print_tensor(const inspected *t, size_t width)
     shape_text(&t->info, shape, sizeof shape);
     bytes_text((double)t->info.bytes, bytes, sizeof bytes);
     const size_t taken = width_of(name);
-    printf("%s%*s  %-8s %-18s %-24s %11s", name, taken < width ? (int)(width - taken) : 0, "", t->info.dtype,
+    printf("%s%*s  %-11s %-18s %-24s %11s", name, taken < width ? (int)(width - taken) : 0, "", t->info.dtype,
            shape, quern_format_name(t->info.format), bytes);
     if (s->known && finite_of(s) > 0)
         printf(" %10.4g %10.4g %6.2f%%", greatest_of(s), rms_of(s),
@@ -82,7 +82,7 @@ static void print_tensors(const inspection *in)
         if (taken > width && taken <= LONGEST) width = taken;
         measured = measured || in->tensors[i].values.known;
     }
-    printf("\n%-*s  %-8s %-18s %-24s %11s", (int)width, "tensor", "dtype", "shape", "format", "size");
+    printf("\n%-*s  %-11s %-18s %-24s %11s", (int)width, "tensor", "dtype", "shape", "format", "size");
     printf("%s\n", measured ? "      |max|        rms   zeros  at top" : "");
     for (size_t i = 0; i < in->count; i++) print_tensor(&in->tensors[i], width);
 }
