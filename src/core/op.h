@@ -152,7 +152,8 @@ typedef struct op_call {
     const quern_backend *backend;
     stage_exec exec;                  /* without a stream */
     quern_tensor like;                /* a tensor of the call: device and dtype of activations */
-    const quern_tensor *const *given; /* while it is prepared: the caller's views, or NULL */
+    const quern_tensor *const
+        *given; /* while it is prepared, or runs in pieces: the caller's views, or NULL */
     uint8_t role[OP_TENSORS_MAX];
     uint8_t alignment[OP_TENSORS_MAX]; /* bytes, of a tensor with elements that the call uses; 0: of others */
     int64_t symbol[OP_SYMBOLS_MAX];
@@ -217,7 +218,9 @@ typedef struct op_family {
     /* What the host can read: offsets, globals. `data` as of quern_plan_run(). NULL: nothing. */
     quern_status (*check_data)(const op_call *call, void *const *data);
     void (*build)(op_build *b); /* the call's steps */
-    bool in_pieces; /* run() calls build() again, for a program that may have any number of steps */
+    /* run() calls build() again, for a program that may have any number of steps; such operations have no
+     * plans, for build() reads the caller's views. */
+    bool in_pieces;
     quern_status (*plan)(op_call *call); /* the stages' arguments, backend's refusals, bytes */
     /* Calls stages through op_<stage>() alone, so that the same code lists them. */
     quern_status (*run)(const op_call *call, const op_frame *frame);

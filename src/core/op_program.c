@@ -266,6 +266,7 @@ static void begin(op_build *b, op_call *call, op_program *program, void *room, s
     b->call = call;
     b->a = op_workspace();
     b->program = program;
+    program->beside = false;
     b->room = room;
     b->room_bytes = bytes;
     b->in_pieces = false;

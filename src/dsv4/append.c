@@ -5,27 +5,23 @@
  *
  *   [steps of weights.c, gemm: x w -> proj]  ->  pool_append
  */
-#include "core/arena.h"
 #include "core/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
-#include "core/op.h"
 #include "core/view.h"
 #include "dsv4/dsv4.h"
 #include "dsv4/weights.h"
 
-/* A call without x leaves `weight` and `gemm` as they are: to clear their 4 KiB takes as long as to merge a
- * token's series. */
+/* No description of tensors: a call's states are no tensors. Only its steps are a program's. */
 typedef struct append_call {
-    const quern_backend *backend;
-    stage_exec exec;
+    op_call head;
     quern_dsv4_compress_params params;
     quern_dsv4_append_tensors t;
     const pool_state *like; /* the first state */
-    int64_t tokens, entries;
-    pool_append_args append;
-    dsv4_weight weight; /* with x */
-    gemm_args gemm;     /* with x; `c` absent: the weight makes projections itself */
+    int64_t tokens, entries, batch;
+    quern_dsv4_state *const *states;
+    int64_t *cu; /* in the workspace */
+    _Alignas(op_step) char program[DSV4_WEIGHT_BYTES + OP_STEP_BYTES(gemm) + OP_STEP_BYTES(pool_append)];
 } append_call;
 
 static const pool_state *state_at(quern_dsv4_state *const *states, int64_t b)
@@ -164,48 +160,74 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
     return dsv4_check_width(&c->params, width, t->cos_sin != NULL ? t->cos_sin->shape[1] : 0);
 }
 
-/* Fills the stages' arguments with memory from `a`, an arena that is being sized or carved. */
-static void *carve(append_call *c, quern_dsv4_state *const *states, int64_t batch, arena *a)
+/* A tensor of the caller as steps take it; absent for NULL. */
+static void set(quern_tensor *to, const quern_tensor *t)
 {
-    const quern_dsv4_append_tensors *t = &c->t;
-    c->append.batch = batch;
-    c->append.states = (pool_state *const *)states;
-    c->append.proj = view_or_absent(t->proj);
-    c->append.bias_a = view_or_absent(t->b_a);
-    c->append.bias_b = view_or_absent(t->b_b);
-    c->append.prev_b = view_or_absent(t->prev_b);
-    c->append.entry = dsv4_entry(&c->params, t->norm_weight, t->cos_sin);
-    c->append.out = view_or_absent(t->out);
-    c->append.pooled = view_or_absent(t->pooled);
-    c->append.cu = arena_take(a, (size_t)(batch + 1) * sizeof *c->append.cu);
-    size_t bytes = 0;
-    if (t->x != NULL) {
-        const int64_t shape[] = {c->tokens, pool_state_columns(c->like)};
-        const dsv4_weight_given given = {.w = view_or_absent(t->w),
-                                         .w_fp8 = view_or_absent(t->w_fp8),
-                                         .w_fp8_scales = view_or_absent(t->w_fp8_scales),
-                                         .w_codes = view_or_absent(t->w_codes),
-                                         .w_scales = view_or_absent(t->w_scales),
-                                         .w_global = view_or_absent(t->w_global)};
-        c->weight = dsv4_weight_of(t->x, &given, false, a);
-        c->append.proj = c->weight.proj;
-        c->gemm = (gemm_args){.a = *t->x, .b = c->weight.w};
-        if (c->weight.proj.ndim == 0)
-            c->append.proj = c->gemm.c = view_on(
-                t->x, arena_take(a, (size_t)(shape[0] * shape[1]) * sizeof(float)), QUERN_F32, 2, shape);
-        if (c->gemm.c.ndim > 0) bytes = c->backend->gemm.workspace(&c->exec, &c->gemm);
-        (void)dsv4_weight_missing(c->backend, &c->exec, &c->weight, &bytes); /* the cpu has all */
-    }
-    const size_t pool = c->backend->pool_append.workspace(&c->exec, &c->append);
-    return arena_take(a, pool > bytes ? pool : bytes);
+    if (t == NULL) return;
+    *to = *t;
+    to->data = op_address(t->data);
 }
+
+/* x w in f32. */
+static quern_tensor add_projection(op_build *b)
+{
+    const append_call *c = (const append_call *)b->call;
+    const quern_dsv4_append_tensors *t = &c->t;
+    dsv4_weight_given given = {.w = {0}};
+    quern_tensor x;
+    set(&x, t->x);
+    set(&given.w, t->w);
+    set(&given.w_fp8, t->w_fp8);
+    set(&given.w_fp8_scales, t->w_fp8_scales);
+    set(&given.w_codes, t->w_codes);
+    set(&given.w_scales, t->w_scales);
+    set(&given.w_global, t->w_global);
+    const dsv4_weight weight = dsv4_weight_add(b, &x, &given, false);
+    if (weight.proj.ndim > 0) return weight.proj;
+    const quern_tensor proj = op_matrix(b, QUERN_F32, c->tokens, pool_state_columns(c->like));
+    *OP_ADD(b, gemm) = (gemm_args){.a = x, .b = weight.w, .c = proj};
+    return proj;
+}
+
+static void build(op_build *b)
+{
+    const append_call *c = (const append_call *)b->call;
+    const quern_dsv4_append_tensors *t = &c->t;
+    (void)arena_take(&b->a, (size_t)(c->batch + 1) * sizeof *c->cu); /* first: at the workspace's start */
+    quern_tensor proj;
+    if (t->x != NULL) proj = add_projection(b);
+    else set(&proj, t->proj);
+    pool_append_args *args = OP_ADD(b, pool_append);
+    args->batch = c->batch;
+    args->states = (pool_state *const *)c->states;
+    args->cu = c->cu;
+    args->proj = proj;
+    set(&args->bias_a, t->b_a);
+    set(&args->bias_b, t->b_b);
+    set(&args->prev_b, t->prev_b);
+    args->entry = dsv4_entry(&c->params, NULL, NULL);
+    set(&args->entry.norm_weight, t->norm_weight);
+    set(&args->entry.cos_sin, t->cos_sin);
+    set(&args->out, t->out);
+    set(&args->pooled, t->pooled);
+}
+
+static const char *const operations[] = {"dsv4_append"};
+static const op_family family = {
+    .operations = operations,
+    .operation_count = 1,
+    .call_size = sizeof(append_call),
+    .program_at = offsetof(append_call, program),
+    .build = build,
+};
 
 static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
                          quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
-                         const quern_dsv4_append_tensors *tensors, bool run, append_call *c)
+                         const quern_dsv4_append_tensors *tensors, void *workspace, bool run, append_call *c)
 {
     quern_exec how;
     quern_status status;
+    c->head.bytes = 0;
     c->t = (quern_dsv4_append_tensors)QUERN_DSV4_APPEND_TENSORS_INIT;
     if (ctx == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
@@ -223,25 +245,27 @@ static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern
     if (like->device != QUERN_CPU)
         return error_set(QUERN_ERR_UNSUPPORTED, "out is on device %d: the cpu keeps states",
                          (int)like->device);
-    c->backend = context_backend(ctx, like->device, like->device_id, how.stream, &c->exec);
-    return c->backend != NULL ? QUERN_OK : error_status();
+    op_call *head = &c->head;
+    head->family = &family;
+    head->operation = 0;
+    head->like = *like;
+    head->backend = context_backend(ctx, like->device, like->device_id, how.stream, &head->exec);
+    if (head->backend == NULL) return error_status();
+    c->batch = batch;
+    c->states = states;
+    c->cu = (int64_t *)(void *)arena_on(workspace).base;
+    return op_program_build(head);
 }
 
-/* x w -> proj. */
-static quern_status project(const append_call *c, void *scratch)
+/* The contents of scales. */
+static quern_status check_data(const quern_dsv4_append_tensors *t)
 {
     quern_status status = QUERN_OK;
-    if (c->t.w_fp8_scales != NULL)
-        status = dsv4_weight_check_powers(&c->weight.widen.scales, c->t.w_fp8_scales->data, "w_fp8_scales");
-    if (c->t.w_global != NULL)
-        status = view_check_globals(c->t.w_global->data, &c->weight.global, "w_global");
-#define RUN(stage, step, output)                                                                             \
-    if (status == QUERN_OK && c->weight.step.output.ndim > 0)                                                \
-        status = c->backend->stage.run(&c->exec, &c->weight.step, scratch);
-    DSV4_WEIGHT_STEPS(RUN)
-#undef RUN
-    return status != QUERN_OK || c->gemm.c.ndim == 0 ? status
-                                                     : c->backend->gemm.run(&c->exec, &c->gemm, scratch);
+    if (t->w_fp8_scales != NULL)
+        status = dsv4_weight_check_powers(t->w_fp8_scales, t->w_fp8_scales->data, "w_fp8_scales");
+    if (t->w_global != NULL && status == QUERN_OK)
+        status = dsv4_weight_check_global(t->w_global, t->w_global->data, "w_global");
+    return status;
 }
 
 quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
@@ -261,13 +285,11 @@ quern_status quern_dsv4_append_workspace(quern_context *ctx, const quern_dsv4_co
                                          size_t *bytes)
 {
     append_call c;
-    const quern_status status = plan(ctx, NULL, params, states, counts, batch, tensors, false, &c);
+    const quern_status status = plan(ctx, NULL, params, states, counts, batch, tensors, NULL, false, &c);
     if (status != QUERN_OK) return status;
     if (bytes == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    arena a = {NULL, 0};
-    if (batch > 0) carve(&c, states, batch, &a);
-    *bytes = arena_size(&a);
+    *bytes = c.head.bytes;
     return QUERN_OK;
 }
 
@@ -278,15 +300,14 @@ quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec,
 {
     DEFAULT_FLOAT_STATE;
     append_call c;
-    quern_status status = plan(ctx, exec, params, states, counts, batch, tensors, true, &c);
-    if (status != QUERN_OK || batch == 0) return status;
-    arena a = arena_on(workspace);
-    void *scratch = carve(&c, states, batch, &a);
-    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&a), c.t.out)) != QUERN_OK)
+    quern_status status = plan(ctx, exec, params, states, counts, batch, tensors, workspace, true, &c);
+    if (status != QUERN_OK || batch == 0 ||
+        (status = view_check_workspace(workspace, workspace_bytes, c.head.bytes, c.t.out)) != QUERN_OK)
         return status;
-    int64_t *cu = (int64_t *)(uintptr_t)c.append.cu;
-    cu[0] = 0;
-    for (int64_t b = 0; b < batch; b++) cu[b + 1] = cu[b] + counts[b];
-    if (c.t.x != NULL && (status = project(&c, scratch)) != QUERN_OK) return status;
-    return c.backend->pool_append.run(&c.exec, &c.append, scratch);
+    c.cu[0] = 0;
+    for (int64_t b = 0; b < batch; b++) c.cu[b + 1] = c.cu[b] + counts[b];
+    if ((status = check_data(&c.t)) != QUERN_OK) return status;
+    const quern_exec how = QUERN_EXEC_INIT;
+    const op_frame frame = op_frame_of(&c.head, &how, NULL, workspace);
+    return op_program_run(&c.head, &frame);
 }

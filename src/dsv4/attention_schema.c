@@ -5,8 +5,6 @@
 #include "core/view.h"
 #include "dsv4/call.h"
 
-#include <stddef.h>
-
 enum { PAGE_MOST = 65536, ROW584_DIM = 512 };
 
 static const op_tensor tensors[] = {
@@ -21,18 +19,17 @@ static const op_tensor tensors[] = {
     {"o", "O", OP_ACTIVATION, OP_NONE, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
     {"lse", "lse", OP_F32, OP_NONE, {AS_B, AS_H, AS_T}, {AS_H, AS_T}},
     {"lse_win", "lse_win", OP_F32, OP_NONE, {AS_B, AS_H, AS_T}, {AS_H, AS_T}},
-    {"d_o", "dO", OP_ACTIVATION, DA_O, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
-    {"d_q", "dQ", OP_ACTIVATION, DA_Q, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
-    {"d_kv", "dKV", OP_ACTIVATION, DA_KV, {AS_B, AS_N, AS_D}, {AS_T, AS_D}},
-    {"d_kv_cmp", "dKV_cmp", OP_ACTIVATION, DA_KV_CMP, {AS_B, AS_S, AS_D}, {AS_S, AS_D}},
-    {"d_sink", "dsink", OP_F32, DA_SINK, {AS_H}, {0}},
+    {"d_o", "dO", OP_ACTIVATION, DA(o), {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
+    {"d_q", "dQ", OP_ACTIVATION, DA(q), {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
+    {"d_kv", "dKV", OP_ACTIVATION, DA(kv), {AS_B, AS_N, AS_D}, {AS_T, AS_D}},
+    {"d_kv_cmp", "dKV_cmp", OP_ACTIVATION, DA(kv_cmp), {AS_B, AS_S, AS_D}, {AS_S, AS_D}},
+    {"d_sink", "dsink", OP_F32, DA(sink), {AS_H}, {0}},
     {"start_positions", "start_positions", OP_I32, OP_NONE, {AS_B}, {0}},
     {"kv_table", "kv_table", OP_I32, OP_NONE, {AS_B, AS_KV_COLUMNS}, {0}},
     {"kv_cmp_table", "kv_cmp_table", OP_I32, OP_NONE, {AS_B, AS_CMP_COLUMNS}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == DSV4_ATTENTION_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_attention_tensors) == (1 + DSV4_ATTENTION_TENSORS) * sizeof(void *),
-               "a tensor a field");
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_attention_tensors),
+               "a row a tensor");
 
 static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_attention_params, member)
@@ -63,7 +60,7 @@ static const char *const symbols[] = {"",
                                       [AS_KV_COLUMNS] = "columns",
                                       [AS_CMP_COLUMNS] = "columns",
                                       NULL};
-static const int8_t window_alone[] = {DA_LSE_WIN, OP_NONE};
+static const int8_t window_alone[] = {DA(lse_win), OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-attention",
      .help = "DeepSeek-V4's attention core over raw rows [B N D] and compressed entries [B S D]; with dO "
@@ -95,19 +92,19 @@ static void roles(op_call *call)
     const bool backward = call->operation == DSV4_ATTENTION_BACKWARD;
     const quern_tensor *const *t = call->given;
     uint8_t *r = call->role;
-    r[DA_Q] = r[DA_KV] = OP_NEEDED;
-    r[DA_KV_CMP] = r[DA_SINK] = r[DA_COS_SIN] = r[DA_CU_SEQLENS] = OP_OPTIONAL;
-    r[DA_IDX] = t[DA_KV_CMP] != NULL ? OP_OPTIONAL : OP_REFUSED;
+    r[DA(q)] = r[DA(kv)] = OP_NEEDED;
+    r[DA(kv_cmp)] = r[DA(sink)] = r[DA(cos_sin)] = r[DA(cu_seqlens)] = OP_OPTIONAL;
+    r[DA(idx)] = t[DA(kv_cmp)] != NULL ? OP_OPTIONAL : OP_REFUSED;
     const bool pages = ((const dsv4_attention_call *)call)->params.page > 0;
-    r[DA_START_POSITIONS] = call->varlen ? OP_REFUSED : OP_OPTIONAL;
-    r[DA_KV_TABLE] = pages ? OP_NEEDED : OP_REFUSED;
-    r[DA_KV_CMP_TABLE] = !pages ? OP_REFUSED : t[DA_KV_CMP] != NULL ? OP_NEEDED : OP_REFUSED;
-    r[DA_COUNT] = t[DA_IDX] != NULL ? OP_OPTIONAL : OP_REFUSED;
-    r[DA_O] = backward ? OP_NEEDED : OP_RESULT;
-    r[DA_LSE] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
-    r[DA_LSE_WIN] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
-    r[DA_D_O] = backward ? OP_NEEDED : OP_UNUSED;
-    for (int i = DA_D_Q; i <= DA_D_SINK; i++)
+    r[DA(start_positions)] = call->varlen ? OP_REFUSED : OP_OPTIONAL;
+    r[DA(kv_table)] = pages ? OP_NEEDED : OP_REFUSED;
+    r[DA(kv_cmp_table)] = !pages ? OP_REFUSED : t[DA(kv_cmp)] != NULL ? OP_NEEDED : OP_REFUSED;
+    r[DA(count)] = t[DA(idx)] != NULL ? OP_OPTIONAL : OP_REFUSED;
+    r[DA(o)] = backward ? OP_NEEDED : OP_RESULT;
+    r[DA(lse)] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
+    r[DA(lse_win)] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[DA(d_o)] = backward ? OP_NEEDED : OP_UNUSED;
+    for (int i = DA(d_q); i <= DA(d_sink); i++)
         r[i] = !backward                           ? OP_UNUSED
                : t[tensors[i].gradient_of] != NULL ? OP_OPTIONAL_RESULT
                                                    : OP_SOURCE_MISSING;
@@ -116,10 +113,10 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const bool pages = ((const dsv4_attention_call *)call)->params.page > 0;
-    const char *beside = tensor == DA_COUNT             ? "idx"
-                         : tensor == DA_START_POSITIONS ? "sequences of a fixed length, without cu_seqlens"
-                         : tensor == DA_IDX || pages    ? "kv_cmp"
-                                                        : "a page of 1 slot or more";
+    const char *beside = tensor == DA(count)             ? "idx"
+                         : tensor == DA(start_positions) ? "sequences of a fixed length, without cu_seqlens"
+                         : tensor == DA(idx) || pages    ? "kv_cmp"
+                                                         : "a page of 1 slot or more";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside %s", tensors[tensor].field,
                      beside);
 }
@@ -134,8 +131,8 @@ static quern_status derive_rows(op_call *call, int32_t tensor, int32_t lead)
     if (t->ndim != ndim)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted",
                          tensors[tensor].field, t->ndim, ndim);
-    const quern_dtype wanted = bytes                 ? QUERN_U8
-                               : tensor == DA_KV_CMP ? call->given[DA_KV]->dtype
+    const quern_dtype wanted = bytes                  ? QUERN_U8
+                               : tensor == DA(kv_cmp) ? call->given[DA(kv)]->dtype
                                : call->operation == DSV4_ATTENTION && t->dtype != QUERN_U8 ? t->dtype
                                                                                            : call->like.dtype;
     if (t->dtype != wanted)
@@ -159,26 +156,27 @@ static quern_status derive_optional(op_call *call, bool varlen)
     int64_t *s = call->symbol;
     const struct {
         int32_t tensor, ndim;
-    } free_extents[] = {{DA_IDX, varlen ? 2 : 3}, {DA_COS_SIN, 2}, {DA_KV_TABLE, 2}, {DA_KV_CMP_TABLE, 2}};
+    } free_extents[] = {
+        {DA(idx), varlen ? 2 : 3}, {DA(cos_sin), 2}, {DA(kv_table), 2}, {DA(kv_cmp_table), 2}};
     for (int i = 0; i < 4; i++) {
         const int32_t x = free_extents[i].tensor;
         if (op_uses(call, x) && t[x]->ndim != free_extents[i].ndim)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted",
                              tensors[x].field, t[x]->ndim, free_extents[i].ndim);
     }
-    s[AS_KV_COLUMNS] = op_uses(call, DA_KV_TABLE) ? t[DA_KV_TABLE]->shape[1] : 0;
-    s[AS_CMP_COLUMNS] = op_uses(call, DA_KV_CMP_TABLE) ? t[DA_KV_CMP_TABLE]->shape[1] : 0;
+    s[AS_KV_COLUMNS] = op_uses(call, DA(kv_table)) ? t[DA(kv_table)]->shape[1] : 0;
+    s[AS_CMP_COLUMNS] = op_uses(call, DA(kv_cmp_table)) ? t[DA(kv_cmp_table)]->shape[1] : 0;
     if (s[AS_KV_COLUMNS] > INT32_MAX || s[AS_CMP_COLUMNS] > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "page tables have %lld and %lld columns: at most %d each are accepted",
                          (long long)s[AS_KV_COLUMNS], (long long)s[AS_CMP_COLUMNS], INT32_MAX);
-    s[AS_S] = t[DA_KV_CMP] == NULL ? 0
-              : varlen             ? s[AS_T] / p->ratio
-              : p->page > 0        ? s[AS_CMP_COLUMNS] * p->page
-                                   : t[DA_KV_CMP]->shape[1];
-    s[AS_K] = t[DA_IDX] != NULL ? t[DA_IDX]->shape[varlen ? 1 : 2] : 0;
-    s[AS_P] = t[DA_COS_SIN] != NULL ? t[DA_COS_SIN]->shape[0] : 0;
-    s[AS_ROPE] = t[DA_COS_SIN] != NULL ? t[DA_COS_SIN]->shape[1] : 0;
+    s[AS_S] = t[DA(kv_cmp)] == NULL ? 0
+              : varlen              ? s[AS_T] / p->ratio
+              : p->page > 0         ? s[AS_CMP_COLUMNS] * p->page
+                                    : t[DA(kv_cmp)]->shape[1];
+    s[AS_K] = t[DA(idx)] != NULL ? t[DA(idx)]->shape[varlen ? 1 : 2] : 0;
+    s[AS_P] = t[DA(cos_sin)] != NULL ? t[DA(cos_sin)]->shape[0] : 0;
+    s[AS_ROPE] = t[DA(cos_sin)] != NULL ? t[DA(cos_sin)]->shape[1] : 0;
     if (s[AS_ROPE] % 2 != 0 || s[AS_ROPE] > s[AS_D])
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
@@ -216,7 +214,7 @@ static quern_status derive_positions(op_call *call, bool varlen)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "start_abs_pos is %lld with cu_seqlens: 0 or -1 is accepted",
                          (long long)p->start_abs_pos);
-    if (op_uses(call, DA_START_POSITIONS)) return QUERN_OK;
+    if (op_uses(call, DA(start_positions))) return QUERN_OK;
     if (p->page > 0 && p->start_abs_pos < 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "start_abs_pos is -1 with pages: a position, or start_positions, is accepted");
@@ -231,20 +229,20 @@ static quern_status derive(op_call *call)
     const quern_tensor *const *t = call->given;
     quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
     int64_t *s = call->symbol;
-    if (t[DA_Q] == NULL || t[DA_KV] == NULL)
+    if (t[DA(q)] == NULL || t[DA(kv)] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         t[DA_Q] == NULL ? "q" : "kv");
-    call->like = *t[DA_Q];
-    quern_status status = op_check_activation(call, DA_Q, at + 3);
-    if (status == QUERN_OK) status = view_check_head_dim("q", t[DA_Q]->shape[at + 2]);
-    if (status == QUERN_OK) status = view_check_order(t[DA_Q], t[DA_O]);
-    if (status == QUERN_OK) status = op_find_batch(call, DA_CU_SEQLENS, t[DA_Q], &s[AS_B]);
+                         t[DA(q)] == NULL ? "q" : "kv");
+    call->like = *t[DA(q)];
+    quern_status status = op_check_activation(call, DA(q), at + 3);
+    if (status == QUERN_OK) status = view_check_head_dim("q", t[DA(q)]->shape[at + 2]);
+    if (status == QUERN_OK) status = view_check_order(t[DA(q)], t[DA(o)]);
+    if (status == QUERN_OK) status = op_find_batch(call, DA(cu_seqlens), t[DA(q)], &s[AS_B]);
     if (status != QUERN_OK) return status;
-    if (p->ratio == 0) p->ratio = t[DA_IDX] != NULL ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
+    if (p->ratio == 0) p->ratio = t[DA(idx)] != NULL ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
     s[AS_B1] = s[AS_B] + 1;
-    s[AS_T] = t[DA_Q]->shape[at];
-    s[AS_H] = t[DA_Q]->shape[at + 1];
-    s[AS_D] = t[DA_Q]->shape[at + 2];
+    s[AS_T] = t[DA(q)]->shape[at];
+    s[AS_H] = t[DA(q)]->shape[at + 1];
+    s[AS_D] = t[DA(q)]->shape[at + 2];
     if (varlen && (p->format != QUERN_DSV4_ROWS || p->page > 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "format is %s and page is %lld with cu_seqlens: rows and 0 are accepted",
@@ -254,9 +252,9 @@ static quern_status derive(op_call *call)
                          (long long)s[AS_D], ROW584_DIM);
     const int64_t bytes = dsv4_row_bytes(p->format, s[AS_D]);
     s[AS_ROW] = bytes == 0 ? s[AS_D] : bytes * (p->page > 0 ? p->page : 1);
-    if ((status = derive_rows(call, DA_KV, 0)) != QUERN_OK) return status;
-    if (t[DA_KV_CMP] != NULL && (status = derive_rows(call, DA_KV_CMP, 1)) != QUERN_OK) return status;
-    s[AS_N] = p->page > 0 ? 0 : t[DA_KV]->shape[at];
+    if ((status = derive_rows(call, DA(kv), 0)) != QUERN_OK) return status;
+    if (t[DA(kv_cmp)] != NULL && (status = derive_rows(call, DA(kv_cmp), 1)) != QUERN_OK) return status;
+    s[AS_N] = p->page > 0 ? 0 : t[DA(kv)]->shape[at];
     if (s[AS_H] < 1 || s[AS_H] > DSV4_HEADS_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: 1 to %d are accepted",
                          (long long)s[AS_H], DSV4_HEADS_MOST);
@@ -272,14 +270,14 @@ static quern_status derive(op_call *call)
 static quern_status check_columns(const op_call *call, void *const *data, int32_t tensor, int64_t b,
                                   int64_t first, int64_t end)
 {
-    const int64_t columns = call->symbol[tensor == DA_KV_TABLE ? AS_KV_COLUMNS : AS_CMP_COLUMNS];
-    const int64_t pages = call->lead[tensor == DA_KV_TABLE ? 0 : 1].extent[0];
+    const int64_t columns = call->symbol[tensor == DA(kv_table) ? AS_KV_COLUMNS : AS_CMP_COLUMNS];
+    const int64_t pages = call->lead[tensor == DA(kv_table) ? 0 : 1].extent[0];
     if (end > columns)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld columns: sequence %lld needs %lld",
                          tensors[tensor].field, (long long)columns, (long long)b, (long long)end);
-    const attend_mqa_args *a = &((const dsv4_attention_call *)call)->attend;
-    const int32_t *row = (const int32_t *)data[tensor] +
-                         b * (tensor == DA_KV_TABLE ? a->kv_table : a->entries_table).strides[0];
+    const attend_mqa_args *a = OP_FIND(call, attend_mqa_forward); /* a backward has no pages */
+    const quern_tensor *table = tensor == DA(kv_table) ? &a->kv_table : &a->entries_table;
+    const int32_t *row = (const int32_t *)data[tensor] + b * table->strides[0];
     for (int64_t c = first; c < end; c++)
         if (row[c] < 0 || row[c] >= pages)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld, %lld] is %d: pages 0 to %lld are accepted",
@@ -291,16 +289,16 @@ static quern_status check_sequence(const op_call *call, void *const *data, int64
 {
     const quern_dsv4_attention_params *p = &((const dsv4_attention_call *)call)->params;
     const int64_t *s = call->symbol, queries = s[AS_T];
-    const int32_t *starts = data[DA_START_POSITIONS];
-    const int64_t start = call->alignment[DA_START_POSITIONS] > 0 ? starts[b] : p->start_abs_pos;
+    const int32_t *starts = data[DA(start_positions)];
+    const int64_t start = call->alignment[DA(start_positions)] > 0 ? starts[b] : p->start_abs_pos;
     quern_status status = check_start(call, start, queries, s[AS_N]);
     if (status != QUERN_OK || p->page == 0 || queries == 0) return status;
     const int64_t oldest = start >= p->window ? start - p->window + 1 : 0;
-    const int64_t entries = call->role[DA_KV_CMP_TABLE] == OP_NEEDED ? (start + queries) / p->ratio : 0;
-    status = check_columns(call, data, DA_KV_TABLE, b, oldest / p->page,
+    const int64_t entries = call->role[DA(kv_cmp_table)] == OP_NEEDED ? (start + queries) / p->ratio : 0;
+    status = check_columns(call, data, DA(kv_table), b, oldest / p->page,
                            (start + queries + p->page - 1) / p->page);
     if (status == QUERN_OK && entries > 0)
-        status = check_columns(call, data, DA_KV_CMP_TABLE, b, 0, (entries + p->page - 1) / p->page);
+        status = check_columns(call, data, DA(kv_cmp_table), b, 0, (entries + p->page - 1) / p->page);
     return status;
 }
 
@@ -313,7 +311,7 @@ static quern_status check_data(const op_call *call, void *const *data)
         for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
         return status;
     }
-    const int32_t *cu = data[DA_CU_SEQLENS];
+    const int32_t *cu = data[DA(cu_seqlens)];
     status = view_check_offsets(cu, s[AS_B], "cu_seqlens", s[AS_T]);
     for (int64_t b = 0; b < s[AS_B] && status == QUERN_OK && s[AS_ROPE] > 0; b++)
         if (cu[b + 1] - cu[b] > s[AS_P])
@@ -328,24 +326,24 @@ const op_family dsv4_attention_family = {
     .operation_count = DSV4_ATTENTION_OPS,
     .first = QUERN_OP_DSV4_ATTENTION,
     .tensors = tensors,
-    .tensor_count = DSV4_ATTENTION_TENSORS,
-    .varlen_by = DA_CU_SEQLENS,
+    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_attention_tensors),
+    .varlen_by = DA(cu_seqlens),
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_ATTENTION_PARAMS_INIT",
-    .tensors_init = "QUERN_DSV4_ATTENTION_TENSORS_INIT",
+    .tensors_init = "QUERN_OP_TENSOR_COUNT(quern_dsv4_attention_tensors)_INIT",
     .symbols = symbols,
     .group = "v4-attention",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dsv4_attention_call),
     .params_at = offsetof(dsv4_attention_call, params),
+    .program_at = offsetof(dsv4_attention_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = dsv4_attention_plan,
-    .run = dsv4_attention_run,
+    .build = dsv4_attention_build,
 };

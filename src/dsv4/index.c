@@ -1,12 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* index.c - the indexer: its schema, its public functions, and its stage. */
+/* index.c - the indexer: its schema, its public functions, and its step. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
 
 #include <math.h>
-#include <stddef.h>
 
 enum { INDEX_FP4_BLOCK = 32, INDEX_PAGE_MOST = 65536 };
 enum { IS_B = 1, IS_T, IS_H, IS_C, IS_S, IS_ROW, IS_K, IS_COLUMNS };
@@ -21,9 +20,8 @@ static const op_tensor tensors[] = {
     {"start_positions", "start_positions", OP_I32, OP_NONE, {IS_B}, {0}},
     {"k_table", "k_table", OP_I32, OP_NONE, {IS_B, IS_COLUMNS}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == DSV4_INDEX_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_index_tensors) == (1 + DSV4_INDEX_TENSORS) * sizeof(void *),
-               "a tensor a field");
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_index_tensors),
+               "a row a tensor");
 
 static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_index_params, member)
@@ -47,7 +45,7 @@ static const char *const symbols[] = {"",
                                       [IS_K] = "k",
                                       [IS_COLUMNS] = "columns",
                                       NULL};
-static const int8_t scores_alone[] = {DI_SCORES, OP_NONE};
+static const int8_t scores_alone[] = {DI(scores), OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-index",
      .help = "DeepSeek-V4's indexer: the entries of the greatest scores of every query, ascending",
@@ -67,10 +65,10 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    for (int i = 0; i < DSV4_INDEX_TENSORS; i++)
-        call->role[i] = i <= DI_W ? OP_NEEDED : i == DI_SCORES ? OP_OPTIONAL_RESULT : OP_RESULT;
-    call->role[DI_START_POSITIONS] = OP_OPTIONAL;
-    call->role[DI_K_TABLE] = ((const dsv4_index_call *)call)->params.page > 0 ? OP_NEEDED : OP_REFUSED;
+    for (int i = 0; i < OP_TENSOR_COUNT(quern_dsv4_index_tensors); i++)
+        call->role[i] = i <= DI(w) ? OP_NEEDED : i == DI(scores) ? OP_OPTIONAL_RESULT : OP_RESULT;
+    call->role[DI(start_positions)] = OP_OPTIONAL;
+    call->role[DI(k_table)] = ((const dsv4_index_call *)call)->params.page > 0 ? OP_NEEDED : OP_REFUSED;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -82,7 +80,7 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 
 static quern_status check_key_dtype(const op_call *call, quern_dsv4_format format)
 {
-    const quern_dtype dtype = call->given[DI_K]->dtype;
+    const quern_dtype dtype = call->given[DI(k)]->dtype;
     if ((dtype == QUERN_U8) == (format != QUERN_DSV4_ROWS)) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has dtype %s: %s is accepted", quern_dtype_name(dtype),
                      format != QUERN_DSV4_ROWS ? "u8, the format's bytes," : "f32, f16 or bf16");
@@ -92,7 +90,7 @@ static quern_status check_key_dtype(const op_call *call, quern_dsv4_format forma
 static quern_status derive_keys(op_call *call)
 {
     const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
-    const quern_tensor *k = call->given[DI_K], *table = call->given[DI_K_TABLE];
+    const quern_tensor *k = call->given[DI(k)], *table = call->given[DI(k_table)];
     const bool bytes = p->key_format != QUERN_DSV4_ROWS, pages = p->page > 0;
     const int32_t ndim = pages && bytes ? 2 : 3;
     int64_t *s = call->symbol;
@@ -118,12 +116,12 @@ static quern_status derive(op_call *call)
 {
     const quern_tensor *const *t = call->given;
     const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
-    const quern_tensor *q = t[DI_Q], *k = t[DI_K];
+    const quern_tensor *q = t[DI(q)], *k = t[DI(k)];
     int64_t *s = call->symbol;
     if (q == NULL || k == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", q == NULL ? "q" : "k");
     call->like = *q;
-    quern_status status = op_check_activation(call, DI_Q, 4);
+    quern_status status = op_check_activation(call, DI(q), 4);
     if (status != QUERN_OK) return status;
     s[IS_B] = q->shape[0];
     s[IS_T] = q->shape[1];
@@ -156,7 +154,7 @@ static quern_status check_pages(const op_call *call, const int32_t *table, int64
     if (columns > call->symbol[IS_COLUMNS])
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_table has %lld columns: sequence %lld needs %lld",
                          (long long)call->symbol[IS_COLUMNS], (long long)b, (long long)columns);
-    const int32_t *row = table + b * c->indexer.table.strides[0];
+    const int32_t *row = table + b * OP_FIND(call, indexer)->table.strides[0];
     for (int64_t i = 0; i < columns; i++)
         if (row[i] < 0 || row[i] >= call->lead[0].extent[0])
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -168,8 +166,8 @@ static quern_status check_pages(const op_call *call, const int32_t *table, int64
 static quern_status check_data(const op_call *call, void *const *data)
 {
     const dsv4_index_call *c = (const dsv4_index_call *)call;
-    const bool given = call->alignment[DI_START_POSITIONS] > 0;
-    const int32_t *starts = data[DI_START_POSITIONS];
+    const bool given = call->alignment[DI(start_positions)] > 0;
+    const int32_t *starts = data[DI(start_positions)];
     quern_status status = QUERN_OK;
     for (int64_t b = 0; b < call->symbol[IS_B] && status == QUERN_OK; b++) {
         const int64_t start = given ? starts[b] : c->params.start_abs_pos;
@@ -178,45 +176,29 @@ static quern_status check_data(const op_call *call, void *const *data)
                              "start_positions[%lld] is %lld: 0 or more is accepted", (long long)b,
                              (long long)start);
         if (c->params.page > 0 && call->symbol[IS_T] > 0)
-            status = check_pages(call, data[DI_K_TABLE], b, start);
+            status = check_pages(call, data[DI(k_table)], b, start);
     }
     return status;
 }
 
-static quern_status plan(op_call *call)
+static void build(op_build *b)
 {
-    dsv4_index_call *c = (dsv4_index_call *)call;
-    const indexer_stage *stage = &call->backend->indexer;
-    arena a = op_workspace();
-    char why[STAGE_WHY_BYTES] = "";
-    if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no indexer: the cpu has",
-                         call->backend->name);
+    const op_call *call = b->call;
+    const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
     const double channels = (double)call->symbol[IS_C], heads = (double)call->symbol[IS_H];
-    c->indexer = (indexer_args){.ratio = c->params.ratio,
-                                .position = c->params.start_abs_pos,
-                                .page = c->params.page,
-                                .format = dsv4_entry_format(c->params.key_format),
-                                .scale = (float)(1.0 / sqrt(channels * heads)),
-                                .positions = op_view(call, DI_START_POSITIONS, false),
-                                .table = op_view(call, DI_K_TABLE, false),
-                                .q = op_view(call, DI_Q, false),
-                                .keys = op_view(call, DI_K, false),
-                                .w = op_view(call, DI_W, false),
-                                .idx = op_view(call, DI_IDX, false),
-                                .count = op_view(call, DI_COUNT, false),
-                                .scores = op_view(call, DI_SCORES, false)};
-    if (!STAGE_TAKES(*stage, &call->exec, &c->indexer, why))
-        return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
-    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->indexer));
-    op_workspace_end(call, &a);
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    const dsv4_index_call *c = (const dsv4_index_call *)call;
-    return op_indexer(call, frame, &c->indexer, c->scratch);
+    *OP_ADD(b, indexer) = (indexer_args){.ratio = p->ratio,
+                                         .position = p->start_abs_pos,
+                                         .page = p->page,
+                                         .format = dsv4_entry_format(p->key_format),
+                                         .scale = (float)(1.0 / sqrt(channels * heads)),
+                                         .positions = op_view(call, DI(start_positions), false),
+                                         .table = op_view(call, DI(k_table), false),
+                                         .q = op_view(call, DI(q), false),
+                                         .keys = op_view(call, DI(k), false),
+                                         .w = op_view(call, DI(w), false),
+                                         .idx = op_view(call, DI(idx), false),
+                                         .count = op_view(call, DI(count), false),
+                                         .scores = op_view(call, DI(scores), false)};
 }
 
 const op_family dsv4_index_family = {
@@ -224,26 +206,26 @@ const op_family dsv4_index_family = {
     .operation_count = 1,
     .first = QUERN_OP_DSV4_INDEX,
     .tensors = tensors,
-    .tensor_count = DSV4_INDEX_TENSORS,
+    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_index_tensors),
     .varlen_by = OP_NONE,
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_INDEX_PARAMS_INIT",
-    .tensors_init = "QUERN_DSV4_INDEX_TENSORS_INIT",
+    .tensors_init = "QUERN_OP_TENSOR_COUNT(quern_dsv4_index_tensors)_INIT",
     .symbols = symbols,
     .group = "v4-index",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dsv4_index_call),
     .params_at = offsetof(dsv4_index_call, params),
+    .program_at = offsetof(dsv4_index_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *given,

@@ -1,80 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/*
- * layer.h - the whole layer: its tensors, extents and calls.
- *
- * A call is composed from stages twice by the same functions: once while it is planned, which sizes the
- * workspace, and once to run. Between both, a pass takes the same rooms from the workspace in the same order.
- */
+/* layer.h - the whole layer: its tensors, extents and calls, and the parts of their programs. */
 #ifndef QUERN_DSV4_LAYER_INTERNAL_H
 #define QUERN_DSV4_LAYER_INTERNAL_H
 
-#include "core/op.h"
+#include "dsv4/weights.h"
 
 #include <quern/dsv4_layer.h>
 
 typedef enum dsv4_layer_op { DSV4_LAYER, DSV4_LAYER_BACKWARD, DSV4_LAYER_OPS } dsv4_layer_op;
 
-/* In the order of quern_dsv4_layer_tensors. */
-typedef enum dsv4_layer_tensor {
-    DL_X,
-    DL_COS_SIN,
-    DL_SINKS,
-    DL_Q_A,
-    DL_Q_A_NORM,
-    DL_Q_B,
-    DL_KV,
-    DL_KV_NORM,
-    DL_O_A,
-    DL_O_B,
-    DL_COMPRESSOR, /* bias, values, gate, norm */
-    DL_COMPRESSOR_KV,
-    DL_COMPRESSOR_GATE,
-    DL_COMPRESSOR_NORM,
-    DL_INDEXER, /* the same */
-    DL_INDEXER_KV,
-    DL_INDEXER_GATE,
-    DL_INDEXER_NORM,
-    DL_INDEXER_Q_B,
-    DL_INDEXER_HEADS,
-    DL_OUT,
-    DL_Q_RESIDUAL,
-    DL_Q,
-    DL_KV_ROWS,
-    DL_COMPRESSED,
-    DL_IDX_K,
-    DL_IDX_Q,
-    DL_IDX_SCORE,
-    DL_IDX_TOPK,
-    DL_CORE,
-    DL_CORE_IROPE,
-    DL_O_A_OUT,
-    DL_D_OUT,
-    DL_D_X,
-    DL_D_SINKS,
-    DL_D_Q_A,
-    DL_D_Q_A_NORM,
-    DL_D_Q_B,
-    DL_D_KV,
-    DL_D_KV_NORM,
-    DL_D_O_A,
-    DL_D_O_B,
-    DL_D_COMPRESSOR,
-    DL_D_COMPRESSOR_KV,
-    DL_D_COMPRESSOR_GATE,
-    DL_D_COMPRESSOR_NORM,
-    DL_COMPRESSOR_FP8, /* scales; NVFP4: codes, scales, global */
-    DL_COMPRESSOR_FP8_SCALES,
-    DL_COMPRESSOR_CODES,
-    DL_COMPRESSOR_SCALES,
-    DL_COMPRESSOR_GLOBAL,
-    DL_INDEXER_FP8, /* the same */
-    DL_INDEXER_FP8_SCALES,
-    DL_INDEXER_CODES,
-    DL_INDEXER_SCALES,
-    DL_INDEXER_GLOBAL,
-    DSV4_LAYER_TENSORS
-} dsv4_layer_tensor;
+/* A tensor by its field. */
+#define DL(field) OP_TENSOR(quern_dsv4_layer_tensors, field)
 
 /* Extents. */
 typedef enum dsv4_layer_symbol {
@@ -156,14 +93,27 @@ typedef struct layer_batch {
 typedef struct dsv4_layer_call {
     op_call head;
     quern_dsv4_layer_params params;
-    quern_tensor view[DSV4_LAYER_TENSORS]; /* symbolic; absent where the call does not use it */
-    const void *scratch;
+    dsv4_weight_given compressor, indexer; /* in FP8 or NVFP4; check_data() reads them */
 } dsv4_layer_call;
 
-/* A call of dsv4_layer_decode_family. What the caller's structs do not say stands behind the call, which is
- * cleared when it begins. */
+/* A call of dsv4_layer_family. A backward of kind CSA has most steps. */
+enum {
+    LAYER_PROGRAM_BYTES = 34 * OP_STEP_BYTES(gemm) + 2 * OP_STEP_BYTES(permute) + 2 * OP_STEP_BYTES(convert) +
+                          7 * OP_STEP_BYTES(norm_rope) + 3 * OP_STEP_BYTES(pool) + OP_STEP_BYTES(indexer) +
+                          2 * OP_STEP_BYTES(attend_mqa) +
+                          9 * sizeof(int64_t) /* by which views of three products move */
+};
+typedef struct layer_whole_call {
+    dsv4_layer_call call;
+    _Alignas(op_step) char program[LAYER_PROGRAM_BYTES];
+} layer_whole_call;
+
+/* A call of dsv4_layer_decode_family, in pieces: of one step, but that of the first output projection. What
+ * the caller's structs do not say stands behind what is cleared when the call begins. */
+enum { LAYER_PIECE_BYTES = sizeof(op_step) + sizeof(op_args) };
 typedef struct layer_decode_call {
     dsv4_layer_call call;
+    _Alignas(op_step) char program[LAYER_PIECE_BYTES];
     layer_batch batch;
 } layer_decode_call;
 
@@ -174,60 +124,22 @@ static inline const layer_batch *layer_batch_of(const op_call *call)
 
 extern const op_family dsv4_layer_family, dsv4_layer_decode_family;
 
-/* ---- composing a call (layer_pass.c) ---- */
+/* ---- views ---- */
 
-typedef struct layer_pass {
-    const dsv4_layer_call *call;
-    const int64_t *symbol;
-    const op_frame *frame; /* NULL: stages are sized, not run */
-    arena a;
-    size_t scratch_bytes; /* most of any stage */
-    quern_status status;
-} layer_pass;
-
-/* F(stage, arguments): the stages that a call may run. */
-#define LAYER_STAGES(F)                                                                                      \
-    F(gemm, gemm)                                                                                            \
-    F(norm_rope_forward, norm_rope)                                                                          \
-    F(norm_rope_backward, norm_rope)                                                                         \
-    F(pool_forward, pool)                                                                                    \
-    F(pool_backward, pool)                                                                                   \
-    F(pool_append, pool_append)                                                                              \
-    F(indexer, indexer)                                                                                      \
-    F(attend_mqa_forward, attend_mqa)                                                                        \
-    F(attend_mqa_backward, attend_mqa)                                                                       \
-    F(permute, permute)                                                                                      \
-    F(widen_blocks, widen_blocks)                                                                            \
-    F(dequantise, dequantise)                                                                                \
-    F(grouped_gemm, grouped_gemm)                                                                            \
-    F(convert, convert)                                                                                      \
-    F(store_rows, store_rows)
-/* Sizes or runs a stage, unless one before has failed. */
-// NOLINTBEGIN(bugprone-macro-parentheses): a function's name cannot stand in parentheses here
-#define LAYER_STAGE(stage, name) void layer_##stage(layer_pass *p, const name##_args *args);
-LAYER_STAGES(LAYER_STAGE)
-// NOLINTEND(bugprone-macro-parentheses)
-#undef LAYER_STAGE
-
-/* Contiguous [rows, columns] in the workspace. */
-quern_tensor layer_room(layer_pass *p, quern_dtype dtype, int64_t rows, int64_t columns);
+static inline const quern_dsv4_layer_params *layer_params(const op_build *b)
+{
+    return &((const dsv4_layer_call *)b->call)->params;
+}
+static inline quern_tensor layer_view(const op_build *b, int32_t tensor)
+{
+    return op_view(b->call, tensor, false);
+}
 /* [rows, heads * width] at any row stride as [batch, rows / batch, heads, width]. */
 quern_tensor layer_heads(const quern_tensor *t, int64_t batch, int64_t heads);
 /* The same as [batch, rows / batch, columns]. */
 quern_tensor layer_batches(const quern_tensor *t, int64_t batch);
 quern_tensor layer_rows(const quern_tensor *t, int64_t first, int64_t count);
 quern_tensor layer_columns(const quern_tensor *t, int64_t first, int64_t count);
-/* An activation or weight of the call, [.., columns], as a matrix: a view, or a copy where strides forbid
- * one. */
-quern_tensor layer_matrix(layer_pass *p, dsv4_layer_tensor tensor);
-/* Copies rows that are as many and as long, whatever the shapes. */
-void layer_copy(layer_pass *p, const quern_tensor *from, const quern_tensor *to);
-/* Converts [batch, rows, heads, width] to another dtype. */
-void layer_change(layer_pass *p, const quern_tensor *from, const quern_tensor *to);
-/* Copies to a result of the call, if it has that result. */
-void layer_give(layer_pass *p, dsv4_layer_tensor tensor, const quern_tensor *from);
-/* c = a w^T. */
-void layer_product(layer_pass *p, const quern_tensor *a, const quern_tensor *w, const quern_tensor *c);
 
 /* ---- what a layer goes through (layer_parts.c) ---- */
 
@@ -242,21 +154,24 @@ typedef struct layer_parts {
     quern_tensor sinks;                 /* f32 [H] */
 } layer_parts;
 
-layer_parts layer_project(layer_pass *p);
+/* Converts [batch, rows, heads, width] to another dtype. */
+void layer_change(op_build *b, const quern_tensor *from, const quern_tensor *to);
+layer_parts layer_project(op_build *b);
 /* Norm and rotation of rows of tokens from `position` on: of heads, of raw rows, of the indexer's queries. */
-void layer_make_q(layer_pass *p, const quern_tensor *in, const quern_tensor *out, int64_t batch,
+void layer_make_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
                   int64_t position);
-void layer_make_kv(layer_pass *p, const quern_tensor *in, const quern_tensor *out, int64_t batch,
+void layer_make_kv(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
                    int64_t position);
-void layer_make_index_q(layer_pass *p, const quern_tensor *in, const quern_tensor *out, int64_t batch,
+void layer_make_index_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
                         int64_t position);
-/* The biases of a compressor's series, [r, width] each; the second is absent in HCA. */
-void layer_biases(const quern_tensor *bias, int64_t width, quern_tensor *a, quern_tensor *b);
+/* The biases of a compressor's series, [r, width] each; where there is none, or no second one as in HCA,
+ * the view stays absent. */
+void layer_biases(const quern_tensor *bias, int64_t width, quern_tensor *a, quern_tensor *second);
 /* Norm and rotation of entries of the compressor whose weights start at `first`. */
-entry_args layer_entry(const layer_pass *p, dsv4_layer_tensor first);
-/* Entries of whole sequences. */
-pool_args layer_pool(const layer_pass *p, const quern_tensor *proj, const quern_tensor *out,
-                     dsv4_layer_tensor first, int64_t batch);
+entry_args layer_entry(const op_build *b, int32_t first);
+/* Fills the arguments of a step that makes entries of whole sequences. */
+void layer_pool(const op_build *b, pool_args *args, const quern_tensor *proj, const quern_tensor *out,
+                int32_t first, int64_t batch);
 /* The keys of the indexer: [batch, S, C_I] or bytes; or a pool with i32 table [batch, columns]. */
 typedef struct layer_keys {
     entry_format format;
@@ -264,20 +179,20 @@ typedef struct layer_keys {
     quern_tensor rows, table;
 } layer_keys;
 /* The indexer on queries at `position`; scores may be absent. */
-void layer_choose(layer_pass *p, const quern_tensor *q, const layer_keys *keys, const quern_tensor *heads,
+void layer_choose(op_build *b, const quern_tensor *q, const layer_keys *keys, const quern_tensor *heads,
                   int64_t batch, int64_t position, const quern_tensor *idx, const quern_tensor *count,
                   const quern_tensor *scores);
 /* The core's arguments; kv [batch, N, D], entries [batch, S, D], idx, count and sinks may be absent. */
-attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *sinks, const quern_tensor *q,
+attend_mqa_args layer_core(const op_build *b, const quern_tensor *sinks, const quern_tensor *q,
                            const quern_tensor *kv, const quern_tensor *entries, const quern_tensor *idx,
                            const quern_tensor *count, int64_t position);
-/* Runs the core to `core` [rows, H D], rotated back, and where it is wanted to `unrotated` [batch, T, H, D]:
- * its rows before that, from which the others then have the same bits. */
-void layer_attend(layer_pass *p, const attend_mqa_args *args, const quern_tensor *core,
+/* The core to `core` [rows, H D], rotated back, and where it is wanted to `unrotated` [batch, T, H, D]: its
+ * rows before that, from which the others then have the same bits. */
+void layer_attend(op_build *b, const attend_mqa_args *args, const quern_tensor *core,
                   const quern_tensor *unrotated);
 /* Both output projections of [rows, H D]. Returns the first's result [rows, G o_lora]. */
-quern_tensor layer_project_groups(layer_pass *p, const quern_tensor *core);
-void layer_project_out(layer_pass *p, const quern_tensor *o_a_out);
+quern_tensor layer_project_groups(op_build *b, const quern_tensor *core);
+void layer_project_out(op_build *b, const quern_tensor *o_a_out);
 
 /* ---- calls ---- */
 
@@ -291,14 +206,12 @@ typedef struct layer_states {
 } layer_states;
 
 /* In layer.c. */
-layer_states layer_compute(layer_pass *p, const layer_parts *parts, bool lse);
-attend_mqa_args layer_states_core(const layer_pass *p, const layer_states *states);
-void layer_forward(layer_pass *p);  /* layer.c */
-void layer_backward(layer_pass *p); /* layer_backward.c */
-void layer_decode(layer_pass *p);   /* layer_decode.c */
-/* In layer.c. */
-quern_status dsv4_layer_plan(op_call *call);
-quern_status dsv4_layer_run(const op_call *call, const op_frame *frame);
+layer_states layer_compute(op_build *b, const layer_parts *parts, bool lse);
+attend_mqa_args layer_states_core(const op_build *b, const layer_states *states);
+void layer_build(op_build *b);          /* layer.c */
+void layer_build_backward(op_build *b); /* layer_backward.c */
+void layer_build_decode(op_build *b);   /* layer_decode.c */
+quern_status layer_run_decode(const op_call *call, const op_frame *frame);
 
 /* ---- caches ---- */
 

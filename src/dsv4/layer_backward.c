@@ -10,151 +10,151 @@
  * A projection c = a w^T gives d_a = d_c w and d_w = d_c^T a. The gradient of x is a sum over projections, in
  * f32 and in a fixed order.
  */
-#include "core/view.h"
 #include "dsv4/layer.h"
 
-static const quern_tensor *view_of(const layer_pass *p, dsv4_layer_tensor tensor)
-{
-    return &p->call->view[tensor];
-}
-
 /* d_a (+)= d_c w. */
-static void input_gradient(layer_pass *p, const quern_tensor *d_c, const quern_tensor *w,
+static void input_gradient(op_build *b, const quern_tensor *d_c, const quern_tensor *w,
                            const quern_tensor *d_a, bool accumulate)
 {
-    layer_gemm(p, &(gemm_args){.a = *d_c, .b = *w, .c = *d_a, .accumulate = accumulate});
+    *OP_ADD(b, gemm) = (gemm_args){.a = *d_c, .b = *w, .c = *d_a, .accumulate = accumulate};
 }
 
 /* d_w = d_c^T a, where it is wanted. */
-static void weight_gradient(layer_pass *p, const quern_tensor *d_c, const quern_tensor *a,
+static void weight_gradient(op_build *b, const quern_tensor *d_c, const quern_tensor *a,
                             const quern_tensor *d_w)
 {
-    if (d_w->ndim > 0) layer_gemm(p, &(gemm_args){.a = *d_c, .b = *a, .c = *d_w, .a_transposed = true});
+    if (d_w->ndim > 0) *OP_ADD(b, gemm) = (gemm_args){.a = *d_c, .b = *a, .c = *d_w, .a_transposed = true};
 }
 
-/* The gradients of rows before norm and rotation, for products: bf16 for the bf16 dot product; f16 would
- * leave its range. */
-static quern_dtype gradient_dtype(const layer_pass *p)
+/* Both gradients of a projection by a weight of the call. */
+static void both_gradients(op_build *b, const quern_tensor *d_c, const quern_tensor *a, int32_t weight,
+                           int32_t d_weight, const quern_tensor *d_a, bool accumulate)
 {
-    return p->call->head.like.dtype == QUERN_BF16 ? QUERN_BF16 : QUERN_F32;
+    const quern_tensor w = layer_view(b, weight), d_w = layer_view(b, d_weight);
+    weight_gradient(b, d_c, a, &d_w);
+    input_gradient(b, d_c, &w, d_a, accumulate);
 }
 
 /* Back through the output projections: the gradient of the core's rows. */
-static quern_tensor output_backward(layer_pass *p, const layer_states *states)
+static quern_tensor output_backward(op_build *b, const layer_states *states)
 {
-    const int64_t *s = p->symbol, in = s[LS_GROUP], channels = s[LS_O_LORA];
-    const quern_tensor d_out = layer_matrix(p, DL_D_OUT), o_a_out = layer_project_groups(p, &states->core),
-                       d_o_a = layer_room(p, gradient_dtype(p), d_out.shape[0], s[LS_GO]),
-                       d_core = layer_room(p, d_out.dtype, d_out.shape[0], s[LS_HD]);
-    weight_gradient(p, &d_out, &o_a_out, view_of(p, DL_D_O_B));
-    input_gradient(p, &d_out, view_of(p, DL_O_B), &d_o_a, false);
-    for (int64_t g = 0; g < s[LS_G]; g++) {
-        const quern_tensor d = layer_columns(&d_o_a, g * channels, channels),
-                           heads = layer_columns(&states->core, g * in, in),
-                           d_heads = layer_columns(&d_core, g * in, in),
-                           w = layer_rows(view_of(p, DL_O_A), g * channels, channels),
-                           d_w = layer_rows(view_of(p, DL_D_O_A), g * channels, channels);
-        weight_gradient(p, &d, &heads, &d_w);
-        input_gradient(p, &d, &w, &d_heads, false);
+    const int64_t *s = b->call->symbol;
+    const quern_tensor d_out = op_rows(b, DL(d_out)), o_a_out = layer_project_groups(b, &states->core),
+                       d_o_a = op_matrix(b, op_between_dtype(b->call->like.dtype), d_out.shape[0], s[LS_GO]),
+                       d_core = op_matrix(b, d_out.dtype, d_out.shape[0], s[LS_HD]),
+                       w = layer_view(b, DL(o_a)), d_w = layer_view(b, DL(d_o_a));
+    both_gradients(b, &d_out, &o_a_out, DL(o_b), DL(d_o_b), &d_o_a, false);
+    op_loop_begin(b, 1, &s[LS_G]);
+    if (d_w.ndim > 0) {
+        gemm_args *args = OP_ADD(b, gemm);
+        *args = (gemm_args){.a = d_o_a, .b = states->core, .c = d_w, .a_transposed = true};
+        op_cut(b, &args->a, 1);
+        op_cut(b, &args->b, 1);
+        op_cut(b, &args->c, 0);
     }
+    gemm_args *args = OP_ADD(b, gemm);
+    *args = (gemm_args){.a = d_o_a, .b = w, .c = d_core};
+    op_cut(b, &args->a, 1);
+    op_cut(b, &args->b, 0);
+    op_cut(b, &args->c, 1);
+    op_loop_end(b);
     return d_core;
 }
 
-/* From d_out, the gradient of normed and rotated rows of `heads` heads, to that of the rows before. */
-static quern_tensor rows_backward(layer_pass *p, const quern_tensor *in, const quern_tensor *d_out,
-                                  int64_t batch, int64_t heads, const quern_tensor *weight,
-                                  const quern_tensor *d_weight, bool rotated)
+/* From d_out, the gradient of normed rows of `heads` heads, to that of the rows before. The norm has a weight
+ * or OP_NONE. */
+static quern_tensor rows_backward(op_build *b, const quern_tensor *in, const quern_tensor *d_out,
+                                  int64_t batch, int64_t heads, int32_t weight, int32_t d_weight,
+                                  bool rotated)
 {
-    const quern_tensor d = layer_room(p, gradient_dtype(p), in->shape[0], in->shape[1]);
-    norm_rope_args args = {.norm = true,
-                           .eps = p->call->params.eps,
-                           .x = layer_heads(in, batch, heads),
-                           .weight = *weight,
-                           .d_out = layer_heads(d_out, batch, heads),
-                           .d_x = layer_heads(&d, batch, heads),
-                           .d_weight = *d_weight};
-    if (rotated) args.cos_sin = *view_of(p, DL_COS_SIN);
-    layer_norm_rope_backward(p, &args);
+    const quern_tensor d = op_matrix(b, op_between_dtype(b->call->like.dtype), in->shape[0], in->shape[1]);
+    norm_rope_args *args = OP_ADD(b, norm_rope_backward);
+    *args = (norm_rope_args){.norm = true,
+                             .eps = layer_params(b)->eps,
+                             .x = layer_heads(in, batch, heads),
+                             .d_out = layer_heads(d_out, batch, heads),
+                             .d_x = layer_heads(&d, batch, heads)};
+    if (weight != OP_NONE) {
+        args->weight = layer_view(b, weight);
+        args->d_weight = layer_view(b, d_weight);
+    }
+    if (rotated) args->cos_sin = layer_view(b, DL(cos_sin));
     return d;
 }
 
 /* Back through the compressor; adds to d_x. */
-static void compressor_backward(layer_pass *p, const layer_parts *parts, const layer_states *states,
+static void compressor_backward(op_build *b, const layer_parts *parts, const layer_states *states,
                                 const quern_tensor *d_entries, const quern_tensor *d_x)
 {
-    const int64_t width = p->symbol[LS_D];
-    const quern_tensor d_proj = layer_room(p, QUERN_F32, parts->main.shape[0], parts->main.shape[1]);
-    pool_args pool = layer_pool(p, &parts->main, &states->entries, DL_COMPRESSOR, states->batch);
-    pool.out = (quern_tensor){0};
-    pool.d_out = layer_batches(d_entries, states->batch);
-    pool.d_proj = layer_batches(&d_proj, states->batch);
-    pool.d_norm_weight = *view_of(p, DL_D_COMPRESSOR_NORM);
-    layer_biases(view_of(p, DL_D_COMPRESSOR), width, &pool.d_bias_a, &pool.d_bias_b);
-    layer_pool_backward(p, &pool);
+    const int64_t width = b->call->symbol[LS_D];
+    const quern_tensor d_proj = op_matrix(b, QUERN_F32, parts->main.shape[0], parts->main.shape[1]),
+                       d_bias = layer_view(b, DL(d_compressor_bias));
+    pool_args *pool = OP_ADD(b, pool_backward);
+    layer_pool(b, pool, &parts->main, &states->entries, DL(compressor_bias), states->batch);
+    pool->out = (quern_tensor){0};
+    pool->d_out = layer_batches(d_entries, states->batch);
+    pool->d_proj = layer_batches(&d_proj, states->batch);
+    pool->d_norm_weight = layer_view(b, DL(d_compressor_norm));
+    layer_biases(&d_bias, width, &pool->d_bias_a, &pool->d_bias_b);
     if (parts->main_w.ndim > 0) {
-        layer_gemm(p,
-                   &(gemm_args){
-                       .a = d_proj, .b = parts->main_w, .c = *d_x, .b_transposed = true, .accumulate = true});
+        *OP_ADD(b, gemm) =
+            (gemm_args){.a = d_proj, .b = parts->main_w, .c = *d_x, .b_transposed = true, .accumulate = true};
         return;
     }
     const int64_t series = parts->main.shape[1] / (2 * width);
-    for (int64_t i = 0; i < 2 * series; i++) {
+    for (int32_t i = 0; i < 2 * series; i++) {
         const int64_t first = (series - 1 - i / 2) * width;
-        const quern_tensor d = layer_columns(&d_proj, i * width, width),
-                           w = layer_rows(view_of(p, DL_COMPRESSOR_KV + i % 2), first, width),
-                           d_w = layer_rows(view_of(p, DL_D_COMPRESSOR_KV + i % 2), first, width);
-        weight_gradient(p, &d, &parts->x, &d_w);
-        input_gradient(p, &d, &w, d_x, true);
+        const quern_tensor all = layer_view(b, DL(compressor_kv) + i % 2),
+                           d_all = layer_view(b, DL(d_compressor_kv) + i % 2),
+                           d = layer_columns(&d_proj, i * width, width), w = layer_rows(&all, first, width),
+                           d_w = layer_rows(&d_all, first, width);
+        weight_gradient(b, &d, &parts->x, &d_w);
+        input_gradient(b, &d, &w, d_x, true);
     }
 }
 
-/* Rows [batch T, columns] to a result [batch, T, columns] in its dtype. */
-static void give_rows(layer_pass *p, const quern_tensor *from, int64_t batch, const quern_tensor *to)
+/* The gradient of x, of rows [batch T, columns], in its dtype. */
+static void give_d_x(op_build *b, const quern_tensor *d_x, int64_t batch)
 {
-    if (batch == 0) return; /* of no rows no T follows */
-    const quern_tensor in = layer_heads(from, batch, 1);
-    quern_tensor out = *to;
+    const quern_tensor to = layer_view(b, DL(d_x)), in = layer_heads(d_x, batch, 1);
+    if (to.ndim == 0 || batch == 0) return; /* of no rows no T follows */
+    quern_tensor out = to;
     out.ndim = 4;
     out.shape[2] = 1;
-    out.strides[2] = to->shape[2];
-    out.shape[3] = to->shape[2];
+    out.strides[2] = to.shape[2];
+    out.shape[3] = to.shape[2];
     out.strides[3] = 1;
-    layer_change(p, &in, &out);
+    layer_change(b, &in, &out);
 }
 
-void layer_backward(layer_pass *p)
+void layer_build_backward(op_build *b)
 {
-    const int64_t *s = p->symbol;
-    const quern_tensor none = {0}, *result = view_of(p, DL_D_X);
-    const layer_parts parts = layer_project(p);
-    const layer_states states = layer_compute(p, &parts, true);
+    const int64_t *s = b->call->symbol;
+    const layer_parts parts = layer_project(b);
+    const layer_states states = layer_compute(b, &parts, true);
     const int64_t rows = parts.x.shape[0], batch = states.batch;
-    const quern_tensor d_core = output_backward(p, &states), d_q = layer_room(p, QUERN_F32, rows, s[LS_HD]),
-                       d_kv = layer_room(p, QUERN_F32, rows, s[LS_D]);
-    quern_tensor d_entries = none;
-    if (states.entries.ndim > 0) d_entries = layer_room(p, QUERN_F32, states.entries.shape[0], s[LS_D]);
-    attend_mqa_args core = layer_states_core(p, &states);
-    core.d_o = layer_heads(&d_core, batch, s[LS_H]);
-    core.d_q = layer_heads(&d_q, batch, s[LS_H]);
-    core.d_kv = layer_batches(&d_kv, batch);
-    core.d_entries = layer_batches(&d_entries, batch);
-    core.d_sink = *view_of(p, DL_D_SINKS);
-    layer_attend_mqa_backward(p, &core);
+    const quern_tensor d_core = output_backward(b, &states), d_q = op_matrix(b, QUERN_F32, rows, s[LS_HD]),
+                       d_kv = op_matrix(b, QUERN_F32, rows, s[LS_D]);
+    quern_tensor d_entries = {0};
+    if (states.entries.ndim > 0) d_entries = op_matrix(b, QUERN_F32, states.entries.shape[0], s[LS_D]);
+    attend_mqa_args *core = OP_ADD(b, attend_mqa_backward);
+    *core = layer_states_core(b, &states);
+    core->d_o = layer_heads(&d_core, batch, s[LS_H]);
+    core->d_q = layer_heads(&d_q, batch, s[LS_H]);
+    core->d_kv = layer_batches(&d_kv, batch);
+    core->d_entries = layer_batches(&d_entries, batch);
+    core->d_sink = layer_view(b, DL(d_sinks));
 
-    const quern_tensor d_q_in = rows_backward(p, &parts.q_in, &d_q, batch, s[LS_H], &none, &none, true),
-                       d_residual = layer_room(p, QUERN_F32, rows, s[LS_Q_LORA]);
-    weight_gradient(p, &d_q_in, &parts.residual, view_of(p, DL_D_Q_B));
-    input_gradient(p, &d_q_in, view_of(p, DL_Q_B), &d_residual, false);
-    const quern_tensor d_kv_in = rows_backward(p, &parts.kv_in, &d_kv, batch, 1, view_of(p, DL_KV_NORM),
-                                               view_of(p, DL_D_KV_NORM), true),
-                       d_residual_in =
-                           rows_backward(p, &parts.residual_in, &d_residual, 1, 1, view_of(p, DL_Q_A_NORM),
-                                         view_of(p, DL_D_Q_A_NORM), false);
-    weight_gradient(p, &d_kv_in, &parts.x, view_of(p, DL_D_KV));
-    weight_gradient(p, &d_residual_in, &parts.x, view_of(p, DL_D_Q_A));
-    const quern_tensor d_x = layer_room(p, QUERN_F32, rows, s[LS_IN]);
-    input_gradient(p, &d_residual_in, view_of(p, DL_Q_A), &d_x, false);
-    input_gradient(p, &d_kv_in, view_of(p, DL_KV), &d_x, true);
-    if (d_entries.ndim > 0) compressor_backward(p, &parts, &states, &d_entries, &d_x);
-    if (result->ndim > 0) give_rows(p, &d_x, batch, result);
+    const quern_tensor d_residual = op_matrix(b, QUERN_F32, rows, s[LS_Q_LORA]),
+                       d_x = op_matrix(b, QUERN_F32, rows, s[LS_IN]),
+                       d_q_in = rows_backward(b, &parts.q_in, &d_q, batch, s[LS_H], OP_NONE, OP_NONE, true);
+    both_gradients(b, &d_q_in, &parts.residual, DL(q_b), DL(d_q_b), &d_residual, false);
+    const quern_tensor d_kv_in =
+                           rows_backward(b, &parts.kv_in, &d_kv, batch, 1, DL(kv_norm), DL(d_kv_norm), true),
+                       d_residual_in = rows_backward(b, &parts.residual_in, &d_residual, 1, 1, DL(q_a_norm),
+                                                     DL(d_q_a_norm), false);
+    both_gradients(b, &d_residual_in, &parts.x, DL(q_a), DL(d_q_a), &d_x, false);
+    both_gradients(b, &d_kv_in, &parts.x, DL(kv), DL(d_kv), &d_x, true);
+    if (d_entries.ndim > 0) compressor_backward(b, &parts, &states, &d_entries, &d_x);
+    give_d_x(b, &d_x, batch);
 }

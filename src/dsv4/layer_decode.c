@@ -35,15 +35,15 @@ typedef struct taken {
     char *states;                   /* copies of a sequence's states; NULL: no row can be refused */
 } taken;
 
-static const quern_dsv4_layer_cache *cache_of(const layer_pass *p)
+static const quern_dsv4_layer_cache *cache_of(const op_build *b)
 {
-    return layer_batch_of(&p->call->head)->cache;
+    return layer_batch_of(b->call)->cache;
 }
 
 /* Sets the turn to the next sequence that has tokens; from {.b = -1}. False: there is none. */
-static bool next_turn(const layer_pass *p, turn *t)
+static bool next_turn(const op_build *b, turn *t)
 {
-    const layer_batch *d = layer_batch_of(&p->call->head);
+    const layer_batch *d = layer_batch_of(b->call);
     if (t->b >= 0) {
         t->row += t->count;
         t->raw_row += t->raw + t->count;
@@ -63,280 +63,292 @@ static bool next_turn(const layer_pass *p, turn *t)
 }
 
 /* Rows [first, first + rows) of an area without pages, [rows, columns]. */
-static quern_tensor cached(const layer_pass *p, int64_t id, layer_area area, int64_t first, int64_t rows)
+static quern_tensor cached(const op_build *b, int64_t id, layer_area area, int64_t first, int64_t rows)
 {
-    const quern_dsv4_layer_cache *c = cache_of(p);
+    const quern_dsv4_layer_cache *c = cache_of(b);
     const int64_t shape[] = {rows, c->plane[area].columns};
-    return view_on(&p->call->head.like, op_address(layer_row_at(c, id, area, first).data),
-                   c->plane[area].dtype, 2, shape);
+    return view_on(&b->call->like, op_address(layer_row_at(c, id, area, first).data), c->plane[area].dtype, 2,
+                   shape);
 }
 
 /* The pool of an area with pages, and the sequence's table for so many rows. */
-static quern_tensor pool_of(const layer_pass *p, layer_area area)
+static quern_tensor pool_of(const op_build *b, layer_area area)
 {
-    const quern_dsv4_layer_cache *c = cache_of(p);
+    const quern_dsv4_layer_cache *c = cache_of(b);
     const layer_plane *plane = &c->plane[area];
     const bool bytes = plane->format != QUERN_DSV4_ROWS;
     const int64_t page = c->params.page, rows[] = {c->params.pages, page, plane->columns},
                   packed[] = {c->params.pages, page * plane->columns};
-    return view_on(&p->call->head.like, op_address(plane->base), plane->dtype, bytes ? 2 : 3,
+    return view_on(&b->call->like, op_address(plane->base), plane->dtype, bytes ? 2 : 3,
                    bytes ? packed : rows);
 }
 
-static quern_tensor table_of(const layer_pass *p, int64_t id, int64_t rows)
+static quern_tensor table_of(const op_build *b, int64_t id, int64_t rows)
 {
-    const quern_dsv4_layer_cache *c = cache_of(p);
+    const quern_dsv4_layer_cache *c = cache_of(b);
     const int64_t shape[] = {1, (rows + c->params.page - 1) / c->params.page};
-    return view_on(&p->call->head.like, op_address(c->table + id * c->columns), QUERN_I32, 2, shape);
+    return view_on(&b->call->like, op_address(c->table + id * c->columns), QUERN_I32, 2, shape);
 }
 
 /* Rows [first, first + count) of a result [T, ..] of the call; absent where it is not wanted. */
-static quern_tensor result_rows(const layer_pass *p, dsv4_layer_tensor tensor, int64_t first, int64_t count)
+static quern_tensor result_rows(const op_build *b, int32_t tensor, int64_t first, int64_t count)
 {
-    return layer_rows(&p->call->view[tensor], first, count);
+    const quern_tensor all = layer_view(b, tensor);
+    return layer_rows(&all, first, count);
 }
 
 /* Says of which sequence a row was refused. */
-static void name_sequence(layer_pass *p, const turn *t)
+static void name_sequence(op_build *b, const turn *t)
 {
     char why[STAGE_WHY_BYTES];
     strncpy(why, quern_last_error(NULL), sizeof why - 1);
     why[sizeof why - 1] = '\0';
-    p->status = error_set(p->status, "sequence %lld: %s", (long long)t->id, why);
+    b->status = error_set(b->status, "sequence %lld: %s", (long long)t->id, why);
 }
 
 /* Stores f32 rows in `to`, contiguous rows in the format of an area. */
-static void store(layer_pass *p, layer_area area, const char *name, const quern_tensor *rows,
+static void store(op_build *b, layer_area area, const char *name, const quern_tensor *rows,
                   const quern_tensor *to)
 {
-    layer_store_rows(p, &(store_rows_args){.format = dsv4_entry_format(cache_of(p)->plane[area].format),
-                                           .x = *rows,
-                                           .name = name,
-                                           .cache = *to});
+    *OP_ADD(b, store_rows) = (store_rows_args){
+        .format = dsv4_entry_format(cache_of(b)->plane[area].format), .x = *rows, .name = name, .cache = *to};
 }
 
 /* Stores a turn's new rows in an area of the cache, behind those that it has: with pages, page by page. */
-static void store_made(layer_pass *p, const turn *t, layer_area area, const char *name,
+static void store_made(op_build *b, const turn *t, layer_area area, const char *name,
                        const quern_tensor *rows)
 {
-    const quern_dsv4_layer_cache *c = cache_of(p);
+    const quern_dsv4_layer_cache *c = cache_of(b);
     const int64_t page = c->params.page;
     if (page == 0) {
-        const quern_tensor to = cached(p, t->id, area, t->entries, t->made);
-        store(p, area, name, rows, &to);
+        const quern_tensor to = cached(b, t->id, area, t->entries, t->made);
+        store(b, area, name, rows, &to);
     }
     for (int64_t done = 0; page > 0 && done < t->made;) {
         const int64_t at = t->entries + done, left = page - at % page,
                       n = left < t->made - done ? left : t->made - done;
-        layer_store_rows(
-            p, &(store_rows_args){.format = dsv4_entry_format(c->plane[area].format),
-                                  .page = page,
-                                  .x = layer_rows(rows, done, n),
-                                  .first = c->table[t->id * c->columns + at / page] * page + at % page,
-                                  .name = name,
-                                  .cache = pool_of(p, area)});
+        *OP_ADD(b, store_rows) =
+            (store_rows_args){.format = dsv4_entry_format(c->plane[area].format),
+                              .page = page,
+                              .x = layer_rows(rows, done, n),
+                              .first = c->table[t->id * c->columns + at / page] * page + at % page,
+                              .name = name,
+                              .cache = pool_of(b, area)};
         done += n;
     }
 }
 
 /* Whether the call changes copies of states, and runs. */
-static bool has_copies(const layer_pass *p, const taken *all)
+static bool has_copies(const op_build *b, const taken *all)
 {
-    return all->states != NULL && p->frame != NULL && p->frame->listed == NULL;
+    return all->states != NULL && b->frame != NULL;
 }
 
 /* The memory of a copy of the turn's compressor's (0) or indexer's (1) state. */
-static char *copy_memory(const layer_pass *p, const turn *t, const taken *all, int which)
+static char *copy_memory(const op_build *b, const turn *t, const taken *all, int which)
 {
-    const size_t *bytes = cache_of(p)->state_bytes;
-    return (char *)op_placed(all->states, p->frame) + (size_t)t->b * (bytes[0] + bytes[1]) +
+    const size_t *bytes = cache_of(b)->state_bytes;
+    return (char *)op_placed(all->states, b->frame) + (size_t)t->b * (bytes[0] + bytes[1]) +
            (which == 1 ? bytes[0] : 0);
 }
 
 /* The turn's state of a compressor, or the copy of it that the call changes. */
-static pool_state *state_of(const layer_pass *p, const turn *t, const taken *all, int which)
+static pool_state *state_of(const op_build *b, const turn *t, const taken *all, int which)
 {
-    const quern_dsv4_layer_cache *c = cache_of(p);
+    const quern_dsv4_layer_cache *c = cache_of(b);
     const layer_sequence *s = &c->sequence[t->id];
     quern_dsv4_state *state = which == 1 ? s->index : s->main;
-    if (has_copies(p, all)) /* it has the room */
-        (void)quern_dsv4_state_fork(state, copy_memory(p, t, all, which), c->state_bytes[which], &state);
+    if (has_copies(b, all)) /* it has the room */
+        (void)quern_dsv4_state_fork(state, copy_memory(b, t, all, which), c->state_bytes[which], &state);
     return (pool_state *)state;
 }
 
 /* Appends the turn's tokens to a compressor's state; `made` gets the new entries. */
-static void append(layer_pass *p, const turn *t, const taken *all, const quern_tensor *proj,
-                   dsv4_layer_tensor first, layer_area area, const quern_tensor *made)
+static void append(op_build *b, const turn *t, const taken *all, const quern_tensor *proj, int32_t first,
+                   layer_area area, const quern_tensor *made)
 {
-    pool_state *state = state_of(p, t, all, area == LAYER_KEYS);
+    pool_state *state = state_of(b, t, all, area == LAYER_KEYS);
     const int64_t cu[] = {0, t->count};
-    pool_append_args args = {.batch = 1,
-                             .states = &state,
-                             .cu = cu,
-                             .proj = layer_rows(proj, t->row, t->count),
-                             .entry = layer_entry(p, first),
-                             .out = layer_rows(made, t->entry, t->made)};
-    layer_biases(&p->call->view[first], args.out.shape[1], &args.bias_a, &args.bias_b);
-    layer_pool_append(p, &args);
-    store_made(p, t, area, area == LAYER_KEYS ? "idx_k" : "compressed", &args.out);
+    const quern_tensor bias = layer_view(b, first), out = layer_rows(made, t->entry, t->made);
+    pool_append_args *args = OP_ADD(b, pool_append);
+    args->batch = 1;
+    args->states = &state;
+    args->cu = cu;
+    args->proj = layer_rows(proj, t->row, t->count);
+    args->entry = layer_entry(b, first);
+    args->out = out;
+    layer_biases(&bias, out.shape[1], &args->bias_a, &args->bias_b);
+    op_flush(b); /* while `state` and `cu` are here */
+    store_made(b, t, area, area == LAYER_KEYS ? "idx_k" : "compressed", &out);
 }
 
 /* Takes the turn's tokens in: raw rows, entries, keys. */
-static void take_in(layer_pass *p, const turn *t, const layer_parts *parts, const taken *all)
+static void take_in(op_build *b, const turn *t, const layer_parts *parts, const taken *all)
 {
-    if (p->status != QUERN_OK) return; /* an earlier sequence's, which the sentence names */
+    if (b->status != QUERN_OK) return; /* an earlier sequence's, which the sentence names */
     const quern_tensor now = layer_rows(&all->kv, t->row, t->count),
                        in = layer_rows(&parts->kv_in, t->row, t->count),
-                       had = cached(p, t->id, LAYER_RAW, 0, t->raw),
+                       had = cached(b, t->id, LAYER_RAW, 0, t->raw),
                        before = layer_rows(&all->raw, t->raw_row, t->raw),
                        behind = layer_rows(&all->raw, t->raw_row + t->raw, t->count);
-    layer_make_kv(p, &in, &now, 1, t->position);
-    layer_copy(p, &had, &before);
-    store(p, LAYER_RAW, "kv_rows", &now, &behind);
-    if (parts->main.ndim > 0) append(p, t, all, &parts->main, DL_COMPRESSOR, LAYER_ENTRIES, &all->entries);
-    if (parts->index.ndim > 0) append(p, t, all, &parts->index, DL_INDEXER, LAYER_KEYS, &all->keys);
-    if (p->status != QUERN_OK) name_sequence(p, t);
+    layer_make_kv(b, &in, &now, 1, t->position);
+    op_copy(b, &had, &before);
+    store(b, LAYER_RAW, "kv_rows", &now, &behind);
+    if (parts->main.ndim > 0)
+        append(b, t, all, &parts->main, DL(compressor_bias), LAYER_ENTRIES, &all->entries);
+    if (parts->index.ndim > 0) append(b, t, all, &parts->index, DL(indexer_bias), LAYER_KEYS, &all->keys);
+    op_flush(b);
+    if (b->status != QUERN_OK) name_sequence(b, t);
 }
 
 /* Entries or keys of a sequence as stages read them. */
-static layer_keys seen_by(const layer_pass *p, const turn *t, layer_area area)
+static layer_keys seen_by(const op_build *b, const turn *t, layer_area area)
 {
-    const quern_dsv4_layer_cache *c = cache_of(p);
+    const quern_dsv4_layer_cache *c = cache_of(b);
     const int64_t seen = t->entries + t->made;
     layer_keys k = {.format = dsv4_entry_format(c->plane[area].format), .page = c->params.page};
     if (k.page > 0) {
-        k.rows = pool_of(p, area);
-        k.table = table_of(p, t->id, seen);
+        k.rows = pool_of(b, area);
+        k.table = table_of(b, t->id, seen);
     } else {
-        const quern_tensor rows = cached(p, t->id, area, 0, seen);
+        const quern_tensor rows = cached(b, t->id, area, 0, seen);
         k.rows = view_with_batch(&rows);
     }
     return k;
 }
 
 /* The turn's choice of entries, idx [count, k] and count [count, 1]. */
-static void choose(layer_pass *p, const turn *t, const layer_parts *parts, const quern_tensor *idx,
+static void choose(op_build *b, const turn *t, const layer_parts *parts, const quern_tensor *idx,
                    const quern_tensor *count)
 {
     const quern_tensor in = layer_rows(&parts->index_q_in, t->row, t->count),
-                       q = layer_room(p, parts->x.dtype, t->count, p->symbol[LS_HICI]),
+                       q = op_matrix(b, parts->x.dtype, t->count, b->call->symbol[LS_HICI]),
                        heads = layer_rows(&parts->heads, t->row, t->count),
-                       q_by_head = layer_heads(&q, 1, p->symbol[LS_HI]);
-    const layer_keys keys = seen_by(p, t, LAYER_KEYS);
-    quern_tensor scores = result_rows(p, DL_IDX_SCORE, t->row, t->count);
+                       q_by_head = layer_heads(&q, 1, b->call->symbol[LS_HI]);
+    const layer_keys keys = seen_by(b, t, LAYER_KEYS);
+    quern_tensor scores = result_rows(b, DL(idx_score), t->row, t->count);
     view_narrow(&scores, 1, 0, t->entries + t->made);
     if (scores.ndim > 0) scores = view_with_batch(&scores);
-    layer_make_index_q(p, &in, &q, 1, t->position);
-    layer_choose(p, &q, &keys, &heads, 1, t->position, idx, count, &scores);
-    const quern_tensor to_q = result_rows(p, DL_IDX_Q, t->row, t->count),
-                       to_idx = result_rows(p, DL_IDX_TOPK, t->row, t->count);
-    if (to_q.ndim > 0) layer_copy(p, &q_by_head, &to_q);
-    if (to_idx.ndim > 0) layer_copy(p, idx, &to_idx);
+    layer_make_index_q(b, &in, &q, 1, t->position);
+    layer_choose(b, &q, &keys, &heads, 1, t->position, idx, count, &scores);
+    const quern_tensor to_q = result_rows(b, DL(idx_q), t->row, t->count),
+                       to_idx = result_rows(b, DL(idx_topk), t->row, t->count);
+    if (to_q.ndim > 0) op_copy(b, &q_by_head, &to_q);
+    if (to_idx.ndim > 0) op_copy(b, idx, &to_idx);
 }
 
 /* The turn's queries; [H, T, D] of the call's result are those of all tokens. */
-static quern_tensor make_q(layer_pass *p, const turn *t, const layer_parts *parts)
+static quern_tensor make_q(op_build *b, const turn *t, const layer_parts *parts)
 {
-    const quern_tensor q = layer_room(p, parts->x.dtype, t->count, p->symbol[LS_HD]),
+    const quern_tensor q = op_matrix(b, parts->x.dtype, t->count, b->call->symbol[LS_HD]),
                        in = layer_rows(&parts->q_in, t->row, t->count);
-    layer_make_q(p, &in, &q, 1, t->position);
-    quern_tensor to = p->call->view[DL_Q];
+    layer_make_q(b, &in, &q, 1, t->position);
+    quern_tensor to = layer_view(b, DL(q));
     if (to.ndim == 0) return q;
-    quern_tensor by_head = layer_heads(&q, p->symbol[LS_H], 1);
+    quern_tensor by_head = layer_heads(&q, b->call->symbol[LS_H], 1);
     by_head.ndim = 3;
     by_head.shape[1] = t->count;
-    by_head.shape[2] = by_head.shape[3] = p->symbol[LS_D];
-    by_head.strides[0] = p->symbol[LS_D];
-    by_head.strides[1] = p->symbol[LS_HD];
+    by_head.shape[2] = by_head.shape[3] = b->call->symbol[LS_D];
+    by_head.strides[0] = b->call->symbol[LS_D];
+    by_head.strides[1] = b->call->symbol[LS_HD];
     by_head.strides[2] = 1;
     view_narrow(&to, 1, t->row, t->count);
-    layer_copy(p, &by_head, &to);
+    op_copy(b, &by_head, &to);
     return q;
 }
 
-static void attend(layer_pass *p, const turn *t, const layer_parts *parts, const taken *all,
+static void attend(op_build *b, const turn *t, const layer_parts *parts, const taken *all,
                    const quern_tensor *core)
 {
     quern_tensor idx = {0}, count = {0};
-    const quern_tensor q = make_q(p, t, parts), raw = layer_rows(&all->raw, t->raw_row, t->raw + t->count),
+    const quern_tensor q = make_q(b, t, parts), raw = layer_rows(&all->raw, t->raw_row, t->raw + t->count),
                        kv = view_with_batch(&raw), o = layer_rows(core, t->row, t->count);
-    const layer_keys entries = parts->main.ndim > 0 ? seen_by(p, t, LAYER_ENTRIES) : (layer_keys){.page = 0};
+    const layer_keys entries = parts->main.ndim > 0 ? seen_by(b, t, LAYER_ENTRIES) : (layer_keys){.page = 0};
     if (parts->index.ndim > 0) {
-        idx = layer_room(p, QUERN_I32, t->count, p->symbol[LS_K]);
-        count = layer_room(p, QUERN_I32, t->count, 1);
-        choose(p, t, parts, &idx, &count);
+        idx = op_matrix(b, QUERN_I32, t->count, b->call->symbol[LS_K]);
+        count = op_matrix(b, QUERN_I32, t->count, 1);
+        choose(b, t, parts, &idx, &count);
     }
-    quern_tensor unrotated = result_rows(p, DL_CORE, t->row, t->count);
+    quern_tensor unrotated = result_rows(b, DL(core), t->row, t->count);
     if (unrotated.ndim > 0) unrotated = view_with_batch(&unrotated);
-    attend_mqa_args args = layer_core(p, &parts->sinks, &q, &kv, &entries.rows, &idx, &count, t->position);
-    args.format = dsv4_entry_format(cache_of(p)->params.format);
+    attend_mqa_args args = layer_core(b, &parts->sinks, &q, &kv, &entries.rows, &idx, &count, t->position);
+    args.format = dsv4_entry_format(cache_of(b)->params.format);
     args.page = entries.page;
     args.entries_table = entries.table;
-    layer_attend(p, &args, &o, &unrotated);
+    layer_attend(b, &args, &o, &unrotated);
 }
 
 /* Converts f32 rows to a result of the call, if it has that result. */
-static void give_rows(layer_pass *p, dsv4_layer_tensor tensor, const quern_tensor *rows)
+static void give_rows(op_build *b, int32_t tensor, const quern_tensor *rows)
 {
-    const quern_tensor *to = &p->call->view[tensor];
-    if (to->ndim == 0) return;
-    const quern_tensor in = layer_heads(rows, 1, 1), out = layer_heads(to, 1, 1);
-    layer_change(p, &in, &out);
+    const quern_tensor to = layer_view(b, tensor), in = layer_heads(rows, 1, 1), out = layer_heads(&to, 1, 1);
+    if (to.ndim > 0) layer_change(b, &in, &out);
 }
 
 /* Keeps the last raw rows of the turn's sequence, and its states where the call has changed copies. */
-static void keep(layer_pass *p, const turn *t, const taken *all)
+static void keep(op_build *b, const turn *t, const taken *all)
 {
-    const quern_dsv4_layer_cache *c = cache_of(p);
+    const quern_dsv4_layer_cache *c = cache_of(b);
     const int64_t have = t->raw + t->count, kept = have < c->kept ? have : c->kept;
     const quern_tensor last = layer_rows(&all->raw, t->raw_row + have - kept, kept),
-                       to = cached(p, t->id, LAYER_RAW, 0, kept);
-    layer_copy(p, &last, &to);
+                       to = cached(b, t->id, LAYER_RAW, 0, kept);
+    op_copy(b, &last, &to);
+    op_flush(b);
     quern_dsv4_state *own[] = {c->sequence[t->id].main, c->sequence[t->id].index};
-    for (int i = 0; i < 2 && has_copies(p, all) && p->status == QUERN_OK; i++) {
-        const char *copy = arena_on(copy_memory(p, t, all, i)).base; /* states are aligned as arenas are */
+    for (int i = 0; i < 2 && has_copies(b, all) && b->status == QUERN_OK; i++) {
+        const char *copy = arena_on(copy_memory(b, t, all, i)).base; /* states are aligned as arenas are */
         if (own[i] != NULL)
-            p->status = quern_dsv4_state_fork((const quern_dsv4_state *)(const void *)copy,
+            b->status = quern_dsv4_state_fork((const quern_dsv4_state *)(const void *)copy,
                                               layer_state_memory(c, t->id, i), c->state_bytes[i], &own[i]);
     }
 }
 
 /* The memory of what the call makes. */
-static taken rooms_of(layer_pass *p, const layer_parts *parts)
+static taken rooms_of(op_build *b, const layer_parts *parts)
 {
-    const layer_batch *d = layer_batch_of(&p->call->head);
+    const layer_batch *d = layer_batch_of(b->call);
     const quern_dsv4_layer_cache *c = d->cache;
     const layer_plane *raw = &c->plane[LAYER_RAW];
-    const int64_t *s = p->symbol;
+    const int64_t *s = b->call->symbol;
     int64_t rows = 0;
-    for (turn t = {.b = -1}; next_turn(p, &t);) rows += t.raw + t.count;
-    taken all = {.kv = layer_room(p, QUERN_F32, s[LS_T], s[LS_D]),
-                 .raw = layer_room(p, raw->dtype, rows, raw->columns)};
-    if (parts->main.ndim > 0) all.entries = layer_room(p, QUERN_F32, s[LS_S], s[LS_D]);
-    if (parts->index.ndim > 0) all.keys = layer_room(p, QUERN_F32, s[LS_S], s[LS_CI]);
+    for (turn t = {.b = -1}; next_turn(b, &t);) rows += t.raw + t.count;
+    taken all = {.kv = op_matrix(b, QUERN_F32, s[LS_T], s[LS_D]),
+                 .raw = op_matrix(b, raw->dtype, rows, raw->columns)};
+    if (parts->main.ndim > 0) all.entries = op_matrix(b, QUERN_F32, s[LS_S], s[LS_D]);
+    if (parts->index.ndim > 0) all.keys = op_matrix(b, QUERN_F32, s[LS_S], s[LS_CI]);
     if (c->params.format != QUERN_DSV4_ROWS || c->params.key_format != QUERN_DSV4_ROWS)
-        all.states = arena_take(&p->a, (size_t)d->batch * (c->state_bytes[0] + c->state_bytes[1]));
+        all.states = arena_take(&b->a, (size_t)d->batch * (c->state_bytes[0] + c->state_bytes[1]));
     return all;
 }
 
-void layer_decode(layer_pass *p)
+void layer_build_decode(op_build *b)
 {
-    const layer_parts parts = layer_project(p);
-    const taken all = rooms_of(p, &parts);
-    const quern_tensor core = layer_room(p, parts.x.dtype, parts.x.shape[0], p->symbol[LS_HD]);
-    for (turn t = {.b = -1}; next_turn(p, &t);) take_in(p, &t, &parts, &all);
-    for (turn t = {.b = -1}; next_turn(p, &t);) attend(p, &t, &parts, &all, &core);
-    const quern_tensor o_a_out = layer_project_groups(p, &core);
-    layer_project_out(p, &o_a_out);
-    const quern_tensor by_head = layer_heads(&core, 1, p->symbol[LS_H]),
-                       groups = layer_heads(&o_a_out, 1, p->symbol[LS_G]);
-    layer_give(p, DL_Q_RESIDUAL, &parts.residual);
-    give_rows(p, DL_KV_ROWS, &all.kv);
-    if (parts.main.ndim > 0) give_rows(p, DL_COMPRESSED, &all.entries);
-    if (parts.index.ndim > 0) give_rows(p, DL_IDX_K, &all.keys);
-    layer_give(p, DL_CORE_IROPE, &by_head);
-    layer_give(p, DL_O_A_OUT, &groups);
-    for (turn t = {.b = -1}; next_turn(p, &t);) keep(p, &t, &all);
+    const layer_parts parts = layer_project(b);
+    const taken all = rooms_of(b, &parts);
+    const quern_tensor core = op_matrix(b, parts.x.dtype, parts.x.shape[0], b->call->symbol[LS_HD]);
+    for (turn t = {.b = -1}; next_turn(b, &t);) take_in(b, &t, &parts, &all);
+    for (turn t = {.b = -1}; next_turn(b, &t);) attend(b, &t, &parts, &all, &core);
+    const quern_tensor o_a_out = layer_project_groups(b, &core);
+    layer_project_out(b, &o_a_out);
+    const quern_tensor by_head = layer_heads(&core, 1, b->call->symbol[LS_H]),
+                       groups = layer_heads(&o_a_out, 1, b->call->symbol[LS_G]);
+    op_give(b, DL(q_residual), &parts.residual);
+    give_rows(b, DL(kv_rows), &all.kv);
+    if (parts.main.ndim > 0) give_rows(b, DL(compressed), &all.entries);
+    if (parts.index.ndim > 0) give_rows(b, DL(idx_k), &all.keys);
+    op_give(b, DL(core_irope), &by_head);
+    op_give(b, DL(o_a_out), &groups);
+    for (turn t = {.b = -1}; next_turn(b, &t);) keep(b, &t, &all);
+}
+
+quern_status layer_run_decode(const op_call *call, const op_frame *frame)
+{
+    op_build b;
+    op_program program = {0};
+    _Alignas(op_step) char steps[LAYER_PIECE_BYTES];
+    op_pieces_begin(&b, call, frame, &program, steps, sizeof steps);
+    layer_build_decode(&b);
+    return op_pieces_end(&b);
 }
 
 static void commit(const layer_batch *d)

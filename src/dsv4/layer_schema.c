@@ -7,8 +7,6 @@
 #include "dsv4/layer.h"
 #include "dsv4/weights.h"
 
-#include <stddef.h>
-
 enum { ROW584_ROPE = 64 };
 
 static const op_tensor tensors[] = {
@@ -49,25 +47,25 @@ static const op_tensor tensors[] = {
     {"core", "core", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},
     {"core_irope", "core_irope", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},
     {"o_a_out", "o_a", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_G, LS_O_LORA}, {0}},
-    {"d_out", "d_out", OP_ACTIVATION, DL_OUT, {LL_TOKENS, LS_IN}, {0}},
-    {"d_x", "dX", OP_ACTIVATION, DL_X, {LL_TOKENS, LS_IN}, {0}},
-    {"d_sinks", "dw.sinks", OP_F32, DL_SINKS, {LS_H}, {0}},
-    {"d_q_a", "dw.q_a_proj.weight", OP_F32, DL_Q_A, {LS_Q_LORA, LS_IN}, {0}},
-    {"d_q_a_norm", "dw.q_a_norm.weight", OP_F32, DL_Q_A_NORM, {LS_Q_LORA}, {0}},
-    {"d_q_b", "dw.q_b_proj.weight", OP_F32, DL_Q_B, {LS_HD, LS_Q_LORA}, {0}},
-    {"d_kv", "dw.kv_proj.weight", OP_F32, DL_KV, {LS_D, LS_IN}, {0}},
-    {"d_kv_norm", "dw.kv_norm.weight", OP_F32, DL_KV_NORM, {LS_D}, {0}},
-    {"d_o_a", "dw.o_a_proj.weight", OP_F32, DL_O_A, {LS_GO, LS_GROUP}, {0}},
-    {"d_o_b", "dw.o_b_proj.weight", OP_F32, DL_O_B, {LS_IN, LS_GO}, {0}},
-    {"d_compressor_bias", "dw.compressor.position_bias", OP_F32, DL_COMPRESSOR, {LS_R, LS_SERIES}, {0}},
-    {"d_compressor_kv", "dw.compressor.kv_proj.weight", OP_F32, DL_COMPRESSOR_KV, {LS_SERIES, LS_IN}, {0}},
+    {"d_out", "d_out", OP_ACTIVATION, DL(out), {LL_TOKENS, LS_IN}, {0}},
+    {"d_x", "dX", OP_ACTIVATION, DL(x), {LL_TOKENS, LS_IN}, {0}},
+    {"d_sinks", "dw.sinks", OP_F32, DL(sinks), {LS_H}, {0}},
+    {"d_q_a", "dw.q_a_proj.weight", OP_F32, DL(q_a), {LS_Q_LORA, LS_IN}, {0}},
+    {"d_q_a_norm", "dw.q_a_norm.weight", OP_F32, DL(q_a_norm), {LS_Q_LORA}, {0}},
+    {"d_q_b", "dw.q_b_proj.weight", OP_F32, DL(q_b), {LS_HD, LS_Q_LORA}, {0}},
+    {"d_kv", "dw.kv_proj.weight", OP_F32, DL(kv), {LS_D, LS_IN}, {0}},
+    {"d_kv_norm", "dw.kv_norm.weight", OP_F32, DL(kv_norm), {LS_D}, {0}},
+    {"d_o_a", "dw.o_a_proj.weight", OP_F32, DL(o_a), {LS_GO, LS_GROUP}, {0}},
+    {"d_o_b", "dw.o_b_proj.weight", OP_F32, DL(o_b), {LS_IN, LS_GO}, {0}},
+    {"d_compressor_bias", "dw.compressor.position_bias", OP_F32, DL(compressor_bias), {LS_R, LS_SERIES}, {0}},
+    {"d_compressor_kv", "dw.compressor.kv_proj.weight", OP_F32, DL(compressor_kv), {LS_SERIES, LS_IN}, {0}},
     {"d_compressor_gate",
      "dw.compressor.gate_proj.weight",
      OP_F32,
-     DL_COMPRESSOR_GATE,
+     DL(compressor_gate),
      {LS_SERIES, LS_IN},
      {0}},
-    {"d_compressor_norm", "dw.compressor.kv_norm.weight", OP_F32, DL_COMPRESSOR_NORM, {LS_D}, {0}},
+    {"d_compressor_norm", "dw.compressor.kv_norm.weight", OP_F32, DL(compressor_norm), {LS_D}, {0}},
     {"compressor_fp8", "w.compressor.fp8", OP_SCALE, OP_NONE, {LS_PROJ, LS_IN}, {0}},
     {"compressor_fp8_scales",
      "w.compressor.fp8_scales",
@@ -89,9 +87,8 @@ static const op_tensor tensors[] = {
     {"indexer_scales", "w.compressor.indexer.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_4CI}, {0}},
     {"indexer_global", "w.compressor.indexer.global", OP_GLOBAL, OP_NONE, {0}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == DSV4_LAYER_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_layer_tensors) == (1 + DSV4_LAYER_TENSORS) * sizeof(void *),
-               "a tensor a field");
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
+               "a row a tensor");
 
 static const char *const kinds[] = {"csa", "hca", "swa", NULL};
 #define AT(member) offsetof(quern_dsv4_layer_params, member)
@@ -179,18 +176,18 @@ static void roles(op_call *call)
     const bool csa = kind == QUERN_DSV4_LAYER_CSA, entries = kind != QUERN_DSV4_LAYER_SWA,
                backward = !decodes(call) && call->operation == DSV4_LAYER_BACKWARD;
     uint8_t *r = call->role;
-    for (int i = DL_X; i <= DL_O_B; i++) r[i] = OP_NEEDED;
-    r[DL_SINKS] = OP_OPTIONAL;
-    compressor_roles(call, entries, DL_COMPRESSOR, DL_COMPRESSOR_FP8);
-    compressor_roles(call, csa, DL_INDEXER, DL_INDEXER_FP8);
-    r[DL_INDEXER_Q_B] = r[DL_INDEXER_HEADS] = csa ? OP_NEEDED : OP_REFUSED;
-    r[DL_OUT] = backward ? OP_UNUSED : OP_RESULT;
-    for (int i = DL_Q_RESIDUAL; i <= DL_O_A_OUT; i++) {
-        const bool has = i == DL_COMPRESSED ? entries : i < DL_IDX_K || i > DL_IDX_TOPK || csa;
+    for (int i = DL(x); i <= DL(o_b); i++) r[i] = OP_NEEDED;
+    r[DL(sinks)] = OP_OPTIONAL;
+    compressor_roles(call, entries, DL(compressor_bias), DL(compressor_fp8));
+    compressor_roles(call, csa, DL(indexer_bias), DL(indexer_fp8));
+    r[DL(indexer_q_b)] = r[DL(indexer_heads)] = csa ? OP_NEEDED : OP_REFUSED;
+    r[DL(out)] = backward ? OP_UNUSED : OP_RESULT;
+    for (int i = DL(q_residual); i <= DL(o_a_out); i++) {
+        const bool has = i == DL(compressed) ? entries : i < DL(idx_k) || i > DL(idx_topk) || csa;
         r[i] = backward ? OP_UNUSED : has ? OP_OPTIONAL_RESULT : OP_REFUSED;
     }
-    r[DL_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
-    for (int i = DL_D_X; i <= DL_D_COMPRESSOR_NORM; i++)
+    r[DL(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
+    for (int i = DL(d_x); i <= DL(d_compressor_norm); i++)
         r[i] = !backward                                     ? OP_UNUSED
                : call->given[tensors[i].gradient_of] == NULL ? OP_SOURCE_MISSING
                : r[tensors[i].gradient_of] == OP_REFUSED     ? OP_REFUSED
@@ -200,10 +197,10 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const quern_dsv4_layer_kind kind = ((const dsv4_layer_call *)call)->params.kind;
-    const bool indexer = tensor >= DL_INDEXER_FP8;
-    if (tensor >= DL_COMPRESSOR_FP8 &&
+    const bool indexer = tensor >= DL(indexer_fp8);
+    if (tensor >= DL(compressor_fp8) &&
         (kind == QUERN_DSV4_LAYER_CSA || (kind == QUERN_DSV4_LAYER_HCA && !indexer)))
-        return dsv4_weight_refuse(call, tensor, indexer ? DL_INDEXER_FP8 : DL_COMPRESSOR_FP8);
+        return dsv4_weight_refuse(call, tensor, indexer ? DL(indexer_fp8) : DL(compressor_fp8));
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: a layer of kind %s has no %s",
                      tensors[tensor].field, kinds[kind],
                      kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
@@ -214,9 +211,10 @@ static quern_status check_sized(const op_call *call)
 {
     static const struct {
         int8_t tensor, ndim;
-    } sized[] = {{DL_COS_SIN, 2}, {DL_Q_A, 2},        {DL_Q_B, 2},          {DL_KV, 2},
-                 {DL_O_A, 2},     {DL_COMPRESSOR, 2}, {DL_INDEXER_NORM, 1}, {DL_INDEXER_HEADS, 2}};
-    quern_status status = op_check_activation(call, DL_X, decodes(call) ? 2 : 3);
+    } sized[] = {{DL(cos_sin), 2},      {DL(q_a), 2},          {DL(q_b), 2},
+                 {DL(kv), 2},           {DL(o_a), 2},          {DL(compressor_bias), 2},
+                 {DL(indexer_norm), 1}, {DL(indexer_heads), 2}};
+    quern_status status = op_check_activation(call, DL(x), decodes(call) ? 2 : 3);
     for (size_t i = 0; i < sizeof sized / sizeof *sized && status == QUERN_OK; i++)
         if (call->role[sized[i].tensor] == OP_NEEDED)
             status = op_check_kind(call, sized[i].tensor, sized[i].ndim);
@@ -237,13 +235,13 @@ static quern_status derive_heads(op_call *call)
     s[LS_IN_BLOCKS] = dsv4_weight_blocks(s[LS_IN]);
     s[LS_IN_BYTES] = s[LS_IN] / 2;
     s[LS_IN_SCALES] = s[LS_IN] / QUANTISE_BLOCK;
-    s[LS_Q_LORA] = t[DL_Q_A]->shape[0];
-    s[LS_D] = t[DL_KV]->shape[0];
-    s[LS_HD] = t[DL_Q_B]->shape[0];
-    s[LS_GROUP] = t[DL_O_A]->shape[1];
-    s[LS_GO] = t[DL_O_A]->shape[0];
-    s[LS_P] = t[DL_COS_SIN]->shape[0];
-    s[LS_ROPE] = t[DL_COS_SIN]->shape[1];
+    s[LS_Q_LORA] = t[DL(q_a)]->shape[0];
+    s[LS_D] = t[DL(kv)]->shape[0];
+    s[LS_HD] = t[DL(q_b)]->shape[0];
+    s[LS_GROUP] = t[DL(o_a)]->shape[1];
+    s[LS_GO] = t[DL(o_a)]->shape[0];
+    s[LS_P] = t[DL(cos_sin)]->shape[0];
+    s[LS_ROPE] = t[DL(cos_sin)]->shape[1];
     const quern_status status = view_check_head_dim("kv", s[LS_D]);
     if (status != QUERN_OK) return status;
     if (!divides(s[LS_D], s[LS_HD]) || s[LS_HD] / s[LS_D] > DSV4_HEADS_MOST)
@@ -275,7 +273,7 @@ static quern_status derive_entries(op_call *call)
     const quern_dsv4_layer_params *p = params_of(call);
     int64_t *s = call->symbol;
     if (p->kind == QUERN_DSV4_LAYER_SWA) return QUERN_OK;
-    s[LS_R] = t[DL_COMPRESSOR]->shape[0];
+    s[LS_R] = t[DL(compressor_bias)]->shape[0];
     s[LS_SERIES] = (p->kind == QUERN_DSV4_LAYER_CSA ? 2 : 1) * s[LS_D];
     s[LS_PROJ] = 2 * s[LS_SERIES];
     s[LS_PROJ_BLOCKS] = dsv4_weight_blocks(s[LS_PROJ]);
@@ -283,9 +281,9 @@ static quern_status derive_entries(op_call *call)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "compressor_bias has %lld rows: 1 to %d are accepted",
                          (long long)s[LS_R], DSV4_RATIO_MOST);
     if (p->kind == QUERN_DSV4_LAYER_HCA) return QUERN_OK;
-    s[LS_CI] = t[DL_INDEXER_NORM]->shape[0];
+    s[LS_CI] = t[DL(indexer_norm)]->shape[0];
     s[LS_2CI] = 2 * s[LS_CI];
-    s[LS_HI] = t[DL_INDEXER_HEADS]->shape[0];
+    s[LS_HI] = t[DL(indexer_heads)]->shape[0];
     s[LS_HICI] = s[LS_HI] * s[LS_CI];
     s[LS_4CI] = 4 * s[LS_CI];
     s[LS_4CI_BLOCKS] = dsv4_weight_blocks(s[LS_4CI]);
@@ -332,7 +330,7 @@ static quern_status check_cache(const op_call *call)
 static quern_status derive_decode(op_call *call)
 {
     const layer_batch *d = layer_batch_of(call);
-    const quern_tensor *scores = op_uses(call, DL_IDX_SCORE) ? call->given[DL_IDX_SCORE] : NULL;
+    const quern_tensor *scores = op_uses(call, DL(idx_score)) ? call->given[DL(idx_score)] : NULL;
     int64_t *s = call->symbol, tokens, most, last;
     quern_status status = check_cache(call);
     if (status != QUERN_OK) return status;
@@ -359,16 +357,16 @@ static quern_status derive_decode(op_call *call)
 
 static quern_status check_weights(const op_call *call)
 {
-    static const int compressor[] = {DL_COMPRESSOR_KV, DL_COMPRESSOR_GATE, OP_NONE},
-                        indexer[] = {DL_INDEXER_KV, DL_INDEXER_GATE, OP_NONE};
-    const quern_status status = dsv4_weight_check(call, compressor, DL_COMPRESSOR_FP8, call->symbol[LS_IN]);
-    return status == QUERN_OK ? dsv4_weight_check(call, indexer, DL_INDEXER_FP8, call->symbol[LS_IN])
+    static const int compressor[] = {DL(compressor_kv), DL(compressor_gate), OP_NONE},
+                     indexer[] = {DL(indexer_kv), DL(indexer_gate), OP_NONE};
+    const quern_status status = dsv4_weight_check(call, compressor, DL(compressor_fp8), call->symbol[LS_IN]);
+    return status == QUERN_OK ? dsv4_weight_check(call, indexer, DL(indexer_fp8), call->symbol[LS_IN])
                               : status;
 }
 
 static quern_status derive(op_call *call)
 {
-    const quern_tensor *x = call->given[DL_X];
+    const quern_tensor *x = call->given[DL(x)];
     int64_t *s = call->symbol;
     if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
     call->like = *x;
@@ -391,26 +389,19 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    static const int8_t powers[] = {DL_COMPRESSOR_FP8_SCALES, DL_INDEXER_FP8_SCALES},
-                        globals[] = {DL_COMPRESSOR_GLOBAL, DL_INDEXER_GLOBAL};
-    const quern_tensor *view = ((const dsv4_layer_call *)call)->view;
-    quern_status status = QUERN_OK;
-    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
-        status = dsv4_weight_check_powers(&view[powers[i]], data[powers[i]], tensors[powers[i]].field);
-        if (status == QUERN_OK)
-            status = dsv4_weight_check_global(&view[globals[i]], data[globals[i]], tensors[globals[i]].field);
-    }
-    return status;
+    const dsv4_layer_call *c = (const dsv4_layer_call *)call;
+    const quern_status status = dsv4_weight_check_data(call, &c->compressor, DL(compressor_fp8), data);
+    return status == QUERN_OK ? dsv4_weight_check_data(call, &c->indexer, DL(indexer_fp8), data) : status;
 }
 
 #define LAYER_FAMILY                                                                                         \
-    .tensors = tensors, .tensor_count = DSV4_LAYER_TENSORS, .varlen_by = OP_NONE, .params = params,          \
-    .param_count = sizeof params / sizeof *params, .defaults = &defaults,                                    \
-    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT", .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",          \
-    .symbols = symbols, .leads = leads, .group = "v4-layer", .call_size = sizeof(dsv4_layer_call),           \
-    .params_at = offsetof(dsv4_layer_call, params), .check_params = check_params, .roles = roles,            \
-    .refuse = refuse, .derive = derive, .check_data = check_data, .plan = dsv4_layer_plan,                   \
-    .run = dsv4_layer_run
+    .tensors = tensors, .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors), .varlen_by = OP_NONE,     \
+    .params = params, .param_count = sizeof params / sizeof *params, .defaults = &defaults,                  \
+    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT",                                                           \
+    .tensors_init = "QUERN_OP_TENSOR_COUNT(quern_dsv4_layer_tensors)_INIT", .symbols = symbols,              \
+    .leads = leads, .group = "v4-layer", .params_at = offsetof(dsv4_layer_call, params),                     \
+    .check_params = check_params, .roles = roles, .refuse = refuse, .derive = derive,                        \
+    .check_data = check_data
 
 const op_family dsv4_layer_family = {
     LAYER_FAMILY,
@@ -419,6 +410,9 @@ const op_family dsv4_layer_family = {
     .first = QUERN_OP_DSV4_LAYER,
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(layer_whole_call),
+    .program_at = offsetof(layer_whole_call, program),
+    .build = layer_build,
 };
 
 /* Not in the list of families: a plan or a file has no cache. */
@@ -426,4 +420,9 @@ const op_family dsv4_layer_decode_family = {
     LAYER_FAMILY,
     .operations = decoding,
     .operation_count = 1,
+    .call_size = offsetof(layer_decode_call, batch),
+    .program_at = offsetof(layer_decode_call, program),
+    .build = layer_build_decode,
+    .in_pieces = true,
+    .run = layer_run_decode,
 };

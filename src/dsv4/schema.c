@@ -6,8 +6,6 @@
 #include "core/view.h"
 #include "dsv4/call.h"
 
-#include <stddef.h>
-
 static const op_tensor tensors[] = {
     {"proj", "proj", OP_ACTIVATION, OP_NONE, {OP_LEAD, DS_T, DS_COLUMNS}, {DS_T, DS_COLUMNS}},
     {"x", "X", OP_ACTIVATION, OP_NONE, {OP_LEAD, DS_T, DS_IN}, {DS_T, DS_IN}},
@@ -25,14 +23,14 @@ static const op_tensor tensors[] = {
     {"cu_seqlens_cmp", "cu_seqlens_cmp", OP_I32, OP_NONE, {DS_B1}, {0}},
     {"pooled", "pooled", OP_F32, OP_NONE, {OP_LEAD, DS_N, DS_C}, {DS_N, DS_C}},
     {"out", "out", OP_STORED, OP_NONE, {OP_LEAD, DS_N, DS_ROW}, {DS_N, DS_ROW}},
-    {"d_out", "d_out", OP_STORED, DC_OUT, {OP_LEAD, DS_N, DS_C}, {DS_N, DS_C}},
-    {"d_proj", "d_proj", OP_ACTIVATION, DC_PROJ, {OP_LEAD, DS_T, DS_COLUMNS}, {DS_T, DS_COLUMNS}},
-    {"d_x", "dX", OP_ACTIVATION, DC_X, {OP_LEAD, DS_T, DS_IN}, {DS_T, DS_IN}},
-    {"d_prev_b", "dprev_b", OP_SOURCE, DC_PREV_B, {OP_LEAD, DS_R, DS_2C}, {DS_B, DS_R, DS_2C}},
-    {"d_w", "dW", OP_F32, DC_W, {DS_IN, DS_COLUMNS}, {0}},
-    {"d_b_a", "dB_a", OP_F32, DC_B_A, {DS_R, DS_C}, {0}},
-    {"d_b_b", "dB_b", OP_F32, DC_B_B, {DS_R, DS_C}, {0}},
-    {"d_norm_weight", "dnorm_weight", OP_F32, DC_NORM_WEIGHT, {DS_C}, {0}},
+    {"d_out", "d_out", OP_STORED, DC(out), {OP_LEAD, DS_N, DS_C}, {DS_N, DS_C}},
+    {"d_proj", "d_proj", OP_ACTIVATION, DC(proj), {OP_LEAD, DS_T, DS_COLUMNS}, {DS_T, DS_COLUMNS}},
+    {"d_x", "dX", OP_ACTIVATION, DC(x), {OP_LEAD, DS_T, DS_IN}, {DS_T, DS_IN}},
+    {"d_prev_b", "dprev_b", OP_SOURCE, DC(prev_b), {OP_LEAD, DS_R, DS_2C}, {DS_B, DS_R, DS_2C}},
+    {"d_w", "dW", OP_F32, DC(w), {DS_IN, DS_COLUMNS}, {0}},
+    {"d_b_a", "dB_a", OP_F32, DC(b_a), {DS_R, DS_C}, {0}},
+    {"d_b_b", "dB_b", OP_F32, DC(b_b), {DS_R, DS_C}, {0}},
+    {"d_norm_weight", "dnorm_weight", OP_F32, DC(norm_weight), {DS_C}, {0}},
     {"index_proj", "index_proj", OP_ACTIVATION, OP_NONE, {OP_LEAD, DS_T, DS_ICOLUMNS}, {DS_T, DS_ICOLUMNS}},
     {"index_w", "index_W", OP_WEIGHT, OP_NONE, {DS_IN, DS_ICOLUMNS}, {0}},
     {"index_b_a", "index_B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_CI}, {0}},
@@ -41,23 +39,23 @@ static const op_tensor tensors[] = {
     {"index_norm_weight", "index_norm_weight", OP_WEIGHT, OP_NONE, {DS_CI}, {0}},
     {"index_pooled", "index_pooled", OP_F32, OP_NONE, {OP_LEAD, DS_N, DS_CI}, {DS_N, DS_CI}},
     {"index_out", "index_out", OP_STORED_2, OP_NONE, {OP_LEAD, DS_N, DS_IROW}, {DS_N, DS_IROW}},
-    {"index_d_out", "index_d_out", OP_STORED_2, DC_INDEX_OUT, {OP_LEAD, DS_N, DS_CI}, {DS_N, DS_CI}},
+    {"index_d_out", "index_d_out", OP_STORED_2, DC(index_out), {OP_LEAD, DS_N, DS_CI}, {DS_N, DS_CI}},
     {"index_d_proj",
      "dindex_proj",
      OP_ACTIVATION,
-     DC_INDEX_PROJ,
+     DC(index_proj),
      {OP_LEAD, DS_T, DS_ICOLUMNS},
      {DS_T, DS_ICOLUMNS}},
     {"index_d_prev_b",
      "dindex_prev_b",
      OP_SOURCE,
-     DC_INDEX_PREV_B,
+     DC(index_prev_b),
      {OP_LEAD, DS_R, DS_2CI},
      {DS_B, DS_R, DS_2CI}},
-    {"index_d_w", "dindex_W", OP_F32, DC_INDEX_W, {DS_IN, DS_ICOLUMNS}, {0}},
-    {"index_d_b_a", "dindex_B_a", OP_F32, DC_INDEX_B_A, {DS_R, DS_CI}, {0}},
-    {"index_d_b_b", "dindex_B_b", OP_F32, DC_INDEX_B_B, {DS_R, DS_CI}, {0}},
-    {"index_d_norm_weight", "dindex_norm_weight", OP_F32, DC_INDEX_NORM_WEIGHT, {DS_CI}, {0}},
+    {"index_d_w", "dindex_W", OP_F32, DC(index_w), {DS_IN, DS_ICOLUMNS}, {0}},
+    {"index_d_b_a", "dindex_B_a", OP_F32, DC(index_b_a), {DS_R, DS_CI}, {0}},
+    {"index_d_b_b", "dindex_B_b", OP_F32, DC(index_b_b), {DS_R, DS_CI}, {0}},
+    {"index_d_norm_weight", "dindex_norm_weight", OP_F32, DC(index_norm_weight), {DS_CI}, {0}},
     {"w_fp8", "W_fp8", OP_SCALE, OP_NONE, {DS_COLUMNS, DS_IN}, {0}},
     {"w_fp8_scales", "W_fp8_scales", OP_ANY, OP_NONE, {DS_COLUMN_BLOCKS, DS_IN_BLOCKS}, {0}},
     {"w_codes", "W_codes", OP_CODES, OP_NONE, {DS_IN_BYTES, DS_COLUMNS}, {0}},
@@ -69,9 +67,8 @@ static const op_tensor tensors[] = {
     {"index_w_scales", "index_W_scales", OP_SCALE, OP_NONE, {DS_IN_SCALES, DS_ICOLUMNS}, {0}},
     {"index_w_global", "index_W_global", OP_GLOBAL, OP_NONE, {0}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == DSV4_COMPRESS_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *),
-               "a tensor a field");
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_compress_tensors),
+               "a row a tensor");
 
 static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
                          *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
@@ -158,32 +155,32 @@ static quern_status check_params(op_call *call)
 static void weight_roles(op_call *call, int w, int w_fp8)
 {
     uint8_t *r = call->role;
-    if (call->given[DC_X] != NULL) {
+    if (call->given[DC(x)] != NULL) {
         r[w] = dsv4_weight_roles(call, w_fp8) ? OP_OPTIONAL : OP_NEEDED;
         return;
     }
     r[w] = OP_REFUSED;
-    for (int i = w_fp8; i <= w_fp8 + DC_W_GLOBAL - DC_W_FP8; i++) r[i] = OP_REFUSED;
+    for (int i = w_fp8; i <= w_fp8 + DC(w_global) - DC(w_fp8); i++) r[i] = OP_REFUSED;
 }
 
 /* The indexer's compressor, which is there with index_b_a. */
 static void index_roles(op_call *call, bool csa, bool backward)
 {
     const quern_tensor *const *t = call->given;
-    const bool both = csa && t[DC_INDEX_B_A] != NULL;
+    const bool both = csa && t[DC(index_b_a)] != NULL;
     uint8_t *r = call->role;
-    for (int i = DC_INDEX_PROJ; i <= DC_INDEX_D_OUT; i++) r[i] = OP_REFUSED;
-    for (int i = DC_INDEX_W_FP8; i <= DC_INDEX_W_GLOBAL; i++) r[i] = OP_REFUSED;
-    if (csa) r[DC_INDEX_B_A] = OP_OPTIONAL;
+    for (int i = DC(index_proj); i <= DC(index_d_out); i++) r[i] = OP_REFUSED;
+    for (int i = DC(index_w_fp8); i <= DC(index_w_global); i++) r[i] = OP_REFUSED;
+    if (csa) r[DC(index_b_a)] = OP_OPTIONAL;
     if (!both) return;
-    r[DC_INDEX_PROJ] = t[DC_X] != NULL ? OP_REFUSED : OP_NEEDED;
-    weight_roles(call, DC_INDEX_W, DC_INDEX_W_FP8);
-    r[DC_INDEX_B_B] = OP_NEEDED;
-    r[DC_INDEX_PREV_B] = t[DC_PREV_B] != NULL ? OP_NEEDED : OP_REFUSED;
-    r[DC_INDEX_NORM_WEIGHT] = OP_OPTIONAL;
-    r[DC_INDEX_POOLED] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
-    r[DC_INDEX_OUT] = backward ? OP_UNUSED : OP_RESULT;
-    r[DC_INDEX_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
+    r[DC(index_proj)] = t[DC(x)] != NULL ? OP_REFUSED : OP_NEEDED;
+    weight_roles(call, DC(index_w), DC(index_w_fp8));
+    r[DC(index_b_b)] = OP_NEEDED;
+    r[DC(index_prev_b)] = t[DC(prev_b)] != NULL ? OP_NEEDED : OP_REFUSED;
+    r[DC(index_norm_weight)] = OP_OPTIONAL;
+    r[DC(index_pooled)] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[DC(index_out)] = backward ? OP_UNUSED : OP_RESULT;
+    r[DC(index_d_out)] = backward ? OP_NEEDED : OP_UNUSED;
 }
 
 static void roles(op_call *call)
@@ -192,22 +189,23 @@ static void roles(op_call *call)
                backward = call->operation == DSV4_COMPRESS_BACKWARD;
     const quern_tensor *const *t = call->given;
     uint8_t *r = call->role;
-    r[DC_PROJ] = t[DC_X] != NULL ? OP_REFUSED : OP_NEEDED;
-    r[DC_X] = OP_OPTIONAL;
-    r[DC_B_A] = OP_NEEDED;
-    r[DC_B_B] = csa ? OP_NEEDED : OP_REFUSED;
-    r[DC_PREV_B] = csa ? OP_OPTIONAL : OP_REFUSED;
-    r[DC_NORM_WEIGHT] = r[DC_COS_SIN] = r[DC_CU_SEQLENS] = OP_OPTIONAL;
-    r[DC_START_TOKENS] = r[DC_START_POSITIONS] = r[DC_BLOCK_COUNTS] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
-    r[DC_HAS_PREV] = call->varlen && t[DC_PREV_B] != NULL ? OP_OPTIONAL : OP_REFUSED;
-    r[DC_CU_SEQLENS_CMP] = backward ? OP_UNUSED : call->varlen ? OP_OPTIONAL_RESULT : OP_REFUSED;
-    r[DC_POOLED] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
-    r[DC_OUT] = backward ? OP_UNUSED : OP_RESULT;
-    r[DC_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
-    weight_roles(call, DC_W, DC_W_FP8);
+    r[DC(proj)] = t[DC(x)] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[DC(x)] = OP_OPTIONAL;
+    r[DC(b_a)] = OP_NEEDED;
+    r[DC(b_b)] = csa ? OP_NEEDED : OP_REFUSED;
+    r[DC(prev_b)] = csa ? OP_OPTIONAL : OP_REFUSED;
+    r[DC(norm_weight)] = r[DC(cos_sin)] = r[DC(cu_seqlens)] = OP_OPTIONAL;
+    r[DC(start_tokens)] = r[DC(start_positions)] = r[DC(block_counts)] =
+        call->varlen ? OP_OPTIONAL : OP_REFUSED;
+    r[DC(has_prev)] = call->varlen && t[DC(prev_b)] != NULL ? OP_OPTIONAL : OP_REFUSED;
+    r[DC(cu_seqlens_cmp)] = backward ? OP_UNUSED : call->varlen ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    r[DC(pooled)] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[DC(out)] = backward ? OP_UNUSED : OP_RESULT;
+    r[DC(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
+    weight_roles(call, DC(w), DC(w_fp8));
     index_roles(call, csa, backward);
-    for (int i = DC_D_PROJ; i <= DC_INDEX_D_NORM_WEIGHT; i++)
-        if (i <= DC_D_NORM_WEIGHT || i >= DC_INDEX_D_PROJ)
+    for (int i = DC(d_proj); i <= DC(index_d_norm_weight); i++)
+        if (i <= DC(d_norm_weight) || i >= DC(index_d_proj))
             r[i] = !backward                                         ? OP_UNUSED
                    : t[tensors[i].gradient_of] == NULL               ? OP_SOURCE_MISSING
                    : !csa && r[tensors[i].gradient_of] == OP_REFUSED ? OP_REFUSED
@@ -217,19 +215,19 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *why = "it stands beside cu_seqlens; a parameter holds for all sequences";
-    const bool main_weight = tensor == DC_W || (tensor >= DC_W_FP8 && tensor <= DC_W_GLOBAL),
-               weight = main_weight || tensor == DC_INDEX_W || tensor >= DC_INDEX_W_FP8;
-    const bool index = tensor >= DC_INDEX_PROJ && !main_weight;
-    if (tensor == DC_PROJ) why = "proj alone, or x and w are accepted";
-    else if (tensor == DC_B_B || tensor == DC_PREV_B) why = "HCA has no series b";
-    else if (tensor == DC_HAS_PREV) why = "it stands beside prev_b and cu_seqlens";
-    else if (tensor == DC_CU_SEQLENS_CMP) why = "it stands beside cu_seqlens";
+    const bool main_weight = tensor == DC(w) || (tensor >= DC(w_fp8) && tensor <= DC(w_global)),
+               weight = main_weight || tensor == DC(index_w) || tensor >= DC(index_w_fp8);
+    const bool index = tensor >= DC(index_proj) && !main_weight;
+    if (tensor == DC(proj)) why = "proj alone, or x and w are accepted";
+    else if (tensor == DC(b_b) || tensor == DC(prev_b)) why = "HCA has no series b";
+    else if (tensor == DC(has_prev)) why = "it stands beside prev_b and cu_seqlens";
+    else if (tensor == DC(cu_seqlens_cmp)) why = "it stands beside cu_seqlens";
     else if (index && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
-    else if (index && call->given[DC_INDEX_B_A] == NULL) why = "it stands beside index_b_a";
-    else if (weight && call->given[DC_X] == NULL) why = "it stands beside x";
-    else if (weight) return dsv4_weight_refuse(call, tensor, index ? DC_INDEX_W_FP8 : DC_W_FP8);
-    else if (tensor == DC_INDEX_PROJ) why = "it stands beside proj";
-    else if (tensor == DC_INDEX_PREV_B) why = "it stands beside prev_b";
+    else if (index && call->given[DC(index_b_a)] == NULL) why = "it stands beside index_b_a";
+    else if (weight && call->given[DC(x)] == NULL) why = "it stands beside x";
+    else if (weight) return dsv4_weight_refuse(call, tensor, index ? DC(index_w_fp8) : DC(w_fp8));
+    else if (tensor == DC(index_proj)) why = "it stands beside proj";
+    else if (tensor == DC(index_prev_b)) why = "it stands beside prev_b";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
 }
 
@@ -284,25 +282,25 @@ static quern_status derive_index(op_call *call)
     const quern_dsv4_compress_params *p = params_of(call);
     const quern_dsv4_compress_params own = {.hadamard = p->index_hadamard, .format = p->index_format};
     int64_t *s = call->symbol;
-    if (!op_uses(call, DC_INDEX_B_A)) return QUERN_OK;
-    quern_status status = check_matrix(call, DC_INDEX_B_A);
+    if (!op_uses(call, DC(index_b_a))) return QUERN_OK;
+    quern_status status = check_matrix(call, DC(index_b_a));
     if (status != QUERN_OK) return status;
-    s[DS_CI] = call->given[DC_INDEX_B_A]->shape[1];
+    s[DS_CI] = call->given[DC(index_b_a)]->shape[1];
     s[DS_2CI] = 2 * s[DS_CI];
     s[DS_ICOLUMNS] = 4 * s[DS_CI];
     s[DS_ICOLUMN_BLOCKS] = dsv4_weight_blocks(s[DS_ICOLUMNS]);
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
     s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
     if ((status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE])) != QUERN_OK) return status;
-    return check_dtypes(call, own.format, DC_INDEX_OUT, DC_INDEX_D_OUT);
+    return check_dtypes(call, own.format, DC(index_out), DC(index_d_out));
 }
 
 static quern_status derive(op_call *call)
 {
-    static const int floats[][2] = {{DC_W, OP_NONE}, {DC_INDEX_W, OP_NONE}};
+    static const int floats[][2] = {{DC(w), OP_NONE}, {DC(index_w), OP_NONE}};
     const quern_tensor *const *t = call->given;
     const quern_dsv4_compress_params *p = params_of(call);
-    const int32_t first = t[DC_X] != NULL ? DC_X : DC_PROJ;
+    const int32_t first = t[DC(x)] != NULL ? DC(x) : DC(proj);
     const quern_tensor *main = t[first];
     int64_t *s = call->symbol;
     if (main == NULL)
@@ -310,13 +308,13 @@ static quern_status derive(op_call *call)
     call->like = *main;
     const int32_t ndim = !call->varlen && main->ndim == 3 ? 3 : 2;
     quern_status status = op_check_activation(call, first, ndim);
-    if (status == QUERN_OK && t[DC_B_A] == NULL)
+    if (status == QUERN_OK && t[DC(b_a)] == NULL)
         status = error_set(QUERN_ERR_INVALID_ARGUMENT, "b_a is NULL: a tensor is needed");
-    if (status == QUERN_OK) status = check_matrix(call, DC_B_A);
-    if (status == QUERN_OK && t[DC_COS_SIN] != NULL) status = check_matrix(call, DC_COS_SIN);
+    if (status == QUERN_OK) status = check_matrix(call, DC(b_a));
+    if (status == QUERN_OK && t[DC(cos_sin)] != NULL) status = check_matrix(call, DC(cos_sin));
     s[DS_B] = 1;
     if (status == QUERN_OK && (call->varlen || ndim == 3))
-        status = op_find_batch(call, DC_CU_SEQLENS, main, &s[DS_B]);
+        status = op_find_batch(call, DC(cu_seqlens), main, &s[DS_B]);
     if (status != QUERN_OK) return status;
     call->lead[0].count = ndim - 2;
     call->lead[0].extent[0] = main->shape[0];
@@ -328,12 +326,12 @@ static quern_status derive(op_call *call)
     s[DS_IN_BYTES] = s[DS_IN] / 2;
     s[DS_IN_SCALES] = s[DS_IN] / QUANTISE_BLOCK;
     s[DS_R] = p->ratio;
-    s[DS_C] = t[DC_B_A]->shape[1];
+    s[DS_C] = t[DC(b_a)]->shape[1];
     s[DS_2C] = 2 * s[DS_C];
     s[DS_COLUMNS] = (p->kind == QUERN_DSV4_CSA ? 4 : 2) * s[DS_C];
     s[DS_COLUMN_BLOCKS] = dsv4_weight_blocks(s[DS_COLUMNS]);
-    s[DS_P] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[0] : 0;
-    s[DS_ROPE] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[1] : 0;
+    s[DS_P] = t[DC(cos_sin)] != NULL ? t[DC(cos_sin)]->shape[0] : 0;
+    s[DS_ROPE] = t[DC(cos_sin)] != NULL ? t[DC(cos_sin)]->shape[1] : 0;
     s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
     if (s[DS_T] > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld tokens: at most %d are accepted",
@@ -341,9 +339,9 @@ static quern_status derive(op_call *call)
     if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK ||
         (status = derive_entries(call)) != QUERN_OK)
         return status;
-    if ((status = check_dtypes(call, p->format, DC_OUT, DC_D_OUT)) != QUERN_OK ||
-        (status = dsv4_weight_check(call, floats[0], DC_W_FP8, s[DS_IN])) != QUERN_OK ||
-        (status = dsv4_weight_check(call, floats[1], DC_INDEX_W_FP8, s[DS_IN])) != QUERN_OK)
+    if ((status = check_dtypes(call, p->format, DC(out), DC(d_out))) != QUERN_OK ||
+        (status = dsv4_weight_check(call, floats[0], DC(w_fp8), s[DS_IN])) != QUERN_OK ||
+        (status = dsv4_weight_check(call, floats[1], DC(index_w_fp8), s[DS_IN])) != QUERN_OK)
         return status;
     return derive_index(call);
 }
@@ -357,12 +355,12 @@ static int64_t value_at(const void *data, int64_t b, int64_t otherwise)
 static quern_status check_sequence(const op_call *call, void *const *data, int64_t b)
 {
     const quern_dsv4_compress_params *p = params_of(call);
-    const int32_t *cu = data[DC_CU_SEQLENS];
+    const int32_t *cu = data[DC(cu_seqlens)];
     const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : call->symbol[DS_T],
-                  start = value_at(data[DC_START_TOKENS], b, p->start_token);
-    const int64_t position = value_at(data[DC_START_POSITIONS], b, p->start_abs_pos),
+                  start = value_at(data[DC(start_tokens)], b, p->start_token);
+    const int64_t position = value_at(data[DC(start_positions)], b, p->start_abs_pos),
                   whole = (n - start) / p->ratio;
-    const int64_t blocks = value_at(data[DC_BLOCK_COUNTS], b, p->n_blocks > 0 ? p->n_blocks : whole);
+    const int64_t blocks = value_at(data[DC(block_counts)], b, p->n_blocks > 0 ? p->n_blocks : whole);
     const int64_t last = position + (blocks - 1) * p->ratio + (p->rope_last ? p->ratio - 1 : 0);
     if (start < 0 || start > n)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -388,22 +386,12 @@ static quern_status check_data(const op_call *call, void *const *data)
     quern_status status = QUERN_OK;
     if (call->varlen)
         status =
-            view_check_offsets(data[DC_CU_SEQLENS], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
+            view_check_offsets(data[DC(cu_seqlens)], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
     const int64_t sequences = dsv4_compress_sequences(call);
     for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
     const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    const struct {
-        const dsv4_weight *weight;
-        int w_fp8;
-    } given[] = {{&c->weight, DC_W_FP8}, {&c->index_weight, DC_INDEX_W_FP8}};
-    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
-        const int scales = given[i].w_fp8 + DC_W_FP8_SCALES - DC_W_FP8,
-                  global = given[i].w_fp8 + DC_W_GLOBAL - DC_W_FP8;
-        status =
-            dsv4_weight_check_powers(&given[i].weight->widen.scales, data[scales], tensors[scales].field);
-        if (status == QUERN_OK)
-            status = dsv4_weight_check_global(&given[i].weight->global, data[global], tensors[global].field);
-    }
+    if (status == QUERN_OK) status = dsv4_weight_check_data(call, &c->weight, DC(w_fp8), data);
+    if (status == QUERN_OK) status = dsv4_weight_check_data(call, &c->index_weight, DC(index_w_fp8), data);
     return status;
 }
 
@@ -412,24 +400,24 @@ const op_family dsv4_compress_family = {
     .operation_count = DSV4_OPS,
     .first = QUERN_OP_DSV4_COMPRESS,
     .tensors = tensors,
-    .tensor_count = DSV4_COMPRESS_TENSORS,
-    .varlen_by = DC_CU_SEQLENS,
+    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_compress_tensors),
+    .varlen_by = DC(cu_seqlens),
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_COMPRESS_PARAMS_INIT",
-    .tensors_init = "QUERN_DSV4_COMPRESS_TENSORS_INIT",
+    .tensors_init = "QUERN_OP_TENSOR_COUNT(quern_dsv4_compress_tensors)_INIT",
     .symbols = symbols,
     .group = "compressors",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dsv4_compress_call),
     .params_at = offsetof(dsv4_compress_call, params),
+    .program_at = offsetof(dsv4_compress_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
-    .plan = dsv4_compress_plan,
-    .run = dsv4_compress_run,
+    .build = dsv4_compress_build,
 };

@@ -1,13 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* store.c - writes rows into the caches of the indexer and the attention core: schema, public functions,
- * stage. It changes a cache that the caller keeps, so it has no entry among the operations: `quern run`
+ * step. It changes a cache that the caller keeps, so it has no entry among the operations: `quern run`
  * reaches it by v4-attention's --format and --page. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
-
-#include <stddef.h>
 
 enum { STORE_PAGE_MOST = 65536 };
 enum { SS_N = 1, SS_D, SS_ROW };
@@ -17,9 +15,8 @@ static const op_tensor tensors[] = {
     {"slots", "slots", OP_I32, OP_NONE, {SS_N}, {0}},
     {"cache", "cache", OP_STORED, OP_NONE, {OP_LEAD, SS_ROW}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == DSV4_STORE_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_store_tensors) == (1 + DSV4_STORE_TENSORS) * sizeof(void *),
-               "a tensor a field");
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_store_tensors),
+               "a row a tensor");
 
 static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_store_params, member)
@@ -40,22 +37,22 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    call->role[DT_X] = call->role[DT_SLOTS] = OP_NEEDED;
-    call->role[DT_CACHE] = OP_RESULT;
+    call->role[DT(x)] = call->role[DT(slots)] = OP_NEEDED;
+    call->role[DT(cache)] = OP_RESULT;
 }
 
 static quern_status derive(op_call *call)
 {
     const quern_tensor *const *t = call->given;
     const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
-    const quern_tensor *x = t[DT_X], *cache = t[DT_CACHE];
+    const quern_tensor *x = t[DT(x)], *cache = t[DT(cache)];
     const bool bytes = p->format != QUERN_DSV4_ROWS;
     int64_t *s = call->symbol;
     if (x == NULL || cache == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
                          x == NULL ? "x" : "cache");
     call->like = *x;
-    quern_status status = op_check_activation(call, DT_X, 2);
+    quern_status status = op_check_activation(call, DT(x), 2);
     if (status != QUERN_OK) return status;
     s[SS_N] = x->shape[0];
     s[SS_D] = x->shape[1];
@@ -80,7 +77,7 @@ static quern_status check_data(const op_call *call, void *const *data)
 {
     const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
     const int64_t rows = call->lead[0].extent[0], page = p->page > 0 ? p->page : 1;
-    const int32_t *slots = data[DT_SLOTS];
+    const int32_t *slots = data[DT(slots)];
     for (int64_t i = 0; i < call->symbol[SS_N]; i++)
         if (slots[i] < -1 || slots[i] / page >= rows)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots[%lld] is %d: -1 to %lld are accepted",
@@ -88,29 +85,16 @@ static quern_status check_data(const op_call *call, void *const *data)
     return QUERN_OK;
 }
 
-static quern_status plan(op_call *call)
+static void build(op_build *b)
 {
-    dsv4_store_call *c = (dsv4_store_call *)call;
-    const store_rows_stage *stage = &call->backend->store_rows;
-    arena a = op_workspace();
-    if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no caches: the cpu has",
-                         call->backend->name);
-    c->store = (store_rows_args){.format = dsv4_entry_format(c->params.format),
-                                 .page = c->params.page,
-                                 .name = "x",
-                                 .x = op_view(call, DT_X, false),
-                                 .slots = op_view(call, DT_SLOTS, false),
-                                 .cache = op_view(call, DT_CACHE, false)};
-    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->store));
-    op_workspace_end(call, &a);
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    const dsv4_store_call *c = (const dsv4_store_call *)call;
-    return op_store_rows(call, frame, &c->store, c->scratch);
+    const op_call *call = b->call;
+    const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
+    *OP_ADD(b, store_rows) = (store_rows_args){.format = dsv4_entry_format(p->format),
+                                               .page = p->page,
+                                               .name = "x",
+                                               .x = op_view(call, DT(x), false),
+                                               .slots = op_view(call, DT(slots), false),
+                                               .cache = op_view(call, DT(cache), false)};
 }
 
 const op_family dsv4_store_family = {
@@ -118,22 +102,22 @@ const op_family dsv4_store_family = {
     .operation_count = 1,
     .first = QUERN_OP_DSV4_STORE,
     .tensors = tensors,
-    .tensor_count = DSV4_STORE_TENSORS,
+    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_store_tensors),
     .varlen_by = OP_NONE,
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_STORE_PARAMS_INIT",
-    .tensors_init = "QUERN_DSV4_STORE_TENSORS_INIT",
+    .tensors_init = "QUERN_OP_TENSOR_COUNT(quern_dsv4_store_tensors)_INIT",
     .symbols = symbols,
     .call_size = sizeof(dsv4_store_call),
     .params_at = offsetof(dsv4_store_call, params),
+    .program_at = offsetof(dsv4_store_call, program),
     .check_params = check_params,
     .roles = roles,
     .derive = derive,
     .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *given,

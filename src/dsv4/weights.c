@@ -13,12 +13,6 @@
 #include "core/error.h"
 #include "core/view.h"
 
-static quern_tensor room(arena *a, const quern_tensor *like, quern_dtype dtype, int64_t rows, int64_t columns)
-{
-    const int64_t shape[] = {rows, columns};
-    return view_on(like, arena_take(a, (size_t)(rows * columns) * quern_dtype_size(dtype)), dtype, 2, shape);
-}
-
 /* A global [] as [1, 1]. */
 static quern_tensor one_by_one(const quern_tensor *t)
 {
@@ -27,6 +21,17 @@ static quern_tensor one_by_one(const quern_tensor *t)
 }
 
 enum { FP8, FP8_SCALES, CODES, SCALES, GLOBAL, PACKED };
+
+dsv4_weight_given dsv4_weight_views(const op_call *call, int w, int w_fp8)
+{
+    dsv4_weight_given given = {.w_fp8 = op_view(call, w_fp8, false),
+                               .w_fp8_scales = op_view(call, w_fp8 + FP8_SCALES, false),
+                               .w_codes = op_view(call, w_fp8 + CODES, false),
+                               .w_scales = op_view(call, w_fp8 + SCALES, false),
+                               .w_global = op_view(call, w_fp8 + GLOBAL, false)};
+    if (w != OP_NONE) given.w = op_view(call, w, false);
+    return given;
+}
 
 bool dsv4_weight_roles(op_call *call, int w_fp8)
 {
@@ -75,9 +80,8 @@ quern_status dsv4_weight_check(const op_call *call, const int *floats, int w_fp8
 
 quern_status dsv4_weight_check_global(const quern_tensor *global, const void *data, const char *name)
 {
-    if (global->ndim == 0) return QUERN_OK;
     const quern_tensor view = one_by_one(global);
-    return view_check_globals(data, &view, name);
+    return data == NULL ? QUERN_OK : view_check_globals(data, &view, name);
 }
 
 quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *data, const char *name)
@@ -93,60 +97,67 @@ quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *da
     return QUERN_OK;
 }
 
-dsv4_weight dsv4_weight_of(const quern_tensor *x, const dsv4_weight_given *given, bool floats, arena *a)
+quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_given *given, int w_fp8,
+                                    void *const *data)
 {
-    dsv4_weight weight = {.w = given->w};
-    if (given->w_fp8.ndim > 0) {
-        const bool exact = x->dtype == QUERN_BF16 && given->w_fp8_scales.dtype != QUERN_F32;
-        weight.w = room(a, x, exact ? QUERN_BF16 : QUERN_F32, given->w_fp8.shape[1], given->w_fp8.shape[0]);
-        weight.widen =
-            (widen_blocks_args){.codes = given->w_fp8, .scales = given->w_fp8_scales, .out = weight.w};
-    }
-    if (given->w_codes.ndim == 0) return weight;
+    const op_tensor *tensors = call->family->tensors;
+    const int scales = w_fp8 + FP8_SCALES, global = w_fp8 + GLOBAL;
+    const quern_status status =
+        dsv4_weight_check_powers(&given->w_fp8_scales, data[scales], tensors[scales].field);
+    return status == QUERN_OK
+               ? dsv4_weight_check_global(&given->w_global, data[global], tensors[global].field)
+               : status;
+}
+
+static quern_tensor widened(op_build *b, const quern_tensor *x, const dsv4_weight_given *given)
+{
+    const bool exact = x->dtype == QUERN_BF16 && given->w_fp8_scales.dtype != QUERN_F32;
+    const quern_tensor w =
+        op_matrix(b, exact ? QUERN_BF16 : QUERN_F32, given->w_fp8.shape[1], given->w_fp8.shape[0]);
+    *OP_ADD(b, widen_blocks) =
+        (widen_blocks_args){.codes = given->w_fp8, .scales = given->w_fp8_scales, .out = w};
+    return w;
+}
+
+static quern_tensor dequantised(op_build *b, int64_t in, const dsv4_weight_given *given)
+{
+    const quern_tensor w = op_matrix(b, QUERN_F32, in, given->w_codes.shape[1]);
+    *OP_ADD(b, dequantise) = (dequantise_args){.columns = true,
+                                               .per = QUANTISE_GLOBAL_EXPERT,
+                                               .codes = view_with_batch(&given->w_codes),
+                                               .scales = view_with_batch(&given->w_scales),
+                                               .global = one_by_one(&given->w_global),
+                                               .out = view_with_batch(&w)};
+    return w;
+}
+
+/* x by an NVFP4 weight. */
+static quern_tensor product(op_build *b, const quern_tensor *x, const dsv4_weight_given *given)
+{
     const int64_t k = x->shape[x->ndim - 1], n = given->w_codes.shape[1];
     int64_t rows = 1;
     for (int32_t i = 0; i < x->ndim - 1; i++) rows *= x->shape[i];
-    const quern_tensor codes = view_with_batch(&given->w_codes), scales = view_with_batch(&given->w_scales),
-                       global = weight.global = one_by_one(&given->w_global);
-    if (floats) {
-        weight.w = room(a, x, QUERN_F32, k, n);
-        weight.dequantise = (dequantise_args){.columns = true,
-                                              .per = QUANTISE_GLOBAL_EXPERT,
-                                              .codes = codes,
-                                              .scales = scales,
-                                              .global = global,
-                                              .out = view_with_batch(&weight.w)};
-        return weight;
-    }
     quern_tensor flat;
     if (!view_flatten(x, &flat)) {
-        flat = room(a, x, x->dtype, rows, k);
-        weight.rows = (permute_args){.per = 1, .x = *x, .out = flat};
+        flat = op_matrix(b, x->dtype, rows, k);
+        op_copy(b, x, &flat);
     }
-    weight.proj = room(a, x, QUERN_F32, rows, n);
-    weight.product = (grouped_gemm_args){.tokens = rows,
-                                         .n = n,
-                                         .k = k,
-                                         .a = flat,
-                                         .b_codes = codes,
-                                         .b_scales = scales,
-                                         .b_global = global,
-                                         .c = weight.proj};
-    return weight;
+    const quern_tensor proj = op_matrix(b, QUERN_F32, rows, n);
+    *OP_ADD(b, grouped_gemm) = (grouped_gemm_args){.tokens = rows,
+                                                   .n = n,
+                                                   .k = k,
+                                                   .a = flat,
+                                                   .b_codes = view_with_batch(&given->w_codes),
+                                                   .b_scales = view_with_batch(&given->w_scales),
+                                                   .b_global = one_by_one(&given->w_global),
+                                                   .c = proj};
+    return proj;
 }
 
-const char *dsv4_weight_missing(const quern_backend *backend, const stage_exec *exec,
-                                const dsv4_weight *weight, size_t *bytes)
+dsv4_weight dsv4_weight_add(op_build *b, const quern_tensor *x, const dsv4_weight_given *given, bool floats)
 {
-    char why[STAGE_WHY_BYTES] = "";
-#define SIZE(stage, args, output)                                                                            \
-    if (weight->args.output.ndim > 0) {                                                                      \
-        if (backend->stage.run == NULL || !STAGE_TAKES(backend->stage, exec, &weight->args, why))            \
-            return #stage;                                                                                   \
-        const size_t needed = STAGE_WORKSPACE(backend->stage, exec, &weight->args);                          \
-        if (needed > *bytes) *bytes = needed;                                                                \
-    }
-    DSV4_WEIGHT_STEPS(SIZE)
-#undef SIZE
-    return NULL;
+    if (given->w_fp8.ndim > 0) return (dsv4_weight){.w = widened(b, x, given)};
+    if (given->w_codes.ndim == 0) return (dsv4_weight){.w = given->w};
+    if (floats) return (dsv4_weight){.w = dequantised(b, x->shape[x->ndim - 1], given)};
+    return (dsv4_weight){.proj = product(b, x, given)};
 }
