@@ -115,6 +115,7 @@ static void every_format_is_recognised(void **state)
                                           "fp8 rows", "mxfp4 blocks", "nvfp4 modelopt"};
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         expect(0, "inspect $DIR/model.safetensors", formats[i]);
+    expect(0, "inspect $DIR/model.safetensors --headers", "0 problems");
     /* 128 codes of 0.5 under 2 * 0.25; 64 values 1, halved */
     expect_tensor(
         "model.safetensors", "t.weight",
@@ -309,6 +310,9 @@ static void holes_are_found(void **state)
         made_remove(&m, name);
     }
     expect_problem("'" EXPERT "0' has no up projection: experts 0 to 1 of this layer have one");
+    make_good(made_modelopt);
+    made_add(&m, QUERN_F32, EXPERT "99999999.up_proj.bias", 1, (const int64_t[]){64});
+    expect_problem("'" EXPERT "' counts experts to 99999999, and has 19 tensors");
     make_good(made_modelopt);
     made_add(&m, QUERN_F32, "model.layers.3.input_layernorm.weight", 1, (const int64_t[]){64});
     expect_problem("layer 1 is missing: the last one is 3");

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* checks.c - scales that are missing or do not fit, globals that differ or are upside down, bad values. */
+#include "inspect/decode.h"
 #include "inspect/inspect.h"
 
 #include "core/text.h"
@@ -76,12 +77,14 @@ static int64_t row_codes(const inspected *t)
     return codes;
 }
 
-static void check_fp8(inspection *in, const inspected *t)
+static void check_fp8(inspection *in, inspected *t)
 {
     static const name_role roles[] = {NAME_SCALE, NAME_WEIGHT_SCALE_INV, NAME_WEIGHT_SCALE};
     const inspected *scale = NULL;
     for (size_t i = 0; i < 3 && scale == NULL; i++) scale = beside(in, t, roles[i]);
-    if (scale == NULL || t->values.known) return;
+    const statistics_source source = source_of(in, t);
+    decoder d;
+    if (scale == NULL || t->info.ndim != 2 || decoder_begin(&source, &d)) return;
     report(in, "scale-shape",
            "'%s' does not fit '%s' [%" PRId64 ", %" PRId64
            "]: one scale, one a row, or one for each block of 128 x 128 or 32 x 32 is accepted",
@@ -117,7 +120,7 @@ void check_scales(inspection *in)
 {
     const bool gguf_scales = gguf_has_scales(in);
     for (size_t i = 0; i < in->count; i++) {
-        const inspected *t = &in->tensors[i];
+        inspected *t = &in->tensors[i];
         switch (t->info.format) {
         case QUERN_FORMAT_NVFP4_MODELOPT:
             check_blocks(in, t, NAME_WEIGHT_SCALE, row_codes(t), 16, "F8_E4M3", "U8");
@@ -191,6 +194,7 @@ void check_globals(inspection *in)
         const inspected *a = &in->tensors[in->by_name[i]];
         if (!is_global(in, a)) continue;
         check_sense(in, a);
+        if (a->parts.part == NAME_NO_PART) continue;
         for (size_t j = i + 1; j < in->count; j++) {
             const inspected *b = &in->tensors[in->by_name[j]];
             if (strncmp(a->info.name, b->info.name, a->parts.parent) != 0)

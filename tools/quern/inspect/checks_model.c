@@ -62,8 +62,12 @@ static size_t check_place(inspection *in, size_t i)
         if (before_number(t) != p.size || strncmp(t->info.name, p.name, p.size) != 0) break;
         if (t->parts.expert > p.most) p.most = t->parts.expert;
     }
-    /* a number that has nothing to do with how many there are */
-    if (p.most < 0 || p.most > 1 << 16) return end;
+    if (p.most < 0) return end;
+    if (p.most >= (int64_t)(end - i)) { /* not even a tensor each */
+        report(in, "missing-tensor", "'%.*s' counts experts to %" PRId64 ", and has %zu tensors", (int)p.size,
+               p.name, p.most, end - i);
+        return end;
+    }
     p.found = calloc((size_t)p.most + 1, sizeof *p.found);
     if (p.found == NULL) {
         in->no_memory = true;

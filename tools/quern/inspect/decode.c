@@ -155,12 +155,13 @@ static int64_t fp8_block(const decoder *d, const quern_checkpoint_tensor *scales
 
 static bool begin_fp8(decoder *d, const statistics_source *s)
 {
-    if (s->scales == NULL || s->tensor->ndim != 2) return false;
+    if (s->scales == NULL) return false;
     const size_t size =
         quern_dtype_size(strcmp(s->scales->dtype, "U8") == 0 ? QUERN_E8M0 : dtype_of(s->scales));
     if (size == 0) return false;
     const int64_t scales = bytes_of(s->scales) / (int64_t)size;
     if (s->tensor->format == QUERN_FORMAT_FP8_TENSOR) return scales == 1;
+    if (s->tensor->ndim != 2) return false;
     if (s->tensor->format == QUERN_FORMAT_FP8_ROWS) return scales == d->rows;
     d->block = fp8_block(d, s->scales);
     return d->block > 0;

@@ -54,6 +54,9 @@ int64_t elements_of(const inspected *t);
 bool has_dtype(const inspected *t, const char *dtype);
 bool is_nvfp4(const inspected *t);
 
+/* A tensor and those that its values depend on. */
+statistics_source source_of(const inspection *in, inspected *t);
+
 /* Looks for every kind of problem; the rest look each for its own. */
 void check_all(inspection *in);
 void check_scales(inspection *in);  /* they are there, of the right shape, numbers; codes without any */

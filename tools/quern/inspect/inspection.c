@@ -109,3 +109,31 @@ float number_of(const inspected *t, int64_t index)
     memcpy(&value, (const char *)t->info.data + (size_t)index * sizeof value, sizeof value);
     return value;
 }
+
+statistics_source source_of(const inspection *in, inspected *t)
+{
+    static const struct {
+        quern_format format;
+        name_role scales[3], global;
+    } all[] = {
+        {QUERN_FORMAT_NVFP4_MODELOPT, {NAME_WEIGHT_SCALE}, NAME_WEIGHT_SCALE_2},
+        {QUERN_FORMAT_NVFP4_COMPRESSED_TENSORS, {NAME_WEIGHT_SCALE}, NAME_WEIGHT_GLOBAL_SCALE},
+        {QUERN_FORMAT_NVFP4_GGUF, {NAME_OTHER}, NAME_SCALE},
+        {QUERN_FORMAT_MXFP4, {NAME_SCALE}, NAME_OTHER},
+        {QUERN_FORMAT_MXFP4_BLOCKS, {NAME_SCALES}, NAME_OTHER},
+        {QUERN_FORMAT_FP8_BLOCKS, {NAME_SCALE, NAME_WEIGHT_SCALE_INV, NAME_WEIGHT_SCALE}, NAME_OTHER},
+        {QUERN_FORMAT_FP8_ROWS, {NAME_SCALE, NAME_WEIGHT_SCALE_INV, NAME_WEIGHT_SCALE}, NAME_OTHER},
+        {QUERN_FORMAT_FP8_TENSOR, {NAME_SCALE, NAME_WEIGHT_SCALE_INV, NAME_WEIGHT_SCALE}, NAME_OTHER},
+    };
+    statistics_source source = {.tensor = &t->info, .out = &t->values};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (all[i].format != t->info.format) continue;
+        for (size_t j = 0; j < 3 && source.scales == NULL; j++) {
+            const inspected *scales = all[i].scales[j] != NAME_OTHER ? beside(in, t, all[i].scales[j]) : NULL;
+            source.scales = scales != NULL ? &scales->info : NULL;
+        }
+        const inspected *global = all[i].global != NAME_OTHER ? beside(in, t, all[i].global) : NULL;
+        source.global = global != NULL && has_dtype(global, "F32") ? &global->info : NULL;
+    }
+    return source;
+}

@@ -5,22 +5,16 @@
 #include "inspect/statistics.h"
 
 #include "inspect/decode.h"
+#include "quantize/progress.h"
 #include "team.h"
 
 #include <math.h>
-#include <stdio.h>
+#include <pthread.h>
 #include <stdlib.h>
-#include <time.h>
-#include <unistd.h>
 
 enum { PIECE = 1 << 20 }; /* values; a multiple of every block */
 
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+static pthread_t main_thread; /* which shows the progress */
 
 static void add_values(statistics *s, const float *values, int64_t count)
 {
@@ -81,42 +75,38 @@ static statistics piece_of(const decoder *d, int64_t piece)
 }
 
 /* Statistics of one tensor. */
-static void measure(const statistics_source *source, int threads)
+static void measure(const statistics_source *source, int threads, progress *shown)
 {
     decoder d;
     *source->out = nothing();
     source->out->known = decoder_begin(source, &d);
-    if (!source->out->known) return;
-    const int64_t pieces = (d.values + PIECE - 1) / PIECE;
-    statistics *parts = calloc((size_t)pieces, sizeof *parts);
-    if (parts == NULL) {
-        source->out->known = false;
+    const int64_t pieces = source->out->known ? (d.values + PIECE - 1) / PIECE : 0;
+    statistics *parts = calloc((size_t)pieces + 1, sizeof *parts);
+    source->out->known = source->out->known && parts != NULL;
+    if (!source->out->known) {
+        free(parts);
+        progress_add(shown, (int64_t)source->tensor->bytes, true);
         return;
     }
+    const int64_t share = (int64_t)source->tensor->bytes / pieces;
     const int team = pieces > 1 ? openmp_team(threads) : 1;
     (void)team;
 #pragma omp parallel for num_threads(team) schedule(dynamic)
-    for (int64_t i = 0; i < pieces; i++) parts[i] = piece_of(&d, i);
+    for (int64_t i = 0; i < pieces; i++) {
+        parts[i] = piece_of(&d, i);
+        progress_add(shown, share, pthread_equal(pthread_self(), main_thread) != 0);
+    }
     for (int64_t i = 0; i < pieces; i++) merge(source->out, &parts[i]);
     free(parts);
 }
 
 void statistics_of(const statistics_source *sources, size_t count, int threads)
 {
-    const bool terminal = isatty(STDERR_FILENO) == 1;
-    const double begin = now();
-    double shown = begin + 1.8, all = 0, done = 0;
-    for (size_t i = 0; i < count; i++) all += (double)sources[i].tensor->bytes;
-    for (size_t i = 0; i < count; i++) {
-        measure(&sources[i], threads);
-        done += (double)sources[i].tensor->bytes;
-        const double at = now();
-        if (!terminal || at - shown < 0.2) continue;
-        shown = at;
-        const double rate = done / (at - begin);
-        fprintf(stderr, "\r%3.0f%%  %.2f GB/s  %.0f s left \033[K", 100 * done / all, rate / 1e9,
-                (all - done) / rate);
-        fflush(stderr);
-    }
-    if (terminal && shown > begin + 1.8) fprintf(stderr, "\r\033[K");
+    progress shown;
+    int64_t bytes = 0;
+    main_thread = pthread_self();
+    for (size_t i = 0; i < count; i++) bytes += (int64_t)sources[i].tensor->bytes;
+    progress_begin(&shown, bytes);
+    for (size_t i = 0; i < count; i++) measure(&sources[i], threads, &shown);
+    progress_end(&shown);
 }

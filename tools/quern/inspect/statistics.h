@@ -25,7 +25,7 @@ typedef struct statistics_source {
 } statistics_source;
 
 /* Fills the statistics of all sources, on `threads` threads (0: all). On a terminal a line tells how far
- * it is where it takes more than two seconds. The numbers do not depend on the threads. */
+ * it is. The numbers do not depend on the threads. */
 void statistics_of(const statistics_source *sources, size_t count, int threads);
 
 #endif
