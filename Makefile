@@ -38,7 +38,7 @@ test: setup-dev
 	@cmake/setup.sh $(SETUP_CROSS) || true
 	tests/run.sh test
 
-test-python: packages
+test-python: all
 	python/tests/run.sh
 
 test-gpu:

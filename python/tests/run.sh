@@ -70,6 +70,8 @@ environment python/tests/requirements.txt python/tests/requirements-*.txt
 torch || quietly "$venv/bin/pip" install -r python/tests/requirements-torch.txt >/dev/null || true
 ! torch || "$venv/bin/python" -c 'import transformers' 2>/dev/null ||
     quietly "$venv/bin/pip" install -r python/tests/requirements-peers.txt >/dev/null || true
+! torch || "$venv/bin/python" -c 'import compressed_tensors, gguf' 2>/dev/null ||
+    quietly "$venv/bin/pip" install -r python/tests/requirements-quantize.txt >/dev/null || true
 "$venv/bin/python" -c 'import jax' 2>/dev/null ||
     quietly "$venv/bin/pip" install -r python/tests/requirements-jax.txt >/dev/null || true
 torch || say "no CPU PyTorch ($(<python/tests/requirements-torch.txt)) in the package index: its tests are skipped"

@@ -154,7 +154,8 @@ bool checkpoint_names_fused(const char *a, const checkpoint_name *of_a, const ch
 bool checkpoint_name_is_embedding(const char *name)
 {
     return strcasestr(name, "embed") != NULL || strstr(name, "wte.") != NULL ||
-           strstr(name, "wpe.") != NULL || strstr(name, "token_embd") != NULL;
+           strstr(name, "wpe.") != NULL || strstr(name, "token_embd") != NULL ||
+           strcmp(name, "shared.weight") == 0; /* the last is T5's */
 }
 
 bool checkpoint_name_is_norm(const char *name)

@@ -90,6 +90,8 @@ static void kinds_of_modules_are_known(void **state)
     assert_false(checkpoint_name_is_router("model.layers.0.mlp.gate_proj.weight"));
     assert_true(checkpoint_name_is_embedding("model.embed_tokens.weight"));
     assert_true(checkpoint_name_is_embedding("embeddings.word_embeddings.weight"));
+    assert_true(checkpoint_name_is_embedding("shared.weight"));
+    assert_false(checkpoint_name_is_embedding("model.layers.0.mlp.shared_experts.up_proj.weight"));
     assert_true(checkpoint_name_is_norm("encoder.layer.0.output.LayerNorm.weight"));
     assert_true(checkpoint_name_is_head("lm_head.weight"));
     assert_true(checkpoint_name_is_head("head.weight"));
