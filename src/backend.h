@@ -164,6 +164,4 @@ typedef struct quern_backend {
     BACKEND_STAGES(BACKEND_ROW, BACKEND_ROW)
 } quern_backend;
 
-extern const quern_backend quern_backend_cpu;
-
 #endif

@@ -3,6 +3,7 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # The direction of includes: a family drives stages through the backend's table, and nothing points back. Of another
 # family only the public header may be named; the oracle shares nothing with the library, an example sees the API alone.
+# Where build/release holds the library's objects, the symbols that they use are looked at, too.
 set -eu
 cd "$(dirname "$0")/.."
 bad=0
@@ -23,7 +24,7 @@ families=()
 for folder in src/*/; do
     folder=$(basename "$folder")
     case $folder in
-    core | stages | cpu | cuda | cache | dist | io) ;;
+    core | runtime | stages | cpu | cuda | cache | dist | io) ;;
     *) families+=("$folder") ;;
     esac
 done
@@ -34,6 +35,8 @@ tool_headers=$(cd tools/quern && printf '%s|' -- *.h | sed 's/\./\\./g; s/|$//; 
 
 forbid "core names a family" "$any_family" src/core
 forbid "core names a backend" '(cpu|cuda)/' src/core
+forbid "the runtime names a family" "$any_family" src/runtime
+forbid "the runtime names a backend" '(cpu|cuda)/' src/runtime
 forbid "a stage names a family" "$any_family" src/stages
 forbid "a stage names a backend" '(cpu|cuda)/|backend\.h' src/stages
 forbid "the backends' tables name a family" "$any_family" "${own_headers[@]/#/src/}"
@@ -48,13 +51,42 @@ for f in "${families[@]}"; do
     forbid "family $f names a backend" '(cpu|cuda)/' "src/$f"
     forbid "family $f names another's inside" "($others)/" "src/$f"
 done
-forbid "the cache names a family or a backend" "$any_family|families\\.h|(cpu|cuda)/" src/cache
-forbid "a stage, a backend or a family names the list of families" 'families\.h' src/stages src/cpu src/cuda "${families[@]/#/src/}"
+forbid "the cache names a family or a backend" "$any_family|(cpu|cuda)/" src/cache
 forbid "io names a family or a backend" "$any_family|(cpu|cuda)/|backend\\.h" src/io
 forbid "bench names the command" "(tools/.*|$tool_headers)\"" bench
-forbid "the oracle names the library's inside" '(core|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" tests/oracle
+forbid "the oracle names the library's inside" '(core|runtime|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" tests/oracle
 forbid "an include climbs out of its folder" '\.\./.*' src bench tools examples tests include
-forbid "the API names what is inside" '(core|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" include
+forbid "the API names what is inside" '(core|runtime|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" include
 forbid "the library names the command, a benchmark or a test" '(tools|bench|tests|oracle|support)/' src
-forbid "an example names more than the API" '(core|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" examples
+forbid "an example names more than the API" '(core|runtime|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" examples
+
+# symbols OPTION FOLDER...: the global ones that nm lists of the folders' objects.
+objects=build/release/CMakeFiles/quern_plain.dir
+symbols() {
+    local option=$1 source
+    shift
+    find "${@/#/src/}" -name '*.c' | while read -r source; do
+        if [[ -e $objects/$source.o ]]; then echo "$objects/$source.o"; fi
+    done | xargs -r nm -g "$option" | awk 'NF > 1 { print $NF }' | sort -u
+}
+
+# apart WHAT FROM TO...: no object of a folder uses a symbol that objects of the others define.
+apart() {
+    local what=$1 from=$2 found
+    shift 2
+    found=$(comm -12 <(symbols --undefined-only "$from") <(symbols --defined-only "$@"))
+    if [[ -n $found ]]; then
+        printf '%s:\n%s\n' "$what" "$found"
+        bad=1
+    fi
+}
+
+if [[ -d $objects ]]; then
+    for folder in core runtime cache cpu; do
+        apart "$folder uses what a family defines" $folder "${families[@]}"
+    done
+    for folder in core runtime cache "${families[@]}"; do
+        apart "$folder uses what the cpu's backend defines" "$folder" cpu
+    done
+fi
 [[ $bad == 0 ]]

@@ -3,7 +3,7 @@
 /* decode.c - dense attention of the newest tokens over a cache: checks, then the decode stage. */
 #include "cache/cache.h"
 
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
 #include "core/op.h"

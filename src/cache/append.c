@@ -13,7 +13,7 @@
 #include "cache/cache.h"
 
 #include "core/arena.h"
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
 #include "core/op.h"

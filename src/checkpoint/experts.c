@@ -4,7 +4,7 @@
 #include "checkpoint/filling.h"
 
 #include "core/arena.h"
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/error.h"
 
 #include <inttypes.h>

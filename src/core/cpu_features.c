@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* cpu_features.c - which CPU level this machine offers. A feature counts only if the operating system
  * saves its registers (XCR0): a CPU may have AVX-512 under a kernel that does not. */
-#include "core/context.h"
+#include "runtime/context.h"
 
 #if defined(QUERN_X86_LEVELS)
 #include <cpuid.h>

@@ -3,10 +3,10 @@
 /* op.c - the checks that follow from a family's description, and calls over them. */
 #include "core/op_entry.h"
 
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
-#include "core/plugin.h"
+#include "runtime/plugin.h"
 #include "core/view.h"
 
 #include <math.h>

@@ -226,6 +226,9 @@ typedef struct op_family {
     quern_status (*run)(const op_call *call, const op_frame *frame);
 } op_family;
 
+/* All families (quern.c); ends with NULL. */
+extern const op_family *const quern_families[];
+
 /* ---- for a family's functions ---- */
 
 static inline bool op_uses(const op_call *call, int32_t tensor)

@@ -4,7 +4,6 @@
 #include "core/error.h"
 #include "core/op_entry.h"
 #include "core/text.h"
-#include "families.h"
 
 #include <stdio.h>
 #include <stdlib.h>

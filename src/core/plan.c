@@ -5,7 +5,6 @@
 
 #include "core/error.h"
 #include "core/op.h"
-#include "families.h"
 
 #include <stdarg.h>
 #include <stdio.h>

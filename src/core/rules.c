@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* rules.c - checks of a list of tensors, for operations that no family describes. */
 #include "core/error.h"
-#include "core/plugin.h"
+#include "runtime/plugin.h"
 #include "core/view.h"
 
 static quern_status check(const view_rule *rule, const quern_tensor *like, bool run, view_span *span)

@@ -1,6 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.c - the CPU's rows of the stage table. */
+#include "cpu/cpu.h"
+
 #include "cpu/gemm.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/grouped_dense/stages.h"

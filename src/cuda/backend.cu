@@ -6,7 +6,7 @@
 #include "variants.cuh"
 
 extern "C" {
-#include "build_id.h"
+#include "runtime/build_id.h"
 }
 
 static quern_status (*report)(quern_status status, const char *format, ...);

@@ -5,12 +5,12 @@
  *
  *   [steps of weights.c, gemm: x w -> proj]  ->  pool_append
  */
-#include "core/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
 #include "core/view.h"
 #include "dsv4/dsv4.h"
 #include "dsv4/weights.h"
+#include "runtime/context.h"
 
 /* No description of tensors: a call's states are no tensors. Only its steps are a program's. */
 typedef struct append_call {

@@ -10,7 +10,7 @@
 #include "nsa/call.h"
 
 #include "core/arena.h"
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
 #include "core/op.h"

@@ -11,7 +11,7 @@
 enum { ATTEND_BACKWARD_SCALE_MOST = 65536 };
 
 typedef struct attend_args {
-    attend_mask mask; /* which keys a query sees: core/mask.h */
+    attend_mask mask; /* which keys a query sees: stages/mask.h */
     stage_seqs seqs;
     bool causal;
     float scale;

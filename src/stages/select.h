@@ -27,7 +27,7 @@ typedef struct select_args {
     float scale;
     bool causal;
     entry_visibility visibility;
-    int64_t block_size, stride; /* of entries (core/mask.h) */
+    int64_t block_size, stride; /* of entries (stages/mask.h) */
     int64_t select_block;       /* of the blocks that are chosen */
     int64_t tile;               /* queries that share a list */
     list_scope scope;

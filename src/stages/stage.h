@@ -19,7 +19,7 @@
 
 #include <quern/quern.h>
 
-#include "core/mask.h"
+#include "stages/mask.h"
 
 /* What executes a stage: a thread team (CPU) or a stream (CUDA). */
 typedef struct stage_exec {

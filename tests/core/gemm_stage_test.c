@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* gemm_stage_test.c - the gemm stage against double in every dtype and orientation, and that a row's bits do
  * not depend on how many rows there are. */
-#include "backend.h"
+#include "cpu/cpu.h"
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "tensor.h"

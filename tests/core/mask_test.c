@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* mask_test.c - core/mask.h against the definition of each mask, key by key. */
+/* mask_test.c - stages/mask.h against the definition of each mask, key by key. */
 #include "cmocka_c11.h"
-#include "core/mask.h"
+#include "stages/mask.h"
 
 enum { KEYS_MOST = 20 };
 

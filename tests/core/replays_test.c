@@ -5,7 +5,7 @@
 
 #include "attention/attention.h"
 #include "core/op.h"
-#include "core/replays.h"
+#include "runtime/replays.h"
 #include "nsa/call.h"
 #include "tensor.h"
 

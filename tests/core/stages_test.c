@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* stages_test.c - the list of fields beside each stage's arguments is complete. Code that relocates, carries
  * or hashes pointers relies on it. */
-#include "build_id.h"
+#include "runtime/build_id.h"
 #include "cmocka_c11.h"
 
 #include <stdlib.h>

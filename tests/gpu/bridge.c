@@ -15,9 +15,9 @@
  * What lies between a strided tensor's elements travels too, so the tests' own guards see stray writes.
  */
 #include "backend.h"
-#include "build_id.h"
+#include "runtime/build_id.h"
 #include "cmocka_c11.h"
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/error.h"
 
 #include <cuda_runtime_api.h>

@@ -8,7 +8,7 @@
  * Bound: relative L2 error 1e-5 of f32 outputs (16-bit ones add their rounding: bf16 4e-3, f16 6e-4).
  */
 #include "cmocka_c11.h"
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/half.h"
 #include "tensor.h"
 

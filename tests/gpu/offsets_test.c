@@ -9,7 +9,7 @@
 #include "backend.h"
 #include "cmocka_c11.h"
 #include "core/error.h"
-#include "cuda_plugin.h"
+#include "runtime/cuda_plugin.h"
 #include "tensor.h"
 
 #include <cuda_runtime_api.h>

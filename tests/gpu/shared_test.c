@@ -7,7 +7,7 @@
 #include "backend.h"
 #include "cmocka_c11.h"
 #include "core/error.h"
-#include "cuda_plugin.h"
+#include "runtime/cuda_plugin.h"
 
 #include <stdio.h>
 #include <string.h>

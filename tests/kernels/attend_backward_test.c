@@ -3,7 +3,7 @@
 /* attend_backward_test.c - the attend_backward stage against the oracle, at every level: random shapes under
  * every mask, with lists in any order, gated gradients, outputs that are added to, and any number of threads.
  */
-#include "backend.h"
+#include "cpu/cpu.h"
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "oracle/attention.h"

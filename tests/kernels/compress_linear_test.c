@@ -8,7 +8,7 @@
  * Bound of an output: relative L2 error 2e-6 forward and 1e-5 backward in f32; bf16 outputs 4e-3.
  */
 #include "cmocka_c11.h"
-#include "core/context.h"
+#include "runtime/context.h"
 #include "core/half.h"
 #include "tensor.h"
 

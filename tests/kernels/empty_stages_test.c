@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* empty_stages_test.c - the CPU's stages on views without elements whose other extents are huge: each returns
  * at once, asks for little workspace, and reads nothing. (The alarm ends a test that spins.) */
-#include "backend.h"
+#include "cpu/cpu.h"
 #include "cmocka_c11.h"
 
 #include <stdlib.h>

@@ -4,7 +4,7 @@
  * arguments stood elsewhere when it was compiled, so that its build id differs. Its functions end the
  * process. Compiled with QUERN_TEST_CURRENT it has this build's id instead and describes a device of its own.
  */
-#include "build_id.h"
+#include "runtime/build_id.h"
 
 #include <stdlib.h>
 #include <string.h>

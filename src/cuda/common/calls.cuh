@@ -7,7 +7,7 @@
 #include "common/device.cuh"
 
 extern "C" {
-#include "cuda_plugin.h"
+#include "runtime/cuda_plugin.h"
 }
 
 /* Makes a device current while it lives. */

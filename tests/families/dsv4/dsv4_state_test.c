@@ -4,7 +4,7 @@
  * dsv4_state_test.c - streaming states: whatever the chunks, subsets of the batch, roll-backs, forks and
  * restores, every entry has the bits of the one-shot call.
  */
-#include "backend.h"
+#include "cpu/cpu.h"
 #include "cmocka_c11.h"
 #include "tensor.h"
 

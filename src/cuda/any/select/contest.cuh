@@ -4,7 +4,7 @@
 #ifndef QUERN_CUDA_SELECT_CONTEST_CUH
 #define QUERN_CUDA_SELECT_CONTEST_CUH
 
-#include "core/mask.h"
+#include "stages/mask.h"
 
 #include <math.h>
 

@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* replays.h - the replays (backend.h) that a context keeps for ordinary calls: a call that is made again on
  * the same stream starts as a plan's run does. */
-#ifndef QUERN_CORE_REPLAYS_H
-#define QUERN_CORE_REPLAYS_H
+#ifndef QUERN_RUNTIME_REPLAYS_H
+#define QUERN_RUNTIME_REPLAYS_H
 
 #include <stdatomic.h>
 #include <stdint.h>

@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* plugin.h - finds, loads and checks libquern_cuda. */
-#ifndef QUERN_CORE_PLUGIN_H
-#define QUERN_CORE_PLUGIN_H
+#ifndef QUERN_RUNTIME_PLUGIN_H
+#define QUERN_RUNTIME_PLUGIN_H
 
-#include "cuda_plugin.h"
+#include "runtime/cuda_plugin.h"
 
 /* The plugin, loaded by the first call, for a `device` that can compute; NULL with the error set where one is
  * missing. */

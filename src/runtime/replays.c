@@ -7,7 +7,7 @@
  * keeps a copy: a call with another's key and other stages gets no replay. A call that was seen once gives
  * its slot to the next one; a slot with a replay keeps it.
  */
-#include "core/replays.h"
+#include "runtime/replays.h"
 
 #include "core/op.h"
 

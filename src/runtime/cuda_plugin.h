@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* cuda_plugin.h - what libquern_cuda hands to libquern. The build id and the version are compared, so that
  * libraries of different builds refuse each other. */
-#ifndef QUERN_CUDA_PLUGIN_H
-#define QUERN_CUDA_PLUGIN_H
+#ifndef QUERN_RUNTIME_CUDA_PLUGIN_H
+#define QUERN_RUNTIME_CUDA_PLUGIN_H
 
 #include "backend.h"
 
@@ -38,9 +38,10 @@ typedef struct quern_cuda_plugin {
 } quern_cuda_plugin;
 #define PLUGIN_VALUES(F)                                                                                     \
     F(build_id)                                                                                              \
-    F(version) F(backend) F(check_device) F(properties) F(check_pointer) F(count) F(device) F(allocate)      \
-        F(release) F(copy) F(fill) F(stream_create) F(stream_destroy) F(synchronize) F(query)                \
-            F(event_create) F(event_destroy) F(event_record) F(event_elapsed)
+    F(version)                                                                                               \
+    F(backend) F(check_device) F(properties) F(check_pointer) F(count) F(device) F(allocate) F(release)      \
+        F(copy) F(fill) F(stream_create) F(stream_destroy) F(synchronize) F(query) F(event_create)           \
+            F(event_destroy) F(event_record) F(event_elapsed)
 
 typedef const quern_cuda_plugin *quern_cuda_plugin_entry(quern_status (*set)(quern_status, const char *,
                                                                              ...));

@@ -6,9 +6,9 @@
  * The loaded table never changes, so a reader needs one atomic load. A failed attempt is not remembered: the
  * next call tries again. The library stays loaded until the process ends, for its kernels may be running.
  */
-#include "core/plugin.h"
+#include "runtime/plugin.h"
 
-#include "build_id.h"
+#include "runtime/build_id.h"
 #include "core/error.h"
 #include "core/library.h"
 #include "core/op.h"

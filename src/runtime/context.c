@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-#include "core/context.h"
+#include "runtime/context.h"
 
 #include "core/error.h"
 #include "core/op.h"
 #include "core/parallel.h"
-#include "core/plugin.h"
+#include "runtime/plugin.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -75,7 +75,7 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
         return error_set(QUERN_ERR_UNSUPPORTED, "CPU level %s: this machine offers up to %s",
                          quern_cpu_level_name(level), quern_cpu_level_name(best));
     quern_context *c = calloc(1, sizeof *c);
-    void *kept = c != NULL ? quern_backend_cpu.open() : NULL;
+    void *kept = c != NULL ? quern_host_backend->open() : NULL;
     if (kept == NULL) {
         free(c);
         return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a context of %zu bytes", sizeof *c);
@@ -94,7 +94,7 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
 void quern_context_destroy(quern_context *ctx)
 {
     if (ctx != NULL) {
-        quern_backend_cpu.close(ctx->kept);
+        quern_host_backend->close(ctx->kept);
         replays_close(&ctx->replays);
     }
     free(ctx);
@@ -126,5 +126,5 @@ const quern_backend *context_backend(quern_context *ctx, quern_device device, in
                          .stream = stream,
                          .gemm = ctx->kept};
     if (plugin != NULL && plugin->properties(device_id, exec) != QUERN_OK) return NULL;
-    return plugin != NULL ? plugin->backend : &quern_backend_cpu;
+    return plugin != NULL ? plugin->backend : quern_host_backend;
 }

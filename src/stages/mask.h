@@ -7,8 +7,8 @@
  * block_size). The keys that a query sees are an interval whose ends never fall from query to query. Under
  * ATTEND_BLOCKS a list says which blocks of the interval count.
  */
-#ifndef QUERN_CORE_MASK_H
-#define QUERN_CORE_MASK_H
+#ifndef QUERN_STAGES_MASK_H
+#define QUERN_STAGES_MASK_H
 
 #include <stdbool.h>
 #include <stdint.h>

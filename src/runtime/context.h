@@ -1,14 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* context.h - what a context holds. */
-#ifndef QUERN_CORE_CONTEXT_H
-#define QUERN_CORE_CONTEXT_H
+#ifndef QUERN_RUNTIME_CONTEXT_H
+#define QUERN_RUNTIME_CONTEXT_H
 
 #include "backend.h"
-#include "core/replays.h"
+#include "runtime/replays.h"
 
 /* Whether lines that a kernel asks for far ahead should go into L2, not L1 (cpu_features.c). */
 bool cpu_prefetches_into_l2(void);
+
+/* The backend of the host's memory: quern.c. */
+extern const quern_backend *const quern_host_backend;
 
 struct quern_context {
     int32_t threads;
@@ -17,7 +20,7 @@ struct quern_context {
     int32_t forks; /* parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
     bool prefetch_l2; /* cpu_prefetches_into_l2() */
-    void *kept; /* the CPU backend's */
+    void *kept;       /* the CPU backend's */
     replays replays;
 };
 

@@ -5,10 +5,10 @@
  * the name, offset and size of every field that the stage headers list. libquern and libquern_cuda each
  * compute it from their own headers.
  */
-#ifndef QUERN_BUILD_ID_H
-#define QUERN_BUILD_ID_H
+#ifndef QUERN_RUNTIME_BUILD_ID_H
+#define QUERN_RUNTIME_BUILD_ID_H
 
-#include "cuda_plugin.h"
+#include "runtime/cuda_plugin.h"
 
 #include <stddef.h>
 
@@ -48,8 +48,8 @@ static inline uint64_t build_id(void)
         typedef quern_tensor fields_of;
         BUILD_ID_FIELD(data)
         BUILD_ID_FIELD(dtype)
-        BUILD_ID_FIELD(device) BUILD_ID_FIELD(device_id) BUILD_ID_FIELD(ndim) BUILD_ID_FIELD(shape)
-            BUILD_ID_FIELD(strides)
+        BUILD_ID_FIELD(device)
+        BUILD_ID_FIELD(device_id) BUILD_ID_FIELD(ndim) BUILD_ID_FIELD(shape) BUILD_ID_FIELD(strides)
     }
     {
         typedef quern_cuda_plugin fields_of;

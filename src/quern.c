@@ -1,16 +1,18 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-#include "families.h"
-
+/* quern.c - the one file that names all families and backends. */
 #include "attention/attention.h"
+#include "cpu/cpu.h"
 #include "dsv4/call.h"
 #include "dsv4/layer.h"
 #include "moe/call.h"
 #include "nsa/call.h"
 #include "nvfp4/call.h"
 #include "nvfp4/gemm.h"
+#include "runtime/context.h"
 
-const struct op_family *const quern_families[] = {
+/* In the order of their public numbers. */
+const op_family *const quern_families[] = {
     &attention_family,      /* dense attention */
     &nsa_family,            /* native sparse attention */
     &nsa_list_family,       /* its lists of blocks */
@@ -31,3 +33,6 @@ const struct op_family *const quern_families[] = {
     &moe_route_family,
     NULL,
 };
+
+/* That of GPUs is a library of its own, which runtime/plugin.c loads where a call asks for it. */
+const quern_backend *const quern_host_backend = &quern_backend_cpu;
