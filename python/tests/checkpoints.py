@@ -23,7 +23,9 @@ def have_command():
 
 def quantize(*arguments, code=0):
     """Runs `quern quantize`; what it printed."""
-    done = subprocess.run([COMMAND, "quantize", *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [COMMAND, "quantize", *map(str, arguments)], capture_output=True, text=True
+    )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
@@ -33,7 +35,11 @@ def save_model(folder, shards, config):
     folder.mkdir()
     places = {}
     for i, tensors in enumerate(shards):
-        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        name = (
+            f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            if len(shards) > 1
+            else "model.safetensors"
+        )
         save_file(tensors, folder / name, metadata={"format": "pt"})
         places.update(dict.fromkeys(tensors, name))
     if len(shards) > 1:
@@ -53,7 +59,11 @@ def load_model(folder):
 
 
 def same_bytes(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 def nibbles(packed):
@@ -71,7 +81,15 @@ def by_blocks(scales, size):
 
 def nearest_codes(y):
     """E2M1, ties to even."""
-    borders = [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5, False)]
+    borders = [
+        (0.25, False),
+        (0.75, True),
+        (1.25, False),
+        (1.75, True),
+        (2.5, False),
+        (3.5, True),
+        (5, False),
+    ]
     code = torch.zeros(y.shape, dtype=torch.uint8)
     for border, included in borders:
         code += ((y.abs() >= border) if included else (y.abs() > border)).to(torch.uint8)
@@ -93,7 +111,9 @@ def compressed_tensors(weight, largest):
     blocks = weight.float().view(weight.shape[0], -1, 16)
     r = (1 / largest.float()) * 2688
     scales = (r * (blocks.abs().amax(-1) / 6)).clamp(max=448).to(torch.float8_e4m3fn)
-    scales = torch.where(scales.float() == 0, torch.tensor(0.125), scales.float()).to(torch.float8_e4m3fn)
+    scales = torch.where(scales.float() == 0, torch.tensor(0.125), scales.float()).to(
+        torch.float8_e4m3fn
+    )
     y = blocks / (scales.float() / r)[..., None]
     return nearest_codes(y.clamp(-6, 6)).flatten(1), scales, r
 
@@ -101,7 +121,11 @@ def compressed_tensors(weight, largest):
 def modelopt_values(model, module, dtype=torch.float64):
     """Values of an NVFP4 module; in f32 each product is rounded as everywhere."""
     scales = by_blocks(model[f"{module}.weight_scale"].to(dtype), 16)
-    return values_of_codes(model[f"{module}.weight"]).to(dtype) * scales * model[f"{module}.weight_scale_2"].to(dtype)
+    return (
+        values_of_codes(model[f"{module}.weight"]).to(dtype)
+        * scales
+        * model[f"{module}.weight_scale_2"].to(dtype)
+    )
 
 
 def compressed_values(model, module):
@@ -128,18 +152,30 @@ DENSE_GROUPS = [
 
 
 def make_dense(folder, dtype=torch.bfloat16, hidden=128, inner=192, layers=2):
-    shapes = {"q_proj": (hidden, hidden), "k_proj": (64, hidden), "v_proj": (64, hidden), "o_proj": (hidden, hidden)}
+    shapes = {
+        "q_proj": (hidden, hidden),
+        "k_proj": (64, hidden),
+        "v_proj": (64, hidden),
+        "o_proj": (hidden, hidden),
+    }
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     shards = []
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
-        tensors = {f"{prefix}self_attn.{n}.weight": torch.randn(s) * 0.05 for n, s in shapes.items()}
+        tensors = {
+            f"{prefix}self_attn.{n}.weight": torch.randn(s) * 0.05 for n, s in shapes.items()
+        }
         tensors.update({f"{prefix}mlp.{n}.weight": torch.randn(s) * 0.05 for n, s in mlp.items()})
         tensors[f"{prefix}input_layernorm.weight"] = torch.rand(hidden)
         shards.append({name: tensor.to(dtype) for name, tensor in tensors.items()})
     shards[0]["model.embed_tokens.weight"] = torch.randn(80, hidden).to(dtype)
     shards[-1]["lm_head.weight"] = torch.randn(80, hidden).to(dtype)
-    config = {"model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+    }
     return save_model(folder, shards, config)
 
 
@@ -147,9 +183,14 @@ def make_gpt_oss(folder, experts=3, inner=96, hidden=128):
     tensors = {}
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp."
-        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
             codes, exponents = random_mxfp4((experts, rows), columns)
-            tensors[f"{prefix}experts.{name}_blocks"] = codes.view(experts, rows, columns // 32, 16).contiguous()
+            tensors[f"{prefix}experts.{name}_blocks"] = codes.view(
+                experts, rows, columns // 32, 16
+            ).contiguous()
             tensors[f"{prefix}experts.{name}_scales"] = exponents
             tensors[f"{prefix}experts.{name}_bias"] = torch.randn(experts, rows).bfloat16()
         tensors[f"{prefix}router.weight"] = torch.randn(experts, hidden).bfloat16()
@@ -179,12 +220,18 @@ def make_deepseek_v4(folder, hidden=256, inner=128, experts=4, layers=2):
         tensors[f"{prefix}ffn.gate.weight"] = torch.randn(experts, hidden).bfloat16()
         if hashed:
             tensors[f"{prefix}ffn.gate.tid2eid"] = torch.randint(0, experts, (16, 2))
-        for name, rows, columns in (("w1", inner, hidden), ("w2", hidden, inner), ("w3", inner, hidden)):
+        for name, rows, columns in (
+            ("w1", inner, hidden),
+            ("w2", hidden, inner),
+            ("w3", inner, hidden),
+        ):
             fp8(f"{prefix}ffn.shared_experts.{name}", rows, columns)
             for e in range(experts):  # of expert 2 some blocks lie below the range of the scales
                 codes, exponents = random_mxfp4((rows,), columns, 98 if e == 2 else 110)
                 tensors[f"{prefix}ffn.experts.{e}.{name}.weight"] = codes.view(torch.int8)
-                tensors[f"{prefix}ffn.experts.{e}.{name}.scale"] = exponents.view(torch.float8_e8m0fnu)
+                tensors[f"{prefix}ffn.experts.{e}.{name}.scale"] = exponents.view(
+                    torch.float8_e8m0fnu
+                )
 
     for i in range(layers):
         layer(f"layers.{i}.", i == 0)

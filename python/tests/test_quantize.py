@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""What `quern quantize` writes, read by the packages safetensors, compressed-tensors and gguf, and by transformers."""
+"""What `quern quantize` writes, as safetensors, compressed-tensors, gguf and transformers read it."""
 
 import json
 import pathlib
@@ -27,10 +27,14 @@ def largest_of(source, layer, group):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dense(tmp_path, dtype):
     source = made.make_dense(tmp_path / "in", dtype)
-    made.quantize(tmp_path / "in", tmp_path / "mo", "--format", "modelopt", "--json", tmp_path / "report.json")
+    made.quantize(
+        tmp_path / "in", tmp_path / "mo", "--format", "modelopt", "--json", tmp_path / "report.json"
+    )
     made.quantize(tmp_path / "in", tmp_path / "ct", "--format", "compressed-tensors")
     modelopt, compressed = made.load_model(tmp_path / "mo"), made.load_model(tmp_path / "ct")
-    report = {row["name"]: row for row in json.loads((tmp_path / "report.json").read_text())["tensors"]}
+    report = {
+        row["name"]: row for row in json.loads((tmp_path / "report.json").read_text())["tensors"]
+    }
     for layer in range(2):
         for group in made.DENSE_GROUPS:
             largest = largest_of(source, layer, group)
@@ -45,18 +49,29 @@ def test_dense(tmp_path, dtype):
                 assert torch.equal(made.nibbles(compressed[f"{module}.weight_packed"]), codes)
                 assert made.same_bytes(compressed[f"{module}.weight_scale"], scales)
                 assert torch.equal(compressed[f"{module}.weight_global_scale"], r[None])
-                lost = (made.modelopt_values(modelopt, module, torch.float32) - weight.float()).double()
+                lost = (
+                    made.modelopt_values(modelopt, module, torch.float32) - weight.float()
+                ).double()
                 row = report.pop(f"{module}.weight")
-                assert row["relative_rmse"] == pytest.approx((lost.norm() / weight.double().norm()).item(), rel=1e-5)
+                assert row["relative_rmse"] == pytest.approx(
+                    (lost.norm() / weight.double().norm()).item(), rel=1e-5
+                )
                 blocks = lost.view(-1, 16).norm(dim=1) / weight.double().reshape(-1, 16).norm(dim=1)
                 assert row["worst_block"] == pytest.approx(blocks.max().item(), rel=1e-5)
                 assert row["saturated_blocks"] == row["rounded_blocks"] == 0
     assert not report
-    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"):
+    for name in (
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.1.input_layernorm.weight",
+    ):
         assert made.same_bytes(modelopt[name], source[name])
     config = json.loads((tmp_path / "mo" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "modelopt" and config["quant_algo"] == "W4A16_NVFP4"
-    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 16 and "lm_head" in config["ignore"]
+    assert (
+        config["config_groups"]["group_0"]["weights"]["group_size"] == 16
+        and "lm_head" in config["ignore"]
+    )
 
 
 def test_back_to_bf16(tmp_path):
@@ -68,24 +83,37 @@ def test_back_to_bf16(tmp_path):
         for layer in range(2):
             for part in sum(made.DENSE_GROUPS, []):
                 module = f"model.layers.{layer}.{part}"
-                values = made.modelopt_values(coded, module, torch.float32) if name == "modelopt" else None
+                values = (
+                    made.modelopt_values(coded, module, torch.float32)
+                    if name == "modelopt"
+                    else None
+                )
                 values = made.compressed_values(coded, module) if values is None else values
                 assert torch.equal(back[f"{module}.weight"], values.bfloat16())
-        assert "quantization_config" not in json.loads((tmp_path / f"{name}-back" / "config.json").read_text())
+        assert "quantization_config" not in json.loads(
+            (tmp_path / f"{name}-back" / "config.json").read_text()
+        )
 
 
 def test_between_formats(tmp_path):
     made.make_dense(tmp_path / "in")
-    made.quantize(tmp_path / "in", tmp_path / "mo", "--format", "modelopt", "--input-scales", "0.25")
+    made.quantize(
+        tmp_path / "in", tmp_path / "mo", "--format", "modelopt", "--input-scales", "0.25"
+    )
     made.quantize(tmp_path / "mo", tmp_path / "ct", "--format", "compressed-tensors")
     before, after = made.load_model(tmp_path / "mo"), made.load_model(tmp_path / "ct")
     module = "model.layers.1.mlp.up_proj"
     assert made.same_bytes(before[f"{module}.weight"], after[f"{module}.weight_packed"])
     assert made.same_bytes(before[f"{module}.weight_scale"], after[f"{module}.weight_scale"])
-    assert torch.equal(after[f"{module}.weight_global_scale"], 1 / before[f"{module}.weight_scale_2"][None])
+    assert torch.equal(
+        after[f"{module}.weight_global_scale"], 1 / before[f"{module}.weight_scale_2"][None]
+    )
     assert after[f"{module}.input_global_scale"].item() == 4.0
     config = json.loads((tmp_path / "mo" / "config.json").read_text())["quantization_config"]
-    assert config["quant_algo"] == "NVFP4" and "input_activations" in config["config_groups"]["group_0"]
+    assert (
+        config["quant_algo"] == "NVFP4"
+        and "input_activations" in config["config_groups"]["group_0"]
+    )
 
 
 def test_unequal_globals_are_lossy(tmp_path):
@@ -96,7 +124,9 @@ def test_unequal_globals_are_lossy(tmp_path):
     config = json.loads((tmp_path / "mo" / "config.json").read_text())
     made.save_model(tmp_path / "unequal", [coded], config)
     said = made.quantize(tmp_path / "unequal", tmp_path / "out", "--format", "modelopt")
-    assert re.search(r"up_proj.weight .*lossy", said) and not re.search(r"gate_proj.weight .*lossy", said)
+    assert re.search(r"up_proj.weight .*lossy", said) and not re.search(
+        r"gate_proj.weight .*lossy", said
+    )
     out = made.load_model(tmp_path / "out")
     gate, up = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
     assert torch.equal(out[f"{gate}.weight_scale_2"], out[f"{up}.weight_scale_2"])
@@ -112,17 +142,25 @@ def test_gpt_oss(tmp_path):
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts."
         for e in range(3):
-            codes, exponents = source[f"{prefix}gate_up_proj_blocks"][e], source[f"{prefix}gate_up_proj_scales"][e]
+            codes, exponents = (
+                source[f"{prefix}gate_up_proj_blocks"][e],
+                source[f"{prefix}gate_up_proj_scales"][e],
+            )
             both = made.mxfp4_values(codes.flatten(1), exponents)
             assert torch.equal(made.modelopt_values(out, f"{prefix}{e}.gate_proj"), both[0::2])
             assert torch.equal(made.modelopt_values(out, f"{prefix}{e}.up_proj"), both[1::2])
-            codes, exponents = source[f"{prefix}down_proj_blocks"][e], source[f"{prefix}down_proj_scales"][e]
+            codes, exponents = (
+                source[f"{prefix}down_proj_blocks"][e],
+                source[f"{prefix}down_proj_scales"][e],
+            )
             down = made.mxfp4_values(codes.flatten(1), exponents)
             assert torch.equal(made.modelopt_values(out, f"{prefix}{e}.down_proj"), down)
             bias = source[f"{prefix}gate_up_proj_bias"][e]
             assert torch.equal(out[f"{prefix}{e}.gate_proj.bias"], bias[0::2])
             assert torch.equal(out[f"{prefix}{e}.up_proj.bias"], bias[1::2])
-            assert torch.equal(out[f"{prefix}{e}.down_proj.bias"], source[f"{prefix}down_proj_bias"][e])
+            assert torch.equal(
+                out[f"{prefix}{e}.down_proj.bias"], source[f"{prefix}down_proj_bias"][e]
+            )
     # back as gpt-oss stores bf16, and from there: gate and up alternate in columns
     made.quantize(tmp_path / "in", tmp_path / "bf16", "--dequantize")
     stack = made.load_model(tmp_path / "bf16")[f"{prefix}gate_up_proj"]
@@ -136,28 +174,55 @@ def test_gpt_oss(tmp_path):
 
 def test_deepseek_v4(tmp_path):
     source = made.make_deepseek_v4(tmp_path / "in")
-    scales = {"layers.0.ffn.experts.0.w1": 0.5, "layers.0.ffn.experts.1.w3": 0.75, "layers.1.ffn.experts.0.w2": 0.25}
+    scales = {
+        "layers.0.ffn.experts.0.w1": 0.5,
+        "layers.0.ffn.experts.1.w3": 0.75,
+        "layers.1.ffn.experts.0.w2": 0.25,
+    }
     (tmp_path / "scales.json").write_text(json.dumps(scales))
     said = made.quantize(tmp_path / "in", tmp_path / "out", "--format", "modelopt", code=3)
     assert "--input-scales" in said and not (tmp_path / "out").exists()
-    options = ["--format", "modelopt", "--input-scales", tmp_path / "scales.json", "--json", tmp_path / "report.json"]
+    options = [
+        "--format",
+        "modelopt",
+        "--input-scales",
+        tmp_path / "scales.json",
+        "--json",
+        tmp_path / "report.json",
+    ]
     made.quantize(tmp_path / "in", tmp_path / "out", *options)
     out = made.load_model(tmp_path / "out")
-    report = {row["name"]: row for row in json.loads((tmp_path / "report.json").read_text())["tensors"]}
+    report = {
+        row["name"]: row for row in json.loads((tmp_path / "report.json").read_text())["tensors"]
+    }
     for layer in range(2):
         for e in range(4):
             prefix = f"layers.{layer}.ffn.experts.{e}."
             globals_ = [out[f"{prefix}{part}.weight_scale_2"] for part in ("w1", "w3")]
-            largest = max(source[f"{prefix}{part}.scale"].view(torch.uint8).max().item() for part in ("w1", "w3"))
+            largest = max(
+                source[f"{prefix}{part}.scale"].view(torch.uint8).max().item()
+                for part in ("w1", "w3")
+            )
             assert globals_[0] == globals_[1] == 2.0 ** (largest - 127 - 8)
             for part in ("w1", "w2", "w3"):
-                exact = made.mxfp4_values(source[f"{prefix}{part}.weight"], source[f"{prefix}{part}.scale"])
-                unequal = (made.modelopt_values(out, f"{prefix}{part}") != exact).view(-1, 32).any(-1).sum().item()
+                exact = made.mxfp4_values(
+                    source[f"{prefix}{part}.weight"], source[f"{prefix}{part}.scale"]
+                )
+                unequal = (
+                    (made.modelopt_values(out, f"{prefix}{part}") != exact)
+                    .view(-1, 32)
+                    .any(-1)
+                    .sum()
+                    .item()
+                )
                 rounded = report[f"{prefix}{part}.weight"]["rounded_blocks"]
                 assert rounded >= unequal and (rounded > 0) == (e == 2)
                 assert out[f"{prefix}{part}.weight"].dtype == torch.uint8
                 assert f"{prefix}{part}.scale" not in out
-    inputs = {name: out[f"layers.{name}.input_scale"].item() for name in ("0.ffn.experts.0.w1", "0.ffn.experts.2.w3")}
+    inputs = {
+        name: out[f"layers.{name}.input_scale"].item()
+        for name in ("0.ffn.experts.0.w1", "0.ffn.experts.2.w3")
+    }
     assert inputs == {"0.ffn.experts.0.w1": 0.75, "0.ffn.experts.2.w3": 0.75}
     assert out["layers.0.ffn.experts.3.w2.input_scale"].item() == 0.25
     for name, tensor in source.items():
@@ -169,9 +234,19 @@ def test_deepseek_v4(tmp_path):
     assert list(config["quantized_layers"]) == ["layers.0.ffn.experts", "layers.1.ffn.experts"]
     own = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
     assert own["quant_algo"] == "MIXED_PRECISION" and own["exclude_modules"] == config["ignore"]
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     assert set(index) == set(out)
-    made.quantize(tmp_path / "in", tmp_path / "mtp", "--format", "modelopt", "--input-scales", "1", "--include-mtp")
+    made.quantize(
+        tmp_path / "in",
+        tmp_path / "mtp",
+        "--format",
+        "modelopt",
+        "--input-scales",
+        "1",
+        "--include-mtp",
+    )
     config = json.loads((tmp_path / "mtp" / "config.json").read_text())["quantization_config"]
     assert "mtp.*" not in config["ignore"] and "mtp.0.ffn.experts" in config["quantized_layers"]
     assert made.load_model(tmp_path / "mtp")["mtp.0.ffn.experts.0.w1.weight"].dtype == torch.uint8
@@ -182,9 +257,15 @@ def test_deepseek_v4(tmp_path):
 def test_fp8(tmp_path, block, e8m0):
     rows, columns = 192, 320
     shape = (-(-rows // block), -(-columns // block)) if block else ()
-    scales = torch.randint(115, 122, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu) if e8m0 else torch.rand(shape)
+    scales = (
+        torch.randint(115, 122, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        if e8m0
+        else torch.rand(shape)
+    )
     weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
-    made.save_model(tmp_path / "in", [{"a.weight": weight, "a.weight_scale_inv": scales}], {"model_type": "x"})
+    made.save_model(
+        tmp_path / "in", [{"a.weight": weight, "a.weight_scale_inv": scales}], {"model_type": "x"}
+    )
     wide = scales.float()
     if block:
         wide = wide.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
@@ -192,7 +273,9 @@ def test_fp8(tmp_path, block, e8m0):
     made.quantize(tmp_path / "in", tmp_path / "out", "--format", "modelopt")
     out = made.load_model(tmp_path / "out")
     codes, _, g = made.modelopt(values, values.abs().max())
-    assert torch.equal(made.nibbles(out["a.weight"]), codes) and torch.equal(out["a.weight_scale_2"], g)
+    assert torch.equal(made.nibbles(out["a.weight"]), codes) and torch.equal(
+        out["a.weight_scale_2"], g
+    )
     assert "a.weight_scale_inv" not in out
     made.quantize(tmp_path / "in", tmp_path / "back", "--dequantize")
     assert torch.equal(made.load_model(tmp_path / "back")["a.weight"], values.bfloat16())
@@ -247,7 +330,9 @@ def gguf_values(tensor):
 def test_gguf_package(tmp_path):
     source = made.make_dense(tmp_path / "in")
     (tmp_path / "names").write_text(NAMES)
-    made.quantize(tmp_path / "in", tmp_path / "m.gguf", "--format", "gguf", "--name-map", tmp_path / "names")
+    made.quantize(
+        tmp_path / "in", tmp_path / "m.gguf", "--format", "gguf", "--name-map", tmp_path / "names"
+    )
     reader, tensors = read_gguf(tmp_path / "m.gguf")
     assert reader.fields["general.architecture"].contents() == "llama"
     assert reader.fields["general.file_type"].contents() == 39
@@ -326,7 +411,12 @@ def test_transformers_dense(tmp_path, monkeypatch):
         head_dim=32,
         vocab_size=96,
     )
-    logits_agree(tmp_path, monkeypatch, transformers.LlamaForCausalLM(config), input_ids=torch.arange(24)[None])
+    logits_agree(
+        tmp_path,
+        monkeypatch,
+        transformers.LlamaForCausalLM(config),
+        input_ids=torch.arange(24)[None],
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -358,7 +448,9 @@ def sentences():
     text = " ".join(path.read_text() for path in sorted(docs.glob("*.md")))
     text = re.sub(r"\s+", " ", re.sub(r"```.*?```|\|.*?\n|[`*#]", " ", text, flags=re.S))
     found = [sentence.strip() for sentence in re.split(r"(?<=[.])\s+", text)]
-    found = [s for s in found if 40 < len(s) < 200 and re.match(r"[A-Z][a-z]", s) and s.count(" ") > 6][:120]
+    found = [
+        s for s in found if 40 < len(s) < 200 and re.match(r"[A-Z][a-z]", s) and s.count(" ") > 6
+    ][:120]
     assert len(found) == 120
     return found
 
@@ -367,7 +459,9 @@ def embeddings(folder, batch):
     from transformers import AutoModel
 
     with torch.no_grad():
-        hidden = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()(**batch).last_hidden_state
+        hidden = (
+            AutoModel.from_pretrained(folder, dtype=torch.float32).eval()(**batch).last_hidden_state
+        )
     mask = batch["attention_mask"][..., None].float()
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
@@ -378,7 +472,14 @@ def test_real_embeddings(tmp_path, scales, least):
     from transformers import AutoTokenizer
 
     source = package.get_model_path()
-    options = ["--scales", scales, "--include", "*encoder.layer.*", "--json", tmp_path / "report.json"]
+    options = [
+        "--scales",
+        scales,
+        "--include",
+        "*encoder.layer.*",
+        "--json",
+        tmp_path / "report.json",
+    ]
     made.quantize(source, tmp_path / "out", "--format", "modelopt", *options)
     made.quantize(tmp_path / "out", tmp_path / "back", "--dequantize")
     report = json.loads((tmp_path / "report.json").read_text())["tensors"]
