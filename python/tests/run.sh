@@ -48,7 +48,7 @@ environment() {
 
 # numpy_tests: with the package's files and a libquern_ffi built here.
 numpy_tests() {
-    local dir=build/python-numpy
+    local dir=$PWD/build/python-numpy # from the root: tests import the package in other folders, too
     environment python/tests/requirements.txt
     rm -rf "$dir/quern"
     mkdir -p "$dir"
