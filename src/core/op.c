@@ -291,7 +291,7 @@ quern_status op_begin(op_call *call, const op_family *family, int32_t operation,
     size_t size;
     memcpy(&size, family->defaults, sizeof size);
     /* Calls are compared by their bytes. */
-    memset(call, 0, family->program_at > 0 ? family->program_at : family->call_size);
+    memset(call, 0, family->program_at);
     memcpy(kept, family->defaults, size);
     call->family = family;
     call->operation = operation;
@@ -326,7 +326,7 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     if (looks == OP_AT_DATA && (status = check_memory(call, used)) != QUERN_OK) return status;
     call->backend = context_backend(ctx, call->like.device, call->like.device_id, NULL, &call->exec);
     if (call->backend == NULL) return error_status();
-    return family->build != NULL ? op_program_build(call) : family->plan(call);
+    return op_program_build(call);
 }
 
 quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
@@ -366,17 +366,12 @@ typedef struct placed_call {
     const op_frame *frame;
 } placed_call;
 
-static quern_status run_program(const op_call *call, const op_frame *frame)
-{
-    return call->family->run != NULL ? call->family->run(call, frame) : op_program_run(call, frame);
-}
-
 static quern_status run_stages(const void *arg, const stage_exec *exec)
 {
     const placed_call *p = arg;
     op_frame frame = *p->frame;
     frame.exec = *exec;
-    return run_program(p->call, &frame);
+    return op_program_run(p->call, &frame);
 }
 
 /* Everything is checked except the contents of offsets that the host can read. */
@@ -391,7 +386,7 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
         if (status != QUERN_OK) return status;
     }
     const op_frame frame = op_frame_of(call, exec, data, workspace);
-    if (call->replay == NULL) return run_program(call, &frame);
+    if (call->replay == NULL) return op_program_run(call, &frame);
     return call->backend->replay(call->replay, &frame.exec, frame.base, run_stages,
                                  &(placed_call){call, &frame});
 }

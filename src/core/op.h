@@ -172,15 +172,9 @@ typedef struct op_call {
 /* What malloc() gives on every 64-bit machine. What wants more looks at the address when it runs. */
 enum { OP_ALIGN_MOST = 16 };
 
-typedef struct op_steps {
-    op_listed step[OP_LISTED_MAX];
-    int32_t count;
-} op_steps;
-
 /* The addresses of a call: its tensors', the workspace's, the status word's, and 0 for op_address(). */
 typedef struct op_frame {
     stage_exec exec;
-    op_steps *listed; /* not NULL: stages are listed here, not run */
     bool asked;       /* for the status word */
     uintptr_t base[OP_TENSORS_MAX + 3];
 } op_frame;
@@ -218,12 +212,9 @@ typedef struct op_family {
     /* What the host can read: offsets, globals. `data` as of quern_plan_run(). NULL: nothing. */
     quern_status (*check_data)(const op_call *call, void *const *data);
     void (*build)(op_build *b); /* the call's steps */
-    /* run() calls build() again, for a program that may have any number of steps; such operations have no
-     * plans, for build() reads the caller's views. */
+    /* build() is called again to run, for a program that may have any number of steps. Such operations have
+     * no plans, for build() reads the caller's views. */
     bool in_pieces;
-    quern_status (*plan)(op_call *call); /* the stages' arguments, backend's refusals, bytes */
-    /* Calls stages through op_<stage>() alone, so that the same code lists them. */
-    quern_status (*run)(const op_call *call, const op_frame *frame);
 } op_family;
 
 /* All families (quern.c); ends with NULL. */
@@ -272,19 +263,6 @@ void op_workspace_end(op_call *call, const arena *a);
 
 op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace);
 
-/* The stage's run with its views placed. `scratch` is symbolic or NULL. */
-#define OP_STAGE(stage, name)                                                                                \
-    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args,             \
-                            const void *scratch);
-BACKEND_STAGES(OP_STAGE, OP_STAGE)
-#undef OP_STAGE
-
-/* The backend's point() and resume(). op_point() is false too where the stages are listed, and where the
- * backend has none. */
-bool op_point(const op_call *call, const op_frame *frame, backend_point *point);
-quern_status op_resume(const op_call *call, const op_frame *frame, const backend_point *const *points,
-                       int32_t count);
-
 /* A tensors struct of any family. */
 typedef struct op_tensors {
     size_t size;
@@ -314,8 +292,6 @@ quern_status op_prepare(op_call *call, const op_family *family, int32_t operatio
                         const void *params, const void *tensors, op_looks looks);
 quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
                        size_t bytes);
-/* The stages that op_run_at() would run. */
-quern_status op_list(const op_call *call, op_steps *steps);
 
 /* Refuses a scale of scores for which a backward of attention could not recompute P. */
 quern_status op_check_backward_scale(float scale);

@@ -294,16 +294,16 @@ quern_status op_program_build(op_call *call)
     return b.status;
 }
 
-void op_pieces_begin(op_build *b, const op_call *call, const op_frame *frame, op_program *program, void *room,
-                     size_t bytes)
+quern_status op_pieces_run(const op_call *call, const op_frame *frame)
 {
-    begin(b, (op_call *)(uintptr_t)call, program, room, bytes);
-    b->in_pieces = true;
-    b->frame = frame;
-}
-
-quern_status op_pieces_end(op_build *b)
-{
-    op_flush(b);
-    return b->status;
+    op_call *own = (op_call *)(uintptr_t)call; /* its room for steps is this run's alone */
+    const size_t at = call->family->program_at;
+    op_program program;
+    op_build b;
+    begin(&b, own, &program, (char *)own + at, call->family->call_size - at);
+    b.in_pieces = true;
+    b.frame = frame;
+    call->family->build(&b);
+    op_flush(&b);
+    return b.status;
 }

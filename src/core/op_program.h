@@ -137,10 +137,8 @@ quern_status op_steps_run(const struct op_call *call, const struct op_frame *fra
 /* Builds a call's program with its family's build(), and sets the call's workspace. */
 quern_status op_program_build(struct op_call *call);
 quern_status op_program_run(const struct op_call *call, const struct op_frame *frame);
-/* A program in pieces, of a family whose run() calls its build() again. */
-void op_pieces_begin(op_build *b, const struct op_call *call, const struct op_frame *frame,
-                     op_program *program, void *room, size_t bytes);
-quern_status op_pieces_end(op_build *b);
+/* Runs a program in pieces while it is built again. */
+quern_status op_pieces_run(const struct op_call *call, const struct op_frame *frame);
 
 /* What a program runs: its stages in the order of their first runs, with the kernels that each would
  * choose. */

@@ -125,6 +125,7 @@ quern_status op_program_run(const op_call *call, const op_frame *frame)
     backend_point start;
     int32_t asked = 0;
     quern_status status = QUERN_OK;
+    if (call->family->in_pieces) return op_pieces_run(call, frame);
     if (!program->beside) return op_steps_run(call, frame, program, step);
     for (; asked < program->steps && step->asked && status == QUERN_OK; asked++, step = op_step_next(step))
         status = run_step(call, frame, step, NULL, NULL);

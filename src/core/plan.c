@@ -86,19 +86,18 @@ __attribute__((format(printf, 4, 5))) static void add(char *text, size_t bytes, 
 
 quern_status quern_plan_describe(const quern_plan *plan, char *text, size_t bytes)
 {
-    quern_status status = need_plan(plan);
+    const quern_status status = need_plan(plan);
     if (status != QUERN_OK) return status;
     if (text == NULL || bytes == 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "text is NULL or of 0 bytes: room for a line is needed");
     const op_call *c = &plan->call;
-    op_steps steps;
+    op_listed listed[OP_LISTED_MAX];
+    const int32_t count = op_program_list(c, listed);
     size_t used = 0;
-    status = op_list(c, &steps);
-    if (status != QUERN_OK) return status;
     add(text, bytes, &used, "%s on %s", c->family->operations[c->operation], c->backend->name);
     if (c->exec.device == QUERN_CPU) add(text, bytes, &used, " %s", quern_cpu_level_name(c->exec.cpu_level));
-    for (int32_t i = 0; i < steps.count; i++) {
-        const op_listed *step = &steps.step[i];
+    for (int32_t i = 0; i < count; i++) {
+        const op_listed *step = &listed[i];
         add(text, bytes, &used, "%s %s", i == 0 ? ":" : ",", step->stage);
         if (step->kernel[0] != '\0') add(text, bytes, &used, " by %s", step->kernel);
         if (step->times > 1) add(text, bytes, &used, " (%lld times)", (long long)step->times);

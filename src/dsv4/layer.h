@@ -211,7 +211,6 @@ attend_mqa_args layer_states_core(const op_build *b, const layer_states *states)
 void layer_build(op_build *b);          /* layer.c */
 void layer_build_backward(op_build *b); /* layer_backward.c */
 void layer_build_decode(op_build *b);   /* layer_decode.c */
-quern_status layer_run_decode(const op_call *call, const op_frame *frame);
 
 /* ---- caches ---- */
 

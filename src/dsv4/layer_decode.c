@@ -341,16 +341,6 @@ void layer_build_decode(op_build *b)
     for (turn t = {.b = -1}; next_turn(b, &t);) keep(b, &t, &all);
 }
 
-quern_status layer_run_decode(const op_call *call, const op_frame *frame)
-{
-    op_build b;
-    op_program program = {0};
-    _Alignas(op_step) char steps[LAYER_PIECE_BYTES];
-    op_pieces_begin(&b, call, frame, &program, steps, sizeof steps);
-    layer_build_decode(&b);
-    return op_pieces_end(&b);
-}
-
 static void commit(const layer_batch *d)
 {
     for (int64_t b = 0; b < d->batch; b++) {

@@ -424,5 +424,4 @@ const op_family dsv4_layer_decode_family = {
     .program_at = offsetof(layer_decode_call, program),
     .build = layer_build_decode,
     .in_pieces = true,
-    .run = layer_run_decode,
 };

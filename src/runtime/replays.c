@@ -48,8 +48,7 @@ static void close_kept(struct kept_replay *kept)
 /* What there is of a call, with the family's part and the steps. */
 static size_t bytes_of(const op_call *call)
 {
-    const op_family *family = call->family;
-    return family->program_at > 0 ? family->program_at + call->program.bytes : family->call_size;
+    return call->family->program_at + call->program.bytes;
 }
 
 static struct kept_replay *keep(const op_call *call, const void *stream)

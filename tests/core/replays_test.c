@@ -17,7 +17,7 @@ typedef struct own_call {
     int32_t stride; /* a part of the call that no key covers */
 } own_call;
 
-static const op_family family = {.call_size = sizeof(own_call)};
+static const op_family family = {.call_size = sizeof(own_call), .program_at = sizeof(own_call)};
 static atomic_int opened, closed;
 static bool memory_is_short;
 

@@ -46,6 +46,7 @@ typedef struct toy_call {
     op_call head;
     toy_params params;
     quern_tensor global; /* as a stage gets it */
+    _Alignas(op_step) char program[sizeof(op_step)];
 } toy_call;
 
 static const op_tensor tensors[] = {
@@ -80,12 +81,6 @@ static const op_param params[] = {
 static const toy_params defaults = {sizeof(toy_params), 1, false, 0, 0, 0, 0, 1};
 static const char *const operations[] = {"toy"};
 
-static quern_status accept(op_call *call)
-{
-    (void)call;
-    return QUERN_OK;
-}
-
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     (void)call, (void)tensor;
@@ -115,22 +110,9 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
+static void build(op_build *b)
 {
-    (void)call, (void)data;
-    return QUERN_OK;
-}
-
-static quern_status plan(op_call *call)
-{
-    ((toy_call *)call)->global = op_view(call, T_GLOBAL, false);
-    return QUERN_OK;
-}
-
-static quern_status run(const op_call *call, const op_frame *frame)
-{
-    (void)call, (void)frame;
-    return QUERN_OK;
+    ((toy_call *)b->call)->global = op_view(b->call, T_GLOBAL, false);
 }
 
 static const op_family toy = {
@@ -146,13 +128,11 @@ static const op_family toy = {
     .tensors_init = "TOY_TENSORS_INIT",
     .call_size = sizeof(toy_call),
     .params_at = offsetof(toy_call, params),
-    .check_params = accept,
+    .program_at = offsetof(toy_call, program),
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
-    .plan = plan,
-    .run = run,
+    .build = build,
 };
 
 static char memory[4096] __attribute__((aligned(64)));

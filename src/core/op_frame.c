@@ -1,0 +1,83 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* op_frame.c - symbolic pointers, and the addresses that replace them. */
+#include "core/op.h"
+#include "core/view.h"
+
+enum {
+    REGION_SHIFT = 48,
+    WORKSPACE = OP_TENSORS_MAX,
+    STATUS = OP_TENSORS_MAX + 1,
+    KNOWN = OP_TENSORS_MAX + 2
+};
+
+/* Offsets may be negative (strides are): they count from the middle of a region. */
+static const uint64_t middle = (uint64_t)1 << (REGION_SHIFT - 1), within = ((uint64_t)1 << REGION_SHIFT) - 1;
+
+static void *symbolic(int32_t region, uint64_t offset)
+{
+    return (void *)(uintptr_t)(((uint64_t)region << REGION_SHIFT) + middle +
+                               offset); // NOLINT(performance-no-int-to-ptr)
+}
+
+void *op_placed(const void *p, const op_frame *frame)
+{
+    const uint64_t at = (uint64_t)(uintptr_t)p;
+    return (void *)(frame->base[at >> REGION_SHIFT] +
+                    (uintptr_t)((at & within) - middle)); // NOLINT(performance-no-int-to-ptr)
+}
+
+/* What an address is past a multiple of OP_ALIGN_MOST, where no more than its class is known. */
+static uint64_t residue(const op_call *call, int32_t tensor)
+{
+    return call->alignment[tensor] < OP_ALIGN_MOST ? call->alignment[tensor] : 0;
+}
+
+quern_tensor op_view(const op_call *call, int32_t tensor, bool batch)
+{
+    if (!op_uses(call, tensor)) return (quern_tensor){0};
+    quern_tensor t = view_canonical(call->given[tensor]);
+    t.data = symbolic(tensor, residue(call, tensor));
+    if (t.ndim == 0) {
+        t.ndim = 1;
+        t.shape[0] = 1;
+        t.strides[0] = 1;
+    }
+    return batch && call->varlen ? view_with_batch(&t) : t;
+}
+
+quern_tensor op_status_view(const op_call *call)
+{
+    const int64_t one[] = {1};
+    return view_on(&call->like, symbolic(STATUS, 0), QUERN_I32, 1, one);
+}
+
+void *op_address(const void *p)
+{
+    return symbolic(KNOWN, (uint64_t)(uintptr_t)p);
+}
+
+arena op_workspace(void)
+{
+    return (arena){symbolic(WORKSPACE, 0), 0};
+}
+
+void op_workspace_end(op_call *call, const arena *a)
+{
+    call->bytes = arena_size(a);
+}
+
+op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace)
+{
+    static const char nothing[OP_ALIGN_MOST]
+        __attribute__((aligned(OP_ALIGN_MOST))) = {0}; /* the address of no elements */
+    op_frame f = {.exec = call->exec, .asked = exec->status != NULL};
+    f.exec.stream = exec->stream;
+    for (int32_t i = 0; i < call->family->tensor_count; i++)
+        f.base[i] =
+            call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;
+    f.base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
+    f.base[KNOWN] = 0;
+    f.base[STATUS] = exec->status != NULL ? (uintptr_t)exec->status->data : 0;
+    return f;
+}
