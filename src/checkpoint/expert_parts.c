@@ -62,6 +62,7 @@ static quern_status does_not_fit(const stored_tensor *t)
 /* Values of a row of codes: two a byte; F4's shape counts elements or pairs. */
 static int64_t columns_of(const stored_tensor *t)
 {
+    if (t->bytes == 0 || t->ndim == 0) return 0; /* the extents of an empty tensor may be any */
     int64_t columns = extent(t, t->ndim - 1), elements = 1;
     switch (t->format) {
     case QUERN_FORMAT_PLAIN:
@@ -80,7 +81,8 @@ static quern_status measure_stacks(layer_experts *l)
 {
     const stored_tensor *up = l->parts[PART_UP].tensor, *down = l->parts[PART_DOWN].tensor;
     const int64_t parts = l->parts[PART_UP].merged ? 2 : 1;
-    if (up->ndim < 3 || down->ndim < 3) return does_not_fit(up->ndim < 3 ? up : down);
+    if (up->ndim < 3 || up->bytes == 0) return does_not_fit(up);
+    if (down->ndim < 3 || down->bytes == 0) return does_not_fit(down);
     l->experts = extent(up, 0);
     l->hidden = columns_of(up);
     l->intermediate = columns_of(down);
@@ -130,6 +132,20 @@ static const stored_tensor *bias_of(const layer_experts *l, const stored_tensor 
     return found != NULL ? found : checkpoint_beside(l->checkpoint, t, NAME_BIAS);
 }
 
+/* What is laid out, padding included, has fewer bytes than 64 bits count; no expert is without a tensor. */
+static quern_status check_memory(const layer_experts *l)
+{
+    int64_t bytes = 64;
+    const bool fits = !__builtin_mul_overflow(bytes, l->experts, &bytes) &&
+                      !__builtin_mul_overflow(bytes, l->hidden, &bytes) &&
+                      !__builtin_mul_overflow(bytes, l->intermediate, &bytes);
+    if (fits && (l->parts[PART_GATE].stacked || l->experts <= (int64_t)l->checkpoint->count)) return QUERN_OK;
+    return error_set(QUERN_ERR_FORMAT,
+                     "layer %" PRId64 ": expert %" PRId64 " of widths %" PRId64 " and %" PRId64
+                     ": as many experts as there are tensors, and fewer than 2^57 weights, are accepted",
+                     l->layer, l->experts - 1, l->hidden, l->intermediate);
+}
+
 quern_status experts_find(const quern_checkpoint *c, int64_t layer, layer_experts *l)
 {
     *l = (layer_experts){.checkpoint = c, .layer = layer};
@@ -154,8 +170,11 @@ quern_status experts_find(const quern_checkpoint *c, int64_t layer, layer_expert
     } else {
         l->hidden = columns_of(gate);
         l->intermediate = columns_of(down);
-        for (int part = 0; part < PARTS; part++)
-            if (l->parts[part].tensor->ndim != 2) return does_not_fit(l->parts[part].tensor);
+        for (int part = 0; part < PARTS; part++) {
+            const stored_tensor *t = l->parts[part].tensor;
+            if (t->ndim != 2 || extent(t, 0) != (part == PART_DOWN ? l->hidden : l->intermediate))
+                return does_not_fit(t);
+        }
     }
     if (status != QUERN_OK) return status;
     const int64_t block = l->format <= QUERN_FORMAT_NVFP4_GGUF ? 16 : 32;
@@ -165,7 +184,7 @@ quern_status experts_find(const quern_checkpoint *c, int64_t layer, layer_expert
                          "layer %" PRId64 ": %" PRId64 " experts of widths %" PRId64 " and %" PRId64
                          ": at least one, and multiples of %" PRId64 " for codes, are accepted",
                          layer, l->experts, l->hidden, l->intermediate, block);
-    return QUERN_OK;
+    return check_memory(l);
 }
 
 static quern_status missing(const stored_tensor *t, name_role role)

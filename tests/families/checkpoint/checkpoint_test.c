@@ -649,6 +649,13 @@ static void what_does_not_fit_is_refused(void **state)
         made_add(&m, QUERN_BF16, tensor_of(QWEN, expert, "down", ".weight"), 2, (const int64_t[]){D, I});
     }
     expect_refused(2, QUERN_ERR_UNSUPPORTED, "experts of one format are accepted");
+    add_each(QWEN, qwen, made_modelopt);
+    made_modelopt(&m, "model.layers.2.mlp.experts.999999999.up_proj", I, D, 1e-3f);
+    expect_refused(2, QUERN_ERR_FORMAT, "expert 999999999 of widths 64 and 32: as many experts as there are");
+    made_free(&m);
+    made_add(&m, QUERN_BF16, GPT_OSS "gate_up_proj", 3, (const int64_t[]){E, 0, 1ll << 40});
+    made_add(&m, QUERN_BF16, GPT_OSS "down_proj", 3, (const int64_t[]){E, 1ll << 40, 0});
+    expect_refused(2, QUERN_ERR_FORMAT, "gate_up_proj': its shape does not go");
     made_free(&m);
     for (int expert = 0; expert < E; expert++)
         for (int part = 0; part < 3; part++)

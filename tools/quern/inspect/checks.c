@@ -70,6 +70,7 @@ static void check_global(inspection *in, const inspected *t, name_role role)
 /* Codes in a row: two a byte; F4's shape counts elements or pairs. */
 static int64_t row_codes(const inspected *t)
 {
+    if (t->info.bytes == 0) return 0; /* its extents may be any */
     int64_t codes = 2 * extent(t, 0);
     if (t->info.format == QUERN_FORMAT_MXFP4_BLOCKS) codes *= extent(t, 1);
     if (has_dtype(t, "F4") && elements_of(t) > 0)

@@ -129,9 +129,10 @@ static bool begin_codes(decoder *d, const statistics_source *s, int64_t block)
 {
     const quern_checkpoint_tensor *t = s->tensor;
     /* two codes a byte; gpt-oss' last two extents are a row */
+    if (bytes_of(t) == 0) return false; /* its extents may be any */
     int64_t row_bytes = extent(t, 0);
     if (t->format == QUERN_FORMAT_MXFP4_BLOCKS) row_bytes *= extent(t, 1);
-    if (strcmp(t->dtype, "F4") == 0 && row_bytes > 0 && bytes_of(t) > 0) {
+    if (strcmp(t->dtype, "F4") == 0 && row_bytes > 0) {
         int64_t counted = 1;
         for (int32_t i = 0; i < t->ndim; i++) counted *= t->shape[i];
         row_bytes = row_bytes * bytes_of(t) / counted; /* the shape counts elements or pairs */
