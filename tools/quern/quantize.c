@@ -121,6 +121,7 @@ static int report(const conversion *c)
 static int convert_to_folder(conversion *c)
 {
     output_file *files = calloc(c->model->shard_count, sizeof *files);
+    c->inputs = shard_hash_inputs(c);
     int code =
         files != NULL ? outputs_plan(c, files) : fail(EXIT_MACHINE, "no memory for the list of shards");
     for (size_t i = 0; i < c->model->shard_count && code == EXIT_DONE; i++)

@@ -38,7 +38,7 @@ static bool of_a_layer(const char *name)
 static int check_weight(const conversion *c, const stored_weight *s)
 {
     const name_part part = s->name.part;
-    const bool reads_hidden = part != NAME_NO_PART && part != NAME_DOWN;
+    const bool reads_hidden = part == NAME_GATE || part == NAME_UP || part == NAME_GATE_UP;
     const int64_t hidden = number(c, "hidden_size"), own = number(c, "moe_intermediate_size");
     const bool moe = s->name.in_experts;
     const int64_t inner = own >= 0 ? own : c->gpt_oss ? number(c, "intermediate_size") : -1;

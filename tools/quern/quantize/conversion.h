@@ -40,6 +40,7 @@ typedef struct conversion {
     module_list list;
     quern_context *ctx; /* of one thread: each of the converter's calls it for itself */
     int threads;
+    uint64_t inputs; /* a hash of options and inputs, of shard_hash_inputs */
 } conversion;
 
 /* Reads config.json where there is one. Returns an exit code. */

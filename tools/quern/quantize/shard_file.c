@@ -31,11 +31,10 @@ static uint64_t hash_text(uint64_t h, const char *text)
     return h * 0x100000001b3u;
 }
 
-/* Of what decides the shard's bytes. Globals are shared across shards, so all inputs count. */
-static void fingerprint(const conversion *c, size_t shard, const output_file *f, char text[24])
+uint64_t shard_hash_inputs(const conversion *c)
 {
     uint64_t h = hash_text(0xcbf29ce484222325u, quern_version());
-    h = hash_number(hash_number(hash_number(h, c->format), (uint64_t)c->options->scales), shard);
+    h = hash_number(hash_number(h, c->format), (uint64_t)c->options->scales);
     for (size_t i = 0; i < c->model->shard_count; i++) {
         const model_shard *s = &c->model->shards[i];
         h = hash_number(hash_number(hash_text(h, s->name), (uint64_t)s->bytes), (uint64_t)s->changed);
@@ -44,6 +43,13 @@ static void fingerprint(const conversion *c, size_t shard, const output_file *f,
         const module *m = &c->list.modules[i];
         h = hash_number(hash_number(hash_text(h, m->name), bits_from_float(m->input_scale)), m->group);
     }
+    return h;
+}
+
+/* Of what decides the shard's bytes. */
+static void fingerprint(const conversion *c, size_t shard, const output_file *f, char text[24])
+{
+    uint64_t h = hash_number(c->inputs, shard);
     for (size_t i = 0; i < f->count; i++) {
         h = hash_text(hash_text(h, f->tensors[i].name), f->tensors[i].dtype);
         h = hash_number(h, (uint64_t)f->tensors[i].bytes);

@@ -12,6 +12,8 @@
 #include "quantize/outputs.h"
 #include "quantize/progress.h"
 
+/* Of the options and all inputs: globals are shared across shards. */
+uint64_t shard_hash_inputs(const conversion *c);
 /* Orders the tensors of a shard by their elements' width and sets offsets, header_bytes and bytes.
  * Returns an exit code. */
 int shard_lay_out(const conversion *c, size_t shard, output_file *f);
