@@ -134,8 +134,7 @@ static quern_status check_tensors(const quern_cache *cache, const decode_call *c
         {"block_idx", t->block_idx, VIEW_I32, 3, {c->list_heads, tokens, p->num_selected}, true, true},
         {"block_count", t->block_count, VIEW_I32, 2, {c->list_heads, tokens}, true, true},
     };
-    const quern_status status = view_check_order(t->q, t->o);
-    return status == QUERN_OK ? view_check_all(rules, sizeof rules / sizeof *rules, t->q, run) : status;
+    return view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
 }
 
 /* A view with a leading extent of 1, or none. */
@@ -204,7 +203,9 @@ static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern
                          {c->call.tokens, VIEW_ANY, cache->layout.params.dim},
                          false,
                          false};
-    if ((status = view_check(&q, c->t.q, run)) != QUERN_OK) return status;
+    if ((status = view_check_order(c->t.q, c->t.o)) != QUERN_OK ||
+        (status = view_check(&q, c->t.q, run)) != QUERN_OK)
+        return status;
     c->heads = c->t.q->shape[1];
     if ((status = view_check_heads(c->heads, cache->layout.params.kv_heads, c->call.tokens)) != QUERN_OK ||
         (status = check_params(ctx, cache, params, c)) != QUERN_OK ||

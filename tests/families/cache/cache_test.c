@@ -276,6 +276,38 @@ static void rolled_back_rows_reach_no_result(void **state)
         }
 }
 
+static void a_query_with_heads_before_tokens_is_named(void **state)
+{
+    (void)state;
+    test_random random = {5};
+    quern_cache_params params = {sizeof params, QUERN_F32, 1, 1, 16, 16, 100, 0, 0, 0, 0, 0,
+                                 false,         false,     0, 0};
+    cache_case cache;
+    cache_case_make(&cache, &params, &random);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    float rows[4 * 2 * 16] = {0}, out[4 * 2 * 16] = {0};
+    const int32_t id = 0;
+    const int64_t count = 2, of_kv[] = {2, 1, 16}, of_q[] = {4, 2, 16}, of_o[] = {2, 4, 16};
+    const quern_tensor kv = quern_tensor_contiguous(rows, QUERN_F32, 3, of_kv),
+                       q = quern_tensor_contiguous(rows, QUERN_F32, 3, of_q),
+                       o = quern_tensor_contiguous(out, QUERN_F32, 3, of_o);
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &count, NULL};
+    quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
+    quern_decode_tensors d = QUERN_DECODE_TENSORS_INIT;
+    const quern_attention_params attention = QUERN_ATTENTION_PARAMS_INIT;
+    static char workspace[1 << 20];
+    t.k = t.v = &kv, d.q = &q, d.o = &o;
+    assert_int_equal(quern_cache_append(ctx, NULL, cache.cache, &batch, &t, workspace, sizeof workspace),
+                     QUERN_OK);
+    assert_int_equal(
+        quern_attention_decode(ctx, NULL, &attention, cache.cache, &batch, &d, workspace, sizeof workspace),
+        QUERN_ERR_INVALID_ARGUMENT);
+    const char *sentence = "q has 4 x 2 tokens and heads, o 2 x 4: the order [T, H, D] is accepted";
+    assert_non_null(strstr(quern_last_error(ctx), sentence));
+    quern_context_destroy(ctx);
+    cache_case_free(&cache);
+}
+
 static void sizes_and_bytes_held(void **state)
 {
     (void)state;
@@ -299,6 +331,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(any_pieces_give_the_whole),
         cmocka_unit_test(rolled_back_rows_reach_no_result),
+        cmocka_unit_test(a_query_with_heads_before_tokens_is_named),
         cmocka_unit_test(sizes_and_bytes_held),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

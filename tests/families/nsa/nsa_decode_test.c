@@ -452,7 +452,7 @@ static void what_a_decoding_call_refuses(void **state)
     REFUSE(stride = 8, "block_size is 8, stride 8");
     REFUSE(window = 11, "window is 11: at most that of the cache's ring, 10");
     REFUSE(num_selected = 2, "num_selected is 2: at least the 3 forced blocks");
-    REFUSE(metric = QUERN_NSA_METRIC_MEAN_LOGIT, "metric mean_logit with block_size 8");
+    REFUSE(metric = QUERN_NSA_METRIC_MEAN_LOGIT, "metric mean-logit with block_size 8");
     REFUSE(gate = QUERN_NSA_GATE_WEIGHTS, "w_gate is NULL");
     REFUSE(gate = QUERN_NSA_GATE_GIVEN, "gates is NULL");
     REFUSE(gate = (quern_nsa_gate_kind)3, "gate");
@@ -468,6 +468,12 @@ static void what_a_decoding_call_refuses(void **state)
     f.q.shape[1] = 0;
     refuse(&f, "q has 0 heads");
     f.q.shape[1] = 2;
+    const int64_t heads_first[] = {4, 2, 16}, tokens_first[] = {2, 4, 16};
+    const quern_tensor q = f.q, o = f.o;
+    f.q = quern_tensor_contiguous(f.rows, QUERN_F32, 3, heads_first);
+    f.o = quern_tensor_contiguous(f.out, QUERN_F32, 3, tokens_first);
+    refuse(&f, "q has 4 x 2 tokens and heads, o 2 x 4: the order [T, H, D] is accepted");
+    f.q = q, f.o = o;
     f.idx.shape[2] = 3;
     refuse(&f, "block_idx.shape[2] is 3: 4 is accepted");
     f.idx.shape[2] = 4;
