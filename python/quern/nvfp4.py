@@ -108,14 +108,16 @@ def dequantize(
     return run("nvfp4-dequantize", settings, tensors, ("x",), out=written, asked=asked)[0]
 
 
-def from_mxfp4(codes: Any, exponents: Any) -> tuple[Any, Any, Any, int]:
+def from_mxfp4(codes: Any, exponents: Any) -> tuple[Any, Any, Any, Any]:
     """MXFP4, codes [.., K/2] with exponents [.., K/32] (torch.float8_e8m0fnu or uint8) → codes, scales [..,
-    K/16], global [], and how many blocks of 32 had to be rounded; 0: the values are the same."""
+    K/16], global [], and how many blocks of 32 had to be rounded; 0: the values are the same. On the device
+    meta, where nobody counts, a tensor without data stands for that number."""
     tensors = {"mx_codes": as_bytes(codes), "exponents": as_bytes(exponents)}
     made, scales, one, rounded = run(
         "nvfp4-from-mxfp4", (), tensors, ("codes", "scales", "global", "rounded_blocks")
     )
-    return _named(made, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn"), one, int(rounded)
+    counted = rounded if _arrays.is_meta(rounded) else int(rounded)
+    return _named(made, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn"), one, counted
 
 
 def fused_quantize(

@@ -43,6 +43,7 @@ ON_META = {
     "rope_table": table,
     "pack_weights": lambda: dsv4.pack_weights(torch.randn(16, 8), torch.randn(16, 8)),
     "pack_checkpoint": lambda: dsv4.pack_checkpoint(*(torch.randn(16, 8),) * 2, torch.randn(4, 16))[0],
+    "from_mxfp4": lambda: nvfp4.from_mxfp4(torch.zeros(4, 32).byte(), torch.full((4, 2), 127).byte())[0],
     "swizzle": lambda: nvfp4.swizzle(
         torch.zeros(100, 4, dtype=torch.uint8), tokens_per_expert=torch.zeros(3, dtype=torch.int32)
     )[0],
