@@ -12,6 +12,8 @@
 #include "output.h"
 #include "team.h"
 
+#include <quern/file.h>
+
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -165,6 +167,7 @@ static int run(const quantize_options *o)
                     .threads = openmp_team((int)o->threads)};
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
     params.threads = 1;
+    atexit(quern_file_discard_all); /* OpenMP may end the process */
     int code = output_check(o->json);
     if (code == EXIT_DONE) code = output_check(o->svg);
     if (code != EXIT_DONE) return code;
