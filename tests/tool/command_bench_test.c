@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* command_bench_test.c - `quern bench` of attention and NSA: its JSON and every option; `quern probe`: the
- * longest sequence that a memory holds. */
+/* command_bench_test.c - `quern bench`: the JSON, help and chart of every subject, every option of attention
+ * and NSA; `quern probe`: the longest sequence that a memory holds. */
 #include "command.h"
 #include "random.h"
 
@@ -133,6 +133,123 @@ static void bench_takes_every_parameter(void **state)
     assert_non_null(strstr(output, "tile is 300"));
 }
 
+/* Every subject at small sizes, and how many results it has. */
+static const struct {
+    const char *subject, *options;
+    int results;
+} subjects[] = {
+    {"ceilings", "", 0},
+    {"attention", "--n 64 --dim 16 --reps 1 --backward", 2},
+    {"nsa", "--n 256 --dim 16 --reps 1", 1},
+    {"compress", "--n 256 --dim 16 --reps 1 --backward", 2},
+    {"select", "--n 256 --dim 16 --reps 1", 1},
+    {"gate", "--n 64 --dim 16 --reps 1 --backward", 2},
+    {"overhead", "", 4},
+    {"csa-compress", "--n 256 --width 64 --rounds 1 --backward", 2},
+    {"csa-compress", "--n 256 --width 64 --hidden 64 --index-width 32 --rounds 1 --backward", 2},
+    {"csa-compress", "--n 256 --width 64 --hidden 64 --weights fp8 --rounds 1", 1},
+    {"hca-compress", "--n 256 --width 64 --rounds 1 --backward", 2},
+    {"hca-compress", "--n 256 --width 64 --hidden 64 --weights nvfp4 --dtype bf16 --rounds 1", 1},
+    {"csa-append", "--n 64 --width 64 --ring 2", 2},
+    {"v4-index", "--n 256 --queries 2 --heads 2 --top-k 8 --rounds 1", 1},
+    {"v4-attention", "--n 256 --queries 2 --heads 2 --top-k 8 --rounds 1 --backward", 2},
+    {"v4-attention", "--n 256 --queries 0 --batch 2 --heads 2 --top-k 0 --ratio 128 --reps 1", 1},
+    {"v4-layer", "--n 256 --hidden 64 --heads 2 --width 64 --q-lora 64 --groups 2 --o-lora 64 --rounds 1", 1},
+    {"v4-layer",
+     "--kind swa --n 256 --queries 65 --hidden 64 --heads 2 --width 64 --q-lora 64 --groups 2 --o-lora 64 "
+     "--rounds 1",
+     1},
+    {"nsa-decode", "--n 256 --heads 2/1 --dim 16 --sequences 2 --rounds 1 --page 64", 1},
+    {"attention-decode", "--n 256 --heads 2/1 --dim 16 --sequences 2 --queries 3 --rounds 1", 1},
+    {"nvfp4-gemm", "--n 1 --experts 2 --width 64 --depth 64 --rounds 1 --backward", 2},
+    {"nvfp4-quantize", "--n 16 --depth 64 --rounds 1", 1},
+    {"nvfp4-fused-quantize", "--n 16 --depth 64 --rounds 1", 1},
+    {"nvfp4-dequantize", "--n 16 --depth 64 --rounds 1", 1},
+    {"nvfp4-from-mxfp4", "--n 16 --depth 64 --rounds 1", 1},
+    {"nvfp4-swizzle", "--n 16 --depth 64 --rounds 1", 1},
+    {"nvfp4-interleave", "--n 16 --depth 64 --rounds 1", 1},
+    {"nvfp4-profiles", "", 30},
+    {"moe-prepack", "--experts 2 --width 64 --depth 64 --rounds 1", 1},
+    {"moe-route", "--n 4 --experts 16 --depth 64 --rounds 1 --backward", 2},
+    {"moe", "--n 4 --experts 4 --width 64 --depth 64 --rounds 1 --backward", 2},
+};
+enum { SUBJECTS = sizeof subjects / sizeof *subjects };
+
+/* A number's text, or null, after every `"key": `; its count. */
+static int count_numbers(const char *json, const char *key)
+{
+    char quoted[40];
+    int count = 0;
+    snprintf(quoted, sizeof quoted, "\"%s\": ", key);
+    for (const char *at = json; (at = strstr(at, quoted)) != NULL; count++) {
+        at += strlen(quoted);
+        char *end;
+        const double value = strtod(at, &end);
+        if (end == at ? strncmp(at, "null", 4) != 0 : value < 0) fail_msg("%s is no number: %.40s", key, at);
+    }
+    return count;
+}
+
+static void every_subject_writes_the_same_fields(void **state)
+{
+    static const char *const texts[] = {"op", "shape", "dtype", "ceiling", "peer", "formula"},
+                             *const numbers[] = {"reps",   "ms_median", "ms_p10",   "ms_p90",
+                                                 "gflops", "gbps",      "fraction", "peer_ms"};
+    (void)state;
+    for (size_t i = 0; i < SUBJECTS; i++) {
+        char arguments[300], quoted[40];
+        if (!test_in_share(i)) continue;
+        snprintf(arguments, sizeof arguments, "bench %s --threads 1 --json $DIR/fields.json %s",
+                 subjects[i].subject, subjects[i].options);
+        expect(0, arguments, "");
+        assert_int_equal(run_with("cat $DIR/fields.json; true", ""), 0);
+        assert_non_null(strstr(output, "\"device\": \"cpu\""));
+        assert_non_null(strstr(output, "\"ceilings\": {"));
+        assert_non_null(strstr(output, "\"peak_bytes\": "));
+        const char *results = strstr(output, "\"results\": [");
+        assert_non_null(results);
+        for (size_t k = 0; k < sizeof texts / sizeof *texts; k++) {
+            int count = 0;
+            snprintf(quoted, sizeof quoted, "   \"%s\": ", texts[k]);
+            for (const char *at = results; (at = strstr(at, quoted)) != NULL; at++) count++;
+            if (count < subjects[i].results)
+                fail_msg("quern %s: %d of %s, not %d", arguments, count, texts[k], subjects[i].results);
+        }
+        for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
+            if (count_numbers(results, numbers[k]) != subjects[i].results)
+                fail_msg("quern %s: not %d times %s", arguments, subjects[i].results, numbers[k]);
+    }
+}
+
+/* Help names the subjects and examples of them; a subject's its options. All draw a chart, and say where they
+ * cannot use a GPU. */
+static void every_subject_has_help_and_a_chart(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < SUBJECTS; i++) {
+        char arguments[300];
+        if (!test_in_share(i)) continue;
+        snprintf(arguments, sizeof arguments, "  %s ", subjects[i].subject);
+        expect(0, "bench --help", arguments);
+        snprintf(arguments, sizeof arguments, "bench %s --help", subjects[i].subject);
+        expect(0, arguments, "--device cpu|cuda");
+        assert_non_null(strstr(output, "example"));
+        assert_non_null(strstr(output, "--svg"));
+        snprintf(arguments, sizeof arguments, "bench %s --threads 1 --svg $DIR/chart.svg %s",
+                 subjects[i].subject, subjects[i].options);
+        expect(0, arguments, "");
+        assert_int_equal(run_with("cat $DIR/chart.svg; true", ""), 0);
+        assert_non_null(strstr(output, "</svg>"));
+    }
+    expect(4, "bench v4-layer --device cuda", "v4-layer runs on the cpu");
+    expect(2, "bench dense", "'dense' is no subject");
+    expect(2, "bench v4-index --backward", "'--backward'");
+    expect(2, "bench csa-compress --weights fp8", "--hidden");
+    expect(2, "bench hca-compress --hidden 64 --index-width 32", "--index-width 32");
+    expect(2, "bench v4-layer --n 1 --queries 2", "--n 1 --queries 2");
+    expect(2, "bench nsa-decode --queries 17", "--queries 17: 1 to 16 is accepted");
+}
+
 /* The whole number after `"key": ` in the last output. */
 static long long json_number(const char *key)
 {
@@ -191,6 +308,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bench_writes_its_schema),
         cmocka_unit_test(bench_takes_every_parameter),
+        cmocka_unit_test(every_subject_writes_the_same_fields),
+        cmocka_unit_test(every_subject_has_help_and_a_chart),
         cmocka_unit_test(probe_keeps_to_its_limit),
         cmocka_unit_test(probe_finds_the_longest),
     };

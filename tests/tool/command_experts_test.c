@@ -122,7 +122,7 @@ static void what_the_bench_refuses(void **state)
     expect(2, "bench nvfp4-gemm --rounds 0", "--rounds 0");
     expect(2, "bench nvfp4-gemm --experts -1", "--experts -1");
     expect(2, "bench nvfp4-gemm --n 1M --experts 4096", "below 2^31 rows");
-    expect(2, "bench nvfp4-quantize --dtype nvfp4", "--dtype nvfp4");
+    expect(2, "bench nvfp4-quantize --dtype nvfp4", "--dtype 'nvfp4': f32|f16|bf16");
     expect(2, "bench nvfp4-gemm extra", "one subject");
     expect(3, "bench nvfp4-gemm --n 1 --experts 1 --width 64 --depth 100", "K a multiple of 16");
     expect(3, "bench nvfp4-gemm --n 1 --experts 1 --width 64 --depth 40 --dtype nvfp4", "A_scales [T K/16]");

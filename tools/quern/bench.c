@@ -1,348 +1,473 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench.c - `quern bench WHAT`: times an operation at several lengths, beside the limit of the machine. */
+/* bench.c - `quern bench WHAT`: the options of a subject, its lengths and thread counts, a measurement of
+ * each. */
 #include "bench.h"
-#include "bench_core.h"
-#include "bench_decode.h"
-#include "bench_experts.h"
-#include "bench_layer.h"
 
 #include "command.h"
-#include "machine.h"
 #include "output.h"
-#include "peer_onednn.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
+
+enum { LENGTHS_MAX = 64 };
+
+/* ---- options ---- */
 
 typedef struct bench_options {
-    const char *n, *heads, *dim, *threads, *json, *svg, *profile;
-    bench_case what;
+    const char *n, *threads, *json, *svg, *profile;
     int64_t reps, rounds;
     bool no_peer;
+    bench_case what;
 } bench_options;
 
-static const char *const data_choices[] = {"noise", "smooth", NULL};
-
 #define AT(member) offsetof(bench_options, member)
+enum { ROW_N, ROW_REPS, ROW_ROUNDS, ROW_PEER, ROW_PROFILE, ROW_OTHERS };
 static const option_row rows[] = {
     {"n", OPTION_TEXT, AT(n), NULL, "lengths, such as 4096,16384 or 4k,16k,1M"},
-    {"heads", OPTION_TEXT, AT(heads), NULL, "H/Hkv"},
-    {"dim", OPTION_TEXT, AT(dim), NULL, "D, or D/Dv"},
-    {"documents", OPTION_INT, AT(what.documents), NULL,
-     "a varlen batch of n tokens in so many documents; 0: sequences of n tokens"},
+    {"reps", OPTION_INT, AT(reps), NULL,
+     "instead of rounds: runs that are timed; 0: at least 3 and a second"},
+    {"rounds", OPTION_INT, AT(rounds), NULL,
+     "of a moment each, in turns with the limits, at most 101; the medians count; 0: reps"},
+    {"no-peer", OPTION_FLAG, AT(no_peer), NULL, "leave out what stands beside: "},
+    {"profile", OPTION_TEXT, AT(profile), NULL, "preset that is set before the other options: tile256"},
     {"threads", OPTION_TEXT, AT(threads), NULL,
      "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
-    {"data", OPTION_CHOICE, AT(what.data), data_choices,
-     "independent N(0,1), or smoothed over 16 tokens along time"},
-    {"seed", OPTION_INT, AT(what.seed), NULL, "of the data"},
-    {"reps", OPTION_INT, AT(reps), NULL, "runs that are timed; 0: at least 3 and a second"},
-    {"rounds", OPTION_INT, AT(rounds), NULL,
-     "instead of reps: rounds of a moment each, in turns with the limits; medians of the rounds"},
-    {"no-peer", OPTION_FLAG, AT(no_peer), NULL, "leave out dense attention (nsa), oneDNN (attention)"},
-    {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
-    {"svg", OPTION_TEXT, AT(svg), NULL, "draw time and speed-up against length to this file (gnuplot)"},
-    {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset that is set before the other options: tile256"},
     {"device", OPTION_CHOICE, AT(what.device), device_choices, "where to compute"},
+    {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
+    {"svg", OPTION_TEXT, AT(svg), NULL, "draw the results to this file (gnuplot)"},
 };
 #undef AT
-enum { ROWS = sizeof rows / sizeof *rows, LIST_MAX = 64 };
+enum { ROWS = sizeof rows / sizeof *rows };
 
-static const struct {
-    const char *what, *op;
-} subjects[] = {
-    {"ceilings", NULL},       {"attention", "attention"}, {"nsa", "nsa"},    {"compress", "nsa-compress"},
-    {"select", "nsa-select"}, {"gate", "nsa-gate"},       {"overhead", NULL}};
-enum { SUBJECTS = sizeof subjects / sizeof *subjects };
+/* The rows of a subject, in a base each. */
+typedef struct option_tables {
+    option_row own[ROWS], of_case[OPTION_MAX], params[QUERN_OP_PARAMS_MAX];
+    option_group groups[3];
+    char peer_help[80];
+} option_tables;
 
-/* Subjects with their own function. */
-static const struct {
-    const char *what;
-    int (*run)(int argc, char **argv, const char *what);
-} scenarios[] = {{"csa-compress", bench_compressor},
-                 {"hca-compress", bench_compressor},
-                 {"csa-append", bench_compressor},
-                 {"v4-index", bench_core},
-                 {"v4-attention", bench_core},
-                 {"v4-layer", bench_layer},
-                 {"nsa-decode", bench_decode},
-                 {"attention-decode", bench_decode},
-                 {"nvfp4-gemm", bench_experts},
-                 {"nvfp4-quantize", bench_experts},
-                 {"nvfp4-fused-quantize", bench_experts},
-                 {"nvfp4-dequantize", bench_experts},
-                 {"nvfp4-from-mxfp4", bench_experts},
-                 {"nvfp4-swizzle", bench_experts},
-                 {"nvfp4-interleave", bench_experts},
-                 {"nvfp4-profiles", bench_profiles},
-                 {"moe-prepack", bench_experts},
-                 {"moe-route", bench_experts},
-                 {"moe", bench_experts}};
-enum { SCENARIOS = sizeof scenarios / sizeof *scenarios };
+/* Whether an operation's parameter is set by an option of the subject, or follows. */
+static bool is_taken(const bench_subject *s, const option_group *before, const char *name)
+{
+    for (size_t i = 0; i < before->count; i++)
+        if (strcmp(before->rows[i].name, name) == 0) return true;
+    for (int i = 0; i < WORDS_MAX && s->follow[i][0] != NULL; i++)
+        if (strcmp(s->follow[i][0], name) == 0) return true;
+    return false;
+}
 
-/* All subjects, one after the other. */
+static size_t case_rows(const bench_subject *s, option_row *to)
+{
+    const bool presence[] = {s->measure == NULL || s->extents != NULL,
+                             s->work[1].flops != NULL || s->work[1].bytes != NULL, s->heads != NULL,
+                             s->dim != NULL};
+    size_t n = 0;
+    for (int i = 0; i < CASE_ROWS; i++) {
+        if (i < CASE_OTHERS ? !presence[i] : !s->attention) continue;
+        to[n] = bench_case_rows[i];
+        if (i == CASE_DTYPE && s->dtypes != NULL) to[n].choices = s->dtypes;
+        n++;
+    }
+    for (int i = 0; s->extents != NULL && s->extents[i].option != NULL; i++)
+        to[n++] = (option_row){s->extents[i].option, OPTION_INT,
+                               offsetof(bench_case, extent) + (size_t)i * sizeof(int64_t), NULL,
+                               s->extents[i].help};
+    for (int i = 0; i < CHOICES_MAX && s->choices[i].option != NULL; i++)
+        to[n++] = (option_row){s->choices[i].option, OPTION_CHOICE,
+                               offsetof(bench_case, choice) + (size_t)i * sizeof(int), s->choices[i].words,
+                               s->choices[i].help};
+    return n;
+}
+
+static void make_tables(const bench_subject *s, bench_options *o, option_tables *t)
+{
+    const operation *op = o->what.op;
+    const bool presence[] = {s->n != NULL, s->measure == NULL, s->measure == NULL, s->measure == NULL,
+                             op != NULL && strcmp(op->info.group, "nsa") == 0};
+    size_t n = 0, params = 0;
+    for (int i = 0; i < ROWS; i++) {
+        if (i < ROW_OTHERS && !presence[i]) continue;
+        t->own[n] = rows[i];
+        if (i == ROW_N && s->n_help != NULL) t->own[n].help = s->n_help;
+        if (i == ROW_PEER) {
+            snprintf(t->peer_help, sizeof t->peer_help, "%s%s", rows[i].help,
+                     s->peer != NULL ? s->peer->name : "nothing here");
+            t->own[n].help = t->peer_help;
+        }
+        n++;
+    }
+    t->groups[0] = (option_group){t->own, n, o};
+    t->groups[1] = (option_group){t->of_case, case_rows(s, t->of_case), &o->what};
+    for (size_t i = 0; op != NULL && i < op->option_count; i++)
+        if (!is_taken(s, &t->groups[1], op->options[i].name)) t->params[params++] = op->options[i];
+    t->groups[2] = (option_group){t->params, params, &o->what.params};
+}
+
+static bench_options default_options(const bench_subject *s)
+{
+    bench_options o = {.n = s->n, .threads = "0", .rounds = s->rounds};
+    o.what = bench_case_init(s->op != NULL ? operation_named(s->op) : NULL);
+    o.what.subject = s;
+    o.what.dtype = s->dtype;
+    if (s->heads != NULL) o.what.heads_text = s->heads;
+    if (s->dim != NULL) o.what.dim_text = s->dim;
+    memcpy(o.what.extent, s->extent, sizeof o.what.extent);
+    for (int i = 0; i < WORDS_MAX && s->set[i][0] != NULL; i++)
+        (void)quern_op_set(o.what.op->op, &o.what.params, s->set[i][0], s->set[i][1]);
+    return o;
+}
+
+int64_t bench_extent_of(const bench_case *c, const char *option)
+{
+    const bench_extent *e = c->subject->extents;
+    for (int i = 0; e[i].option != NULL; i++)
+        if (strcmp(e[i].option, option) == 0) return c->extent[i];
+    return 0;
+}
+
+int bench_choice_of(const bench_case *c, const char *option)
+{
+    const bench_choice *choices = c->subject->choices;
+    for (int i = 0; i < CHOICES_MAX && choices[i].option != NULL; i++)
+        if (strcmp(choices[i].option, option) == 0) return c->choice[i];
+    return 0;
+}
+
+/* Every subject's name. */
 static const char *subject_names(const char *between)
 {
-    static char names[512];
+    static char names[600];
     size_t used = 0;
-    for (int i = 0; i < SUBJECTS + SCENARIOS; i++) {
-        const int n = snprintf(names + used, sizeof names - used, "%s%s", i > 0 ? between : "",
-                               i < SUBJECTS ? subjects[i].what : scenarios[i - SUBJECTS].what);
+    for (const bench_subject *s = bench_subjects; s->name != NULL; s++) {
+        const int n =
+            snprintf(names + used, sizeof names - used, "%s%s", s != bench_subjects ? between : "", s->name);
         used += n > 0 && (size_t)n < sizeof names - used ? (size_t)n : 0;
     }
     return names;
 }
 
-static bench_options default_options(const operation *op)
+static void print_subject(const bench_subject *s, const option_tables *t)
 {
-    bench_options o = {.n = "4096,16384", .heads = "8/2", .dim = "128", .threads = "0"};
-    o.what = bench_case_init(op);
-    return o;
+    printf("usage: quern bench %s [--key value ...]\n\n%s\n\noptions:\n", s->name, s->help);
+    for (int i = 0; i < 3; i++) print_options(&t->groups[i]);
+    for (int p = 0; p < 2; p++) {
+        const work_row *w = &s->work[p];
+        if (w->flops == NULL && w->bytes == NULL) continue;
+        printf("%s%s: %s%s%s\n", p == 0 ? "\nleast work" : "backward",
+               s->variant != NULL ? " by default" : "", w->flops != NULL ? w->flops : "",
+               w->flops != NULL && w->bytes != NULL ? "; bytes " : "", w->bytes != NULL ? w->bytes : "");
+    }
 }
 
-/* op NULL: without the options of an operation. */
-static void print_help(const operation *op)
+/* s NULL: of all. */
+static void print_help(const bench_subject *s, const option_tables *t)
 {
-    const bench_options defaults = default_options(op);
-    printf("usage: quern bench %s [--key value ...]\n\n", subject_names("|"));
+    if (s != NULL) {
+        print_subject(s, t);
+    } else {
+        printf(
+            "usage: quern bench WHAT [--key value ...]\n\nMedians of repeated runs on random data, as a "
+            "fraction "
+            "of the machine's limit that is measured in turns\nwith them, and beside a peer where there is "
+            "one.\n\nsubjects:\n");
+        for (const bench_subject *e = bench_subjects; e->name != NULL; e++)
+            printf("  %-22s %s\n", e->name, e->help);
+        printf(
+            "\nquern bench WHAT --help tells a subject's options; all take --threads, --device, --json and "
+            "--svg.\n");
+    }
+    printf("\nexamples:\n");
+    for (const bench_subject *e = bench_subjects; e->name != NULL; e++)
+        if (s == NULL ? e->example != NULL : e == s)
+            printf("  quern bench %s %s\n", e->name, e->example != NULL ? e->example : "");
     printf(
-        "Medians of repeated runs on random data, the fraction of the machine's limit that was measured "
-        "beside\n"
-        "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up "
-        "over\n"
-        "dense attention, for attention that over matmul and softmax of oneDNN. Parameters of the operation "
-        "are\n"
-        "options too: quern bench WHAT --help. overhead is the time of calls beside their kernels; it takes\n"
-        "--device, --threads and --json.\n\noptions:\n");
-    print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
-    print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
-    if (op != NULL)
-        print_options(
-            &(option_group){op->options, op->option_count, (void *)(uintptr_t)&defaults.what.params});
-    printf("\nexamples:\n  quern bench ceilings --threads 1,2\n"
-           "  quern bench attention --n 4096 --heads 8/8 --threads 1,2 --backward\n"
-           "  quern bench nsa --n 4k,16k,64k --tile 64 --metric mean-logit --svg nsa.svg --json nsa.json\n"
-           "  quern bench compress --n 32k --block-size 32 --stride 16 --backward\n\n"
-           "exit codes: 0 done, 2 wrong command line, 3 a parameter or a file is not accepted, 4 the machine "
-           "lacks\n"
-           "what is needed, 5 a defect.\n");
+        "\nexit codes: 0 done, 2 wrong command line, 3 a parameter or a file is not accepted, 4 the machine "
+        "lacks\nwhat is needed, 5 a defect.\n");
 }
 
-typedef struct results {
-    bench_row rows[4 * LIST_MAX * 4];
-    bench_case cases[LIST_MAX];
-    size_t count;
-    double ceilings[CEILINGS][LIST_MAX]; /* by thread list index */
-} results;
+/* ---- a measurement ---- */
 
-static int time_peer(const bench_case *c, quern_context *ctx, int reps, timing *forward, timing *backward)
+ceiling bench_compute_limit(int dtype, quern_cpu_level level)
 {
-    job j;
-    bench_case dense = *c;
-    dense.op = operation_named("attention");
-    dense.params = params_init(dense.op);
-    dense.params.attention.causal = c->params.nsa.causal;
-    dense.params.attention.scale = c->params.nsa.scale;
-    int code = bench_open(&j, &dense, ctx, false);
-    if (code == EXIT_DONE) code = bench_time(&j, ctx, reps, "dense attention", forward, backward);
-    job_free(&j);
+    if (level < QUERN_CPU_LEVEL_AVX2) return CEILINGS;
+    if (level == QUERN_CPU_LEVEL_AVX2) return CEILING_FMA256;
+    return dtype == QUERN_BF16 && level == QUERN_CPU_LEVEL_AVX512BF16 ? CEILING_BF16 : CEILING_FMA512;
+}
+
+static bool is_true(const bench_case *c, const char *option)
+{
+    char text[16];
+    for (int32_t i = 0; c->op != NULL && i < c->op->info.param_count; i++)
+        if (strcmp(c->op->params[i].field, option) == 0 &&
+            quern_op_text(c->op->op, &c->params, i, text, sizeof text) == QUERN_OK)
+            return strcmp(text, "true") == 0;
+    return false;
+}
+
+/* The ceiling that a pass is measured against. Products of quantised activations are integers' on the way
+ * forward. */
+static ceiling limit_of(const bench_case *c, limit_kind kind, int pass, quern_cpu_level level)
+{
+    const bool integers = c->dtype == QUERN_U8 || is_true(c, "a8") || is_true(c, "a4");
+    switch (kind) {
+    case LIMIT_F32: return bench_compute_limit(QUERN_F32, level);
+    case LIMIT_READ: return CEILING_READ;
+    case LIMIT_COPY: return CEILING_COPY;
+    case LIMIT_WRITE: return CEILING_WRITE;
+    case LIMIT_PRODUCTS: break;
+    }
+    if (integers && pass == 0) return level >= QUERN_CPU_LEVEL_AVX512 ? CEILING_VNNI : CEILINGS;
+    return bench_compute_limit(integers ? QUERN_BF16 : c->dtype, level);
+}
+
+static work work_of(const bench_run *r, int pass, quern_cpu_level level)
+{
+    const bench_case *c = r->what;
+    const work_row *row = c->subject->variant != NULL ? c->subject->variant(c, pass) : NULL;
+    if (row == NULL) row = &c->subject->work[pass];
+    const char *first = row->flops != NULL ? row->flops : row->bytes;
+    return (work){.flops = row->flops != NULL ? formula_value(row->flops, &r->symbols) : 0,
+                  .bytes = row->bytes != NULL ? formula_value(row->bytes, &r->symbols) : 0,
+                  .limit = first != NULL ? limit_of(c, row->limit, pass, level) : CEILINGS,
+                  .formula = first != NULL ? first : "",
+                  .bytes_formula = row->flops != NULL && row->bytes != NULL ? row->bytes : ""};
+}
+
+static void set_symbols(bench_run *r, const job *ran)
+{
+    const bench_case *c = r->what;
+    const bench_subject *s = c->subject;
+    formula_symbols *to = &r->symbols;
+    formula_set(to, "n", (double)c->n);
+    formula_set(to, "b", c->dtype == QUERN_F32 ? 4 : 2);
+    formula_set(to, "backward", c->backward);
+    formula_set(to, "codes", c->dtype == QUERN_U8);
+    formula_set(to, "values", c->dtype != QUERN_U8);
+    if (s->heads != NULL) {
+        formula_set(to, "H", (double)c->heads);
+        formula_set(to, "Hkv", (double)c->kv_heads);
+        formula_set(to, "D", (double)c->dim);
+        formula_set(to, "Dv", (double)c->dim_v);
+    }
+    for (int i = 0; s->extents != NULL && s->extents[i].option != NULL; i++)
+        formula_set(to, s->extents[i].symbol, (double)c->extent[i]);
+    if (s->count != NULL) s->count(c, ran, to);
+    for (int i = 0; i < WORDS_MAX && s->symbols[i][0] != NULL; i++)
+        formula_set(to, s->symbols[i][0], formula_value(s->symbols[i][1], to));
+}
+
+static int run_job(bench_run *r, quern_context *ctx, double ms[2])
+{
+    int code = job_flush(&r->job);
+    if (code == EXIT_DONE) code = job_run(&r->job, ctx);
+    ms[0] = r->job.forward_ms;
+    ms[1] = r->job.backward ? r->job.backward_ms : 0;
     return code;
 }
 
-/* Times one case on one context; adds one or two rows. */
-static int measure(results *r, const bench_case *c, quern_context *ctx, size_t slot_of_threads,
-                   const bench_options *o)
+static int open_job(bench_run *r, quern_context *ctx)
 {
-    job j;
-    char label[80];
-    const int threads = quern_context_threads(ctx);
-    const char *peer = strcmp(c->op->name, "nsa") == 0 && !o->no_peer ? "dense" : NULL;
-    measurement measured[2];
-    timing peer_time[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    snprintf(label, sizeof label, "%s N %" PRId64, c->op->name, c->n);
+    const bench_case *c = r->what;
+    const bench_subject *s = c->subject;
+    job *j = &r->job;
+    any_params params = c->params;
+    for (int i = 0; i < WORDS_MAX && s->follow[i][0] != NULL; i++) {
+        char text[32];
+        if (*s->follow[i][1] == '\0') continue;
+        snprintf(text, sizeof text, "%.0f", formula_value(s->follow[i][1], &r->symbols));
+        if (quern_op_set(c->op->op, &params, s->follow[i][0], text) != QUERN_OK)
+            return fail(EXIT_USAGE, "%s", quern_last_error(NULL));
+    }
+    job_init(j, c->op, &params);
+    j->device = c->device;
+    r->once = run_job;
+    int code = s->inputs != NULL ? bench_row_inputs(j, c, &r->symbols, ctx) : bench_inputs(j, c);
+    if (code == EXIT_DONE && s->prepare != NULL) code = s->prepare(r, ctx);
+    if (s->inputs != NULL) {
+        j->aside = c->op->info.aside != NULL;
+        j->dtype = c->dtype == QUERN_U8 ? JOB_DTYPE_USUAL : c->dtype;
+    }
+    if (code == EXIT_DONE) code = job_prepare(j, ctx);
+    r->passes = j->backward ? 2 : 1;
+    if (code != EXIT_DONE || !s->count_again) return code;
+    code = job_run(j, ctx);
+    if (code == EXIT_DONE) set_symbols(r, j);
+    return code;
+}
+
+static void close_run(bench_run *r)
+{
+    if (r->peer_data != NULL) r->peer->close(r->peer_data);
+    if (r->close != NULL) r->close(r);
+    if (r->what->subject->open == NULL) job_free(&r->job);
+    for (int i = 0; i < 2; i++) row_cache_free(&r->cache[i]);
+    free(r);
+}
+
+static void add_passes(const bench_run *r, const work w[2], const measurement m[2], quern_context *ctx,
+                       bench_results *results)
+{
+    const bench_case *c = r->what;
+    for (int p = 0; p < r->passes; p++) {
+        char op[48];
+        snprintf(op, sizeof op, "%s%s", c->op != NULL ? c->op->name : c->subject->name,
+                 p == 1 ? "-backward" : "");
+        bench_result *row = bench_add(results, c, ctx, op);
+        row->pass = p;
+        row->measured = m[p];
+        row->work = w[p];
+        row->peer = m[p].beside_ms > 0 ? r->peer->name : NULL;
+        row->workspace_bytes = r->job.workspace_bytes;
+        if (p == 0 && c->subject->extra != NULL) row->extra = c->subject->extra(r, c, ctx);
+        for (int t = 0; t < results->thread_counts; t++)
+            if (results->threads[t] == row->threads && m[p].limit < CEILINGS)
+                results->ceilings[m[p].limit][t] = m[p].ceiling;
+        report_row(results, row);
+    }
+}
+
+/* One case on one context. */
+static int measure(const bench_options *o, const bench_case *c, quern_context *ctx, bench_results *results)
+{
+    const bench_subject *s = c->subject;
     const quern_cpu_level level = quern_context_cpu_level(ctx);
-    const work w[2] = {bench_work(c, false, level), bench_work(c, true, level)};
+    measurement m[2];
+    char label[80];
+    if (s->measure != NULL) return s->measure(c, ctx, results);
+    bench_run *r = need_memory(sizeof *r);
+    memset(r, 0, sizeof *r);
+    r->what = c;
+    r->passes = 1;
+    snprintf(label, sizeof label, "%s n %" PRId64, s->name, c->n);
     progress("%s: data", label);
-    int code = bench_open(&j, c, ctx, false);
-    if (code == EXIT_DONE)
-        code = bench_measure(&j, w, NULL, ctx, (int)o->rounds, (int)o->reps, label, measured);
-    const double allowed = code == EXIT_DONE ? bench_workspace(&j, c, ctx) : 0;
-    const size_t workspace_bytes = j.workspace_bytes;
-    const int passes = j.backward ? 2 : 1;
-    job_free(&j);
-    if (code == EXIT_DONE && peer != NULL)
-        code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
-    if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && strcmp(c->op->name, "attention") == 0 &&
-        peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
-        peer = "oneDNN";
-    for (int p = 0; p < passes && code == EXIT_DONE; p++) {
-        if (r->count == 0) report_header();
-        bench_row *row = &r->rows[r->count++];
-        *row = (bench_row){.what = c,
-                           .backward = p == 1,
-                           .threads = threads,
-                           .measured = measured[p],
-                           .work = w[p],
-                           .peer = peer_time[p].reps > 0 ? peer : NULL,
-                           .peer_ms = peer_time[p].median,
-                           .workspace_bytes = workspace_bytes,
-                           .workspace_fraction = p == 0 ? allowed : 0};
-        const ceiling limit = row->work.limit;
-        if (limit < CEILINGS && measured[p].ceiling > r->ceilings[limit][slot_of_threads])
-            r->ceilings[limit][slot_of_threads] = measured[p].ceiling;
-        report_row(row);
+    set_symbols(r, NULL);
+    int code = s->open != NULL ? s->open(r, ctx) : open_job(r, ctx);
+    if (code == EXIT_DONE && s->peer != NULL && !o->no_peer) {
+        r->peer = s->peer;
+        r->peer_data = s->peer->open(c, &r->job, ctx);
     }
+    const work w[2] = {work_of(r, 0, level), work_of(r, 1, level)};
+    if (code == EXIT_DONE) {
+        const int rounds = o->reps > 0 && o->rounds == s->rounds ? 0 : (int)o->rounds;
+        code = bench_measure(r, w, ctx, rounds, (int)o->reps, label, m);
+    }
+    progress_clear();
+    if (code == EXIT_DONE) add_passes(r, w, m, ctx, results);
+    close_run(r);
     return code;
 }
 
-static int write_json(const results *r, const int64_t *threads, int thread_counts, quern_context *ctx,
-                      const char *path)
-{
-    json_t *ceilings = json_object(), *list = json_array();
-    for (int c = 0; c < CEILINGS; c++) {
-        json_t *by_threads = json_pack("{s:s}", "unit", ceiling_unit((ceiling)c));
-        bool any = false;
-        for (int i = 0; i < thread_counts; i++) {
-            char name[16];
-            if (r->ceilings[c][i] <= 0) continue;
-            snprintf(name, sizeof name, "%" PRId64, threads[i]);
-            json_object_set_new(by_threads, name, json_real(r->ceilings[c][i]));
-            any = true;
-        }
-        if (any) json_object_set(ceilings, ceiling_name((ceiling)c), by_threads);
-        json_decref(by_threads);
-    }
-    for (size_t i = 0; i < r->count; i++) json_array_append_new(list, report_json(&r->rows[i]));
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    json_t *root =
-        json_pack("{s:i, s:s, s:s, s:o, s:s, s:o, s:o, s:I}", "schema", 1, "version", quern_version(),
-                  "commit", machine_commit(), "machine", machine_json(ctx), "device",
-                  r->count > 0 && r->rows[0].what->device == QUERN_CUDA ? "cuda" : "cpu", "ceilings",
-                  ceilings, "results", list, "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
-    const int code = output_json(path, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
-    json_decref(root);
-    return code;
-}
+/* ---- the command ---- */
 
-static int bench(const bench_options *o, bool only_ceilings)
+static int check_options(const bench_options *o)
 {
-    int64_t lengths[LIST_MAX], threads[LIST_MAX];
-    bench_case base = o->what;
-    const int length_count = parse_integers(o->n, 1, (int64_t)1 << 40, lengths, LIST_MAX);
-    const int thread_counts = parse_integers(o->threads, 0, 1024, threads, 4);
-    if (length_count < 0)
+    const bench_case *c = &o->what;
+    const bench_extent *e = c->subject->extents;
+    const int least = c->subject->rounds > 0 && o->reps == 0 ? 1 : 0;
+    if (o->reps < 0 || o->reps > BENCH_REPS_MAX || o->rounds < least || o->rounds > BENCH_REPS_MAX)
         return fail(EXIT_USAGE,
-                    "--n '%s': a list such as 4096,16384 or 4k,1M, at most %d lengths, is accepted", o->n,
-                    LIST_MAX);
-    if (thread_counts < 0)
-        return fail(EXIT_USAGE,
-                    "--threads '%s': a list such as 1,2, at most 4 counts from 0 to 1024, is accepted",
-                    o->threads);
-    if (!parse_pair(o->heads, &base.heads, &base.kv_heads) || base.heads % base.kv_heads != 0)
-        return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", o->heads);
-    if (!parse_pair(o->dim, &base.dim, &base.dim_v))
-        return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o->dim);
-    if (base.batch < 1 || base.batch > INT32_MAX || o->reps < 0 || o->reps > BENCH_REPS_MAX ||
-        o->rounds < 0 || o->rounds > BENCH_REPS_MAX)
-        return fail(EXIT_USAGE,
-                    "--batch %" PRId64 " --reps %" PRId64 " --rounds %" PRId64
-                    ": 1 to 2^31 - 1, and 0 to %d of these, is accepted",
-                    base.batch, o->reps, o->rounds, BENCH_REPS_MAX);
-    if (base.documents < 0 || (base.documents > 0 && base.batch != 1))
-        return fail(EXIT_USAGE,
-                    "--documents %" PRId64 " --batch %" PRId64 ": 0, or at least 1 with batch 1, is accepted",
-                    base.documents, base.batch);
-    for (int i = 0; i < length_count && base.documents > 0; i++)
-        if (lengths[i] > INT32_MAX || base.documents > lengths[i])
-            return fail(EXIT_USAGE,
-                        "--n %" PRId64 " --documents %" PRId64
-                        ": at most 2^31 - 1 tokens, and as many documents as tokens, are accepted",
-                        lengths[i], base.documents);
-    if (o->svg != NULL && only_ceilings) return fail(EXIT_USAGE, "--svg: ceilings have no chart");
+                    "--reps %" PRId64 " --rounds %" PRId64 ": 0, and %d, to %d of these is accepted", o->reps,
+                    o->rounds, least, BENCH_REPS_MAX);
+    for (int i = 0; e != NULL && e[i].option != NULL; i++)
+        if (c->extent[i] < e[i].least || c->extent[i] > e[i].most)
+            return fail(EXIT_USAGE, "--%s %" PRId64 ": %" PRId64 " to %" PRId64 " is accepted", e[i].option,
+                        c->extent[i], e[i].least, e[i].most);
+    if (c->device == QUERN_CUDA && c->subject->cpu)
+        return fail(EXIT_MACHINE, "--device cuda: %s runs on the cpu", c->subject->name);
     if (o->svg != NULL && !have_program("gnuplot"))
         return fail(EXIT_MACHINE, "--svg needs gnuplot, which is not on the PATH");
     int code = output_check(o->json);
-    if (code == EXIT_DONE) code = output_check(o->svg);
-    if (code != EXIT_DONE) return code;
-    results *r = calloc(1, sizeof *r);
-    if (r == NULL) return fail(EXIT_MACHINE, "no memory for the results");
+    return code == EXIT_DONE ? output_check(o->svg) : code;
+}
+
+/* The cases, one a length; their number, or -1 after a message. */
+static int make_cases(const bench_options *o, bench_case cases[LENGTHS_MAX])
+{
+    int64_t lengths[LENGTHS_MAX] = {0};
+    const bench_subject *s = o->what.subject;
+    const int64_t most = s->attention ? (int64_t)1 << 40 : INT32_MAX;
+    const int count = s->n != NULL ? parse_integers(o->n, 1, most, lengths, LENGTHS_MAX) : 1;
+    if (count < 0)
+        (void)fail(EXIT_USAGE,
+                   "--n '%s': a list such as 4096,16384 or 4k,1M, at most %d lengths, is accepted", o->n,
+                   LENGTHS_MAX);
+    for (int i = 0; i < count; i++) {
+        cases[i] = o->what;
+        cases[i].n = lengths[i];
+        if (s->heads != NULL && bench_case_check(&cases[i]) != EXIT_DONE) return -1;
+        if (o->what.dtype > QUERN_BF16) cases[i].dtype = QUERN_U8; /* the word nvfp4 */
+        if (s->check != NULL && s->check(&cases[i]) != EXIT_DONE) return -1;
+    }
+    return count;
+}
+
+static int bench(const bench_options *o)
+{
+    bench_case cases[LENGTHS_MAX];
+    bench_results r = {.rows = NULL};
     quern_context *ctx = NULL;
-    for (int t = 0; t < thread_counts && code == EXIT_DONE; t++) {
+    const int count = make_cases(o, cases);
+    if (count < 0) return EXIT_USAGE;
+    r.thread_counts = parse_integers(o->threads, 0, 1024, r.threads, BENCH_THREADS_MAX);
+    if (r.thread_counts < 0)
+        return fail(EXIT_USAGE,
+                    "--threads '%s': a list such as 1,2, at most %d counts from 0 to 1024, is accepted",
+                    o->threads, BENCH_THREADS_MAX);
+    int code = check_options(o);
+    for (int t = 0; t < r.thread_counts && code == EXIT_DONE; t++) {
         quern_context_destroy(ctx);
         ctx = NULL;
-        code = open_context(&(machine_options){.threads = threads[t], .device = base.device}, &ctx);
-        if (code != EXIT_DONE) break;
-        threads[t] = quern_context_threads(ctx);
-        for (int c = 0; c < CEILINGS && only_ceilings; c++) {
-            progress("ceiling %s", ceiling_name((ceiling)c));
-            const double rate = ceiling_measure((ceiling)c, (int)threads[t]);
-            progress_clear();
-            r->ceilings[c][t] = rate;
-            if (rate > 0)
-                printf("%-8s %2" PRId64 " threads %10.1f %s\n", ceiling_name((ceiling)c), threads[t], rate,
-                       ceiling_unit((ceiling)c));
-        }
-        if (only_ceilings && r->ceilings[CEILING_READ][t] <= 0)
-            code = fail(EXIT_MACHINE, "no memory for the ceilings, or no %" PRId64 " threads", threads[t]);
-        for (int i = 0; i < length_count && code == EXIT_DONE && !only_ceilings; i++) {
-            r->cases[i] = base;
-            r->cases[i].n = lengths[i];
-            code = measure(r, &r->cases[i], ctx, (size_t)t, o);
-        }
+        code = open_context(&(machine_options){.threads = r.threads[t], .device = o->what.device}, &ctx);
+        if (code == EXIT_DONE) r.threads[t] = quern_context_threads(ctx);
+        for (int i = 0; i < count && code == EXIT_DONE; i++) code = measure(o, &cases[i], ctx, &r);
     }
-    if (code == EXIT_DONE) report_formulas(r->rows, r->count);
-    if (code == EXIT_DONE && o->json != NULL) code = write_json(r, threads, thread_counts, ctx, o->json);
-    if (code == EXIT_DONE && o->svg != NULL) code = report_svg(o->svg, r->rows, r->count);
+    if (code == EXIT_DONE) report_formulas(&r);
+    if (code == EXIT_DONE && o->json != NULL) code = report_json(o->json, &r, &o->what, ctx);
+    if (code == EXIT_DONE && o->svg != NULL) code = report_svg(o->svg, &r);
     quern_context_destroy(ctx);
-    free(r);
+    bench_free(&r);
     return code;
+}
+
+/* The subject that the command line names; NULL: none. */
+static const bench_subject *subject_of(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++)
+        for (const bench_subject *s = bench_subjects; s->name != NULL; s++)
+            if (strcmp(argv[i], s->name) == 0) return s;
+    return NULL;
 }
 
 int verb_bench(int argc, char **argv)
 {
-    int subject = SUBJECTS;
-    for (int i = 1; i < argc; i++)
-        for (int s = 0; s < SCENARIOS; s++)
-            if (strcmp(argv[i], scenarios[s].what) == 0)
-                return scenarios[s].run(argc, argv, scenarios[s].what);
-    for (int i = 1; i < argc && subject == SUBJECTS; i++)
-        for (int s = 0; s < SUBJECTS; s++)
-            if (strcmp(argv[i], subjects[s].what) == 0) subject = s;
-    const operation *op =
-        subject < SUBJECTS && subjects[subject].op != NULL ? operation_named(subjects[subject].op) : NULL;
-    bench_options options = default_options(op);
-    const option_group groups[] = {
-        {rows, ROWS, &options},
-        {bench_case_rows, bench_case_row_count, &options.what},
-        {op != NULL ? op->options : NULL, op != NULL ? op->option_count : 0, &options.what.params}};
-    int first;
-    bool help;
-    int code = parse_options(argc, argv, groups, op != NULL ? 3 : 2, &first, &help);
-    if (code != EXIT_DONE) return code;
-    if (help) {
-        print_help(op);
+    const bench_subject *s = subject_of(argc, argv);
+    int first = 0;
+    bool help = argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0);
+    if (s == NULL && !help)
+        return fail(EXIT_USAGE, "'%s' is no subject: one of %s is accepted; see quern bench --help",
+                    argc > 1 ? argv[1] : "", subject_names(", "));
+    if (s == NULL) {
+        print_help(NULL, NULL);
         return EXIT_DONE;
     }
-    if (argc - first != 1 || subject == SUBJECTS || strcmp(argv[first], subjects[subject].what) != 0)
-        return fail(EXIT_USAGE, "one of %s is accepted; see quern bench --help", subject_names(", "));
-    if (options.profile != NULL) { /* first the preset, then the options over it */
-        if (op == NULL || strcmp(op->info.group, "nsa") != 0)
-            return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");
-        const char *profile = options.profile;
-        options = default_options(op);
-        code = params_preset(op, &options.what.params, profile);
-        if (code == EXIT_DONE) code = parse_options(argc, argv, groups, 3, &first, &help);
-        if (code != EXIT_DONE) return code;
+    option_tables *t = need_memory(sizeof *t);
+    bench_options o = default_options(s);
+    make_tables(s, &o, t);
+    int code = parse_options(argc, argv, t->groups, 3, &first, &help);
+    if (code == EXIT_DONE && help) {
+        o = default_options(s);
+        print_help(s, t);
+    } else if (code == EXIT_DONE && argc - first != 1) {
+        code = fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    } else if (code == EXIT_DONE && o.profile != NULL) { /* first the preset, then the options over it */
+        const char *profile = o.profile;
+        o = default_options(s);
+        code = params_preset(o.what.op, &o.what.params, profile);
+        if (code == EXIT_DONE) code = parse_options(argc, argv, t->groups, 3, &first, &help);
     }
-    if (strcmp(subjects[subject].what, "overhead") == 0) {
-        int64_t threads;
-        if (parse_integers(options.threads, 0, 1024, &threads, 1) != 1)
-            return fail(EXIT_USAGE, "--threads '%s': one count from 0 to 1024 is accepted", options.threads);
-        return bench_overhead(options.what.device, threads, options.json);
-    }
-    return bench(&options, op == NULL);
+    free(t);
+    return code == EXIT_DONE && !help ? bench(&o) : code;
 }

@@ -8,11 +8,13 @@
 
 #include <quern/cuda.h>
 
+#include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+static const char *const data_choices[] = {"noise", "smooth", NULL};
 static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
 static const char *const gate_choices[] = {"weights", "none", "given", NULL};
 static const char *const project_choices[] = {"none", "k", "v", "both", NULL};
@@ -22,9 +24,11 @@ static const char *const list_choices[] = {"computed", "given", NULL};
 
 #define AT(member) offsetof(bench_case, member)
 const option_row bench_case_rows[] = {
-    {"batch", OPTION_INT, AT(batch), NULL, "sequences"},
     {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of the activations"},
     {"backward", OPTION_FLAG, AT(backward), NULL, "the backward pass as well"},
+    {"heads", OPTION_TEXT, AT(heads_text), NULL, "H/Hkv"},
+    {"dim", OPTION_TEXT, AT(dim_text), NULL, "D, or D/Dv"},
+    {"batch", OPTION_INT, AT(batch), NULL, "sequences"},
     {"gate", OPTION_CHOICE, AT(gate), gate_choices, "nsa, gate: gates by weights, 1/3 each, or handed in"},
     {"project", OPTION_CHOICE, AT(project), project_choices,
      "nsa, compress by mean: whose means are projected"},
@@ -35,15 +39,41 @@ const option_row bench_case_rows[] = {
      "nsa: branches with keys and values of their own"},
     {"selection", OPTION_CHOICE, AT(selection), list_choices,
      "nsa: blocks (and groups) are computed, or random lists handed in"},
+    {"documents", OPTION_INT, AT(documents), NULL,
+     "a varlen batch of n tokens in so many documents; 0: sequences of n tokens"},
+    {"data", OPTION_CHOICE, AT(data), data_choices,
+     "independent N(0,1), or smoothed over 16 tokens along time"},
+    {"seed", OPTION_INT, AT(seed), NULL, "of the data"},
 };
 #undef AT
-const size_t bench_case_row_count = sizeof bench_case_rows / sizeof *bench_case_rows;
+_Static_assert(sizeof bench_case_rows / sizeof *bench_case_rows == CASE_ROWS, "bench.h counts the rows");
 
 bench_case bench_case_init(const operation *op)
 {
-    bench_case c = {.op = op, .batch = 1, .seed = 1, .encodings = true};
+    bench_case c = {
+        .op = op, .batch = 1, .seed = 1, .encodings = true, .heads_text = "8/2", .dim_text = "128"};
     c.params = params_init(op);
     return c;
+}
+
+int bench_case_check(bench_case *c)
+{
+    if (!parse_pair(c->heads_text, &c->heads, &c->kv_heads) || c->heads % c->kv_heads != 0)
+        return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", c->heads_text);
+    if (!parse_pair(c->dim_text, &c->dim, &c->dim_v))
+        return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", c->dim_text);
+    if (c->batch < 1 || c->batch > INT32_MAX)
+        return fail(EXIT_USAGE, "--batch %" PRId64 ": 1 to 2^31 - 1 is accepted", c->batch);
+    if (c->documents < 0 || (c->documents > 0 && c->batch != 1))
+        return fail(EXIT_USAGE,
+                    "--documents %" PRId64 " --batch %" PRId64 ": 0, or at least 1 with batch 1, is accepted",
+                    c->documents, c->batch);
+    if (c->documents > 0 && (c->n > INT32_MAX || c->documents > c->n))
+        return fail(EXIT_USAGE,
+                    "--n %" PRId64 " --documents %" PRId64
+                    ": at most 2^31 - 1 tokens, and as many documents as tokens, are accepted",
+                    c->n, c->documents);
+    return EXIT_DONE;
 }
 
 /* Optional inputs that the options of the case ask for. */
@@ -279,16 +309,22 @@ static int make_input(job *j, const bench_case *c, int tensor)
     return code;
 }
 
-int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan)
+int bench_inputs(job *j, const bench_case *c)
 {
     bool chosen[QUERN_OP_TENSORS_MAX] = {false};
-    job_init(j, c->op, &c->params);
-    j->plan = plan;
-    j->device = c->device;
     int code = choose_inputs(c, j, chosen);
     for (int pass = 0; pass < 2; pass++) /* cu_seqlens decides the shapes of the others */
         for (int32_t i = 0; i < c->op->info.tensor_count && code == EXIT_DONE; i++)
             if (chosen[i] && (strncmp(c->op->tensors[i].name, "cu_", 3) == 0) == (pass == 0))
                 code = make_input(j, c, i);
+    return code;
+}
+
+int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan)
+{
+    job_init(j, c->op, &c->params);
+    j->plan = plan;
+    j->device = c->device;
+    const int code = bench_inputs(j, c);
     return code == EXIT_DONE ? job_prepare(j, ctx) : code;
 }

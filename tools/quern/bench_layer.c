@@ -1,76 +1,57 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_layer.c - `quern bench v4-layer`: new tokens of a batch of sequences through a whole attention layer
- * of DeepSeek-V4, from a cache of random rows. Calls and ceiling take turns; the fraction is the median of
- * the rounds'. */
-#include "bench_layer.h"
-
+/* bench_layer.c - v4-layer: new tokens of a batch of sequences through a whole attention layer of
+ * DeepSeek-V4, from a cache of random rows. */
 #include "bench.h"
+
 #include "command.h"
-#include "machine.h"
-#include "output.h"
 #include "values.h"
 
 #include <quern/dsv4_layer.h>
 
 #include <inttypes.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    ROUNDS = 9,
-    LENGTHS_MAX = 16,
-    ROPE = 64,
-    RING = 8,
-    FEW_TOKENS = 64,
-    WEIGHTS = 18,
-    VIEWS = 36,
-    BUFFERS = VIEWS + 10
-};
+enum { ROPE = 64, RING = 8, FEW_TOKENS = 64, VIEWS = 36, BUFFERS = VIEWS + 10 };
 
-typedef struct layer_bench {
-    const char *n, *threads, *json;
+/* The subject's options. */
+typedef struct layer_sizes {
     int64_t batch, queries, hidden, heads, width, q_lora, groups, o_lora, index_heads, index_width, top_k,
-        ratio, window, page, rounds;
+        ratio, window, page;
     int kind, dtype, format, key_format;
-} layer_bench;
+} layer_sizes;
 
-static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL}, *const kinds[] = {"csa", "hca",
-                                                                                           "swa", NULL};
-static const char *const formats[] = {"rows", "row584", NULL}, *const key_formats[] = {
-                                                                   "rows", "fp8", "fp8-power", "fp4", NULL};
-#define AT(member) offsetof(layer_bench, member)
-static const option_row rows[] = {
-    {"kind", OPTION_CHOICE, AT(kind), kinds, "of the layer"},
-    {"n", OPTION_TEXT, AT(n), NULL, "tokens of the context, the new ones among them, such as 32k,1M"},
-    {"batch", OPTION_INT, AT(batch), NULL, "sequences"},
-    {"queries", OPTION_INT, AT(queries), NULL, "new tokens of each"},
-    {"hidden", OPTION_INT, AT(hidden), NULL, "Dm"},
-    {"heads", OPTION_INT, AT(heads), NULL, "H"},
-    {"width", OPTION_INT, AT(width), NULL, "D"},
-    {"q-lora", OPTION_INT, AT(q_lora), NULL, "channels of the queries' latent"},
-    {"groups", OPTION_INT, AT(groups), NULL, "G"},
-    {"o-lora", OPTION_INT, AT(o_lora), NULL, "channels of a group's output"},
-    {"index-heads", OPTION_INT, AT(index_heads), NULL, "Hi"},
-    {"index-width", OPTION_INT, AT(index_width), NULL, "C_I"},
-    {"top-k", OPTION_INT, AT(top_k), NULL, "csa: entries chosen"},
-    {"ratio", OPTION_INT, AT(ratio), NULL, "tokens of an entry; 0: 4 (csa), 128 (hca)"},
-    {"window", OPTION_INT, AT(window), NULL, "raw keys of a query"},
-    {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of hidden states, weights and rows"},
-    {"format", OPTION_CHOICE, AT(format), formats, "of the cache's raw rows and entries"},
-    {"key-format", OPTION_CHOICE, AT(key_format), key_formats, "of the indexer's keys in the cache"},
-    {"page", OPTION_INT, AT(page), NULL, "slots of a page of entries and keys; 0: they are contiguous"},
-    {"rounds", OPTION_INT, AT(rounds), NULL, "in which calls and ceiling take turns, at most 101"},
-    {"threads", OPTION_TEXT, AT(threads), NULL,
-     "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
-    {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
-};
-#undef AT
+static layer_sizes sizes_of(const bench_case *c)
+{
+    layer_sizes o = {.dtype = c->dtype};
+    const struct {
+        const char *option;
+        int64_t *to;
+    } rows[] = {{"batch", &o.batch},
+                {"queries", &o.queries},
+                {"hidden", &o.hidden},
+                {"heads", &o.heads},
+                {"width", &o.width},
+                {"q-lora", &o.q_lora},
+                {"groups", &o.groups},
+                {"o-lora", &o.o_lora},
+                {"index-heads", &o.index_heads},
+                {"index-width", &o.index_width},
+                {"top-k", &o.top_k},
+                {"ratio", &o.ratio},
+                {"window", &o.window},
+                {"page", &o.page}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i].to = bench_extent_of(c, rows[i].option);
+    o.kind = bench_choice_of(c, "kind");
+    o.format = bench_choice_of(c, "format");
+    o.key_format = bench_choice_of(c, "key-format");
+    return o;
+}
 
 /* A layer, a cache that holds all but the new tokens, and a call. */
 typedef struct layer_data {
-    const layer_bench *o;
+    layer_sizes sizes;
     int64_t n, ratio, tokens; /* tokens: of a call */
     quern_dsv4_layer_params params;
     quern_dsv4_layer_tensors t;
@@ -111,7 +92,7 @@ static const quern_tensor *make(layer_data *d, quern_dtype dtype, int64_t first,
 
 static bool make_weights(layer_data *d)
 {
-    const layer_bench *o = d->o;
+    const layer_sizes *o = &d->sizes;
     const quern_dtype f = (quern_dtype)o->dtype;
     const int64_t hd = o->heads * o->width, m = o->kind == QUERN_DSV4_LAYER_CSA ? 2 : 1, c = o->index_width;
     quern_dsv4_layer_tensors *t = &d->t;
@@ -180,7 +161,7 @@ static quern_status make_state(layer_data *d, quern_context *ctx, int64_t tokens
     quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
     quern_dsv4_state *made = NULL;
     size_t bytes;
-    p.kind = d->o->kind == QUERN_DSV4_LAYER_CSA ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
+    p.kind = d->sizes.kind == QUERN_DSV4_LAYER_CSA ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
     p.ratio = d->ratio;
     quern_status status = quern_dsv4_state_size(&p, width, RING, &bytes);
     if (status != QUERN_OK) return status;
@@ -196,7 +177,7 @@ static quern_status make_state(layer_data *d, quern_context *ctx, int64_t tokens
 static quern_status make_rows(layer_data *d, quern_context *ctx, quern_dsv4_format format, int64_t n,
                               int64_t width, int64_t row_bytes, quern_tensor *to)
 {
-    const quern_tensor *made = make(d, (quern_dtype)d->o->dtype, n, width, false);
+    const quern_tensor *made = make(d, (quern_dtype)d->sizes.dtype, n, width, false);
     if (made == NULL) return QUERN_ERR_OUT_OF_MEMORY;
     *to = *made;
     if (format == QUERN_DSV4_ROWS) return QUERN_OK;
@@ -221,18 +202,18 @@ static quern_status make_rows(layer_data *d, quern_context *ctx, quern_dsv4_form
     return status;
 }
 
-static quern_dsv4_format row_format(const layer_bench *o)
+static quern_dsv4_format row_format(const layer_sizes *o)
 {
     return o->format != 0 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
 }
 
 /* Bytes of a raw row or entry, and of a key. */
-static int64_t row_bytes(const layer_bench *o)
+static int64_t row_bytes(const layer_sizes *o)
 {
     return o->format != 0 ? 584 : o->width * (int64_t)quern_dtype_size((quern_dtype)o->dtype);
 }
 
-static int64_t key_bytes(const layer_bench *o)
+static int64_t key_bytes(const layer_sizes *o)
 {
     const int64_t c = o->index_width;
     return o->key_format == QUERN_DSV4_ROWS  ? c * (int64_t)quern_dtype_size((quern_dtype)o->dtype)
@@ -243,7 +224,7 @@ static int64_t key_bytes(const layer_bench *o)
 /* Random rows of a sequence of d->n less a call's tokens, cut to whole blocks. */
 static quern_status make_content(layer_data *d, quern_context *ctx)
 {
-    const layer_bench *o = d->o;
+    const layer_sizes *o = &d->sizes;
     const int64_t had = (d->n - o->queries) / d->ratio * d->ratio,
                   raw = had < o->window - 1 + RING ? had : o->window - 1 + RING;
     const bool entries = o->kind != QUERN_DSV4_LAYER_SWA, csa = o->kind == QUERN_DSV4_LAYER_CSA;
@@ -265,14 +246,14 @@ static quern_status make_content(layer_data *d, quern_context *ctx)
 static quern_status fill_sequences(layer_data *d)
 {
     quern_status status = QUERN_OK;
-    for (int64_t b = 0; b < d->o->batch && status == QUERN_OK; b++)
+    for (int64_t b = 0; b < d->sizes.batch && status == QUERN_OK; b++)
         status = quern_dsv4_layer_cache_set(d->cache, b, &d->content);
     return status;
 }
 
 static quern_status make_cache(layer_data *d, quern_context *ctx)
 {
-    const layer_bench *o = d->o;
+    const layer_sizes *o = &d->sizes;
     quern_dsv4_layer_cache_params p = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
     size_t memory, bytes;
     p.kind = (quern_dsv4_layer_kind)o->kind;
@@ -305,7 +286,7 @@ static quern_status make_cache(layer_data *d, quern_context *ctx)
 
 static quern_status open_data(layer_data *d, quern_context *ctx)
 {
-    const layer_bench *o = d->o;
+    const layer_sizes *o = &d->sizes;
     const quern_dtype f = (quern_dtype)o->dtype;
     d->params = (quern_dsv4_layer_params)QUERN_DSV4_LAYER_PARAMS_INIT;
     d->params.kind = (quern_dsv4_layer_kind)o->kind;
@@ -333,200 +314,88 @@ static quern_status open_data(layer_data *d, quern_context *ctx)
     return status;
 }
 
-static void close_data(layer_data *d)
+static void close_data(bench_run *r)
 {
+    layer_data *d = r->data;
     for (int i = 0; i < d->owned; i++) free(d->memory[i]);
     free(d->workspace);
+    free(d);
 }
 
-/* A call, timed, after which the sequences are what they were. */
-static quern_status call(layer_data *d, quern_context *ctx, double *ms)
+/* A call, after which the sequences are what they were. */
+static int run_call(bench_run *r, quern_context *ctx, double ms[2])
 {
-    const layer_bench *o = d->o;
+    layer_data *d = r->data;
+    const layer_sizes *o = &d->sizes;
     const double start = now_ms();
     quern_status status = quern_dsv4_layer_decode(ctx, NULL, &d->params, d->cache, d->ids, d->counts,
                                                   o->batch, &d->t, d->workspace, d->bytes);
-    *ms += now_ms() - start;
-    if (status == QUERN_OK && o->queries > RING) return fill_sequences(d);
-    for (int64_t b = 0; b < o->batch && status == QUERN_OK; b++)
-        status = quern_dsv4_layer_cache_rollback(d->cache, b, o->queries);
-    return status;
+    ms[0] = now_ms() - start;
+    if (status == QUERN_OK && o->queries > RING) status = fill_sequences(d);
+    else
+        for (int64_t b = 0; b < o->batch && status == QUERN_OK; b++)
+            status = quern_dsv4_layer_cache_rollback(d->cache, b, o->queries);
+    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
-/* The least work of a call: weights once, and what its queries must see; products with both. */
-static work work_of(const layer_data *d, quern_cpu_level level)
+/* ---- work ---- */
+
+/* What a call must read and multiply: weights once, and what its queries must see. */
+static void count_work(const layer_data *d, formula_symbols *to)
 {
-    const layer_bench *o = d->o;
-    const int64_t whole = d->content.tokens / d->ratio;
-    const double seen = (double)whole, chosen = o->top_k < seen ? (double)o->top_k : seen;
-    const bool csa = o->kind == QUERN_DSV4_LAYER_CSA, few = d->tokens <= FEW_TOKENS;
-    const double entries = o->kind == QUERN_DSV4_LAYER_SWA ? 0
+    const layer_sizes *o = &d->sizes;
+    const bool csa = o->kind == QUERN_DSV4_LAYER_CSA;
+    const double seen = (double)(d->content.tokens / d->ratio),
+                 chosen = (double)o->top_k < seen ? (double)o->top_k : seen,
+                 entries = o->kind == QUERN_DSV4_LAYER_SWA ? 0
                            : csa                           ? chosen
                                                            : seen,
                  window = (double)(o->window < d->n ? o->window : d->n);
-    work w = {.formula =
-                  few ? "weights, and the rows that the queries must see"
-                      : "2 for a token and a weight, 4 H D for a query and its keys, 2 Hi C_I for a query "
-                        "and an entry that it scores"};
-    w.bytes = d->weight_bytes +
-              (double)o->batch * ((entries * (csa ? (double)o->queries : 1) + window) * (double)row_bytes(o) +
-                                  (csa ? seen * (double)key_bytes(o) : 0));
-    w.flops =
-        (double)d->tokens * (2 * d->weight_count + 4 * (entries + window) * (double)(o->heads * o->width) +
-                             (csa ? 2 * seen * (double)(o->index_heads * o->index_width) : 0));
-    w.limit = few                                                             ? CEILING_READ
-              : level == QUERN_CPU_LEVEL_AVX512BF16 && o->dtype == QUERN_BF16 ? CEILING_BF16
-              : level >= QUERN_CPU_LEVEL_AVX512                               ? CEILING_FMA512
-                                                                              : CEILING_FMA256;
-    return w;
+    formula_set(to, "weights", d->weight_bytes);
+    formula_set(to, "params", d->weight_count);
+    formula_set(to, "rows",
+                (double)o->batch *
+                    ((entries * (csa ? (double)o->queries : 1) + window) * (double)row_bytes(o) +
+                     (csa ? seen * (double)key_bytes(o) : 0)));
+    formula_set(to, "keys", entries + window);
+    formula_set(to, "scored", csa ? seen : 0);
 }
 
-static int by_value(const void *a, const void *b)
+/* Beyond a few tokens the products are the limit. */
+const work_row *bench_variant_layer(const bench_case *c, int pass)
 {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
+    static const work_row products = {LIMIT_PRODUCTS, "B T (2 params + 4 H D keys + 2 Hi CI scored)", NULL};
+    (void)pass;
+    return bench_extent_of(c, "batch") * bench_extent_of(c, "queries") > FEW_TOKENS ? &products : NULL;
 }
 
-static double median(double *x, int n)
+int bench_check_layer(const bench_case *c)
 {
-    qsort(x, (size_t)n, sizeof *x, by_value);
-    return x[n / 2];
+    const int64_t queries = bench_extent_of(c, "queries");
+    if (c->n >= queries) return EXIT_DONE;
+    return fail(EXIT_USAGE,
+                "--n %" PRId64 " --queries %" PRId64 ": a context of the queries or more is accepted", c->n,
+                queries);
 }
 
-/* Calls of about a tenth of a second, in turns with the ceiling. */
-static int measure(layer_data *d, const work *w, int rounds, quern_context *ctx, measurement *out)
+int bench_open_layer(bench_run *r, quern_context *ctx)
 {
-    double ms[BENCH_REPS_MAX], fraction[BENCH_REPS_MAX], rate[BENCH_REPS_MAX];
-    const double least = w->limit == CEILING_READ ? w->bytes : w->flops;
-    for (int i = -1; i < rounds; i++) {
-        int runs = 0;
-        double sum = 0;
-        progress("v4-layer n %" PRId64 ": round %d of %d", d->n, i + 1, rounds);
-        for (; sum < 100; runs++) {
-            const quern_status status = call(d, ctx, &sum);
-            if (status != QUERN_OK) return fail_status(status);
-        }
-        if (i < 0) continue;
-        ms[i] = sum / runs;
-        rate[i] = ceiling_measure(w->limit, quern_context_threads(ctx));
-        fraction[i] = rate[i] > 0 ? least / ms[i] * 1e-6 / rate[i] : 0;
-    }
-    progress_clear();
-    *out = (measurement){
-        .time = timing_of(ms, rounds), .fraction = median(fraction, rounds), .ceiling = median(rate, rounds)};
+    layer_data *d = need_memory(sizeof *d);
+    memset(d, 0, sizeof *d);
+    r->data = d;
+    r->once = run_call;
+    r->close = close_data;
+    d->sizes = sizes_of(r->what);
+    d->n = r->what->n;
+    d->ratio = d->sizes.kind == QUERN_DSV4_LAYER_SWA   ? 1
+               : d->sizes.ratio > 0                    ? d->sizes.ratio
+               : d->sizes.kind == QUERN_DSV4_LAYER_CSA ? 4
+                                                       : 128;
+    d->tokens = d->sizes.batch * d->sizes.queries;
+    const quern_status status = open_data(d, ctx);
+    if (status == QUERN_ERR_OUT_OF_MEMORY)
+        return fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", d->n);
+    if (status != QUERN_OK) return fail_status(status);
+    count_work(d, &r->symbols);
     return EXIT_DONE;
-}
-
-static void report(const layer_data *d, const work *w, const measurement *m, int threads, json_t *list)
-{
-    const layer_bench *o = d->o;
-    const bool few = w->limit == CEILING_READ;
-    const double rate = (few ? w->bytes : w->flops) / m->time.median * 1e-6;
-    printf("%-8s %-4s n %8" PRId64 "  %3" PRId64 " x %5" PRId64
-           " tokens  threads %2d  %9.3f ms (p10 %.3f, p90 %.3f)  %7.1f %s  %5.3f of %s %.1f\n",
-           "v4-layer", kinds[o->kind], d->n, o->batch, o->queries, threads, m->time.median, m->time.p10,
-           m->time.p90, rate, few ? "GB/s" : "GFLOP/s", m->fraction, ceiling_name(w->limit), m->ceiling);
-    json_t *shape = json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "kind", kinds[o->kind],
-                              "format", formats[o->format], "key_format", key_formats[o->key_format], "page",
-                              (json_int_t)o->page, "n", (json_int_t)d->n, "batch", (json_int_t)o->batch,
-                              "queries", (json_int_t)o->queries, "hidden", (json_int_t)o->hidden, "heads",
-                              (json_int_t)o->heads, "width", (json_int_t)o->width);
-    json_array_append_new(list, json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:f, s:s, s:f, s:s}",
-                                          "op", "v4-layer", "shape", shape, "dtype", dtype_choices[o->dtype],
-                                          "threads", threads, "reps", m->time.reps, "ms_median",
-                                          m->time.median, "ms_p10", m->time.p10, "ms_p90", m->time.p90,
-                                          few ? "gbps" : "gflops", rate, "ceiling", ceiling_name(w->limit),
-                                          "fraction", m->fraction, "formula", w->formula));
-}
-
-static int bench_one(const layer_bench *o, int64_t n, quern_context *ctx, json_t *list)
-{
-    layer_data d;
-    measurement m = {.fraction = 0};
-    memset(&d, 0, sizeof d);
-    d.o = o;
-    d.n = n;
-    d.ratio = o->kind == QUERN_DSV4_LAYER_SWA   ? 1
-              : o->ratio > 0                    ? o->ratio
-              : o->kind == QUERN_DSV4_LAYER_CSA ? 4
-                                                : 128;
-    d.tokens = o->batch * o->queries;
-    if (n < o->queries)
-        return fail(EXIT_USAGE,
-                    "--n %" PRId64 " --queries %" PRId64 ": a context of the queries or more is accepted", n,
-                    o->queries);
-    const quern_status status = open_data(&d, ctx);
-    int code = status == QUERN_OK                  ? EXIT_DONE
-               : status == QUERN_ERR_OUT_OF_MEMORY ? fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", n)
-                                                   : fail_status(status);
-    if (code == EXIT_DONE) {
-        const work w = work_of(&d, quern_context_cpu_level(ctx));
-        code = measure(&d, &w, (int)o->rounds, ctx, &m);
-        if (code == EXIT_DONE) report(&d, &w, &m, quern_context_threads(ctx), list);
-    }
-    close_data(&d);
-    return code;
-}
-
-static int bench(const layer_bench *o)
-{
-    int64_t lengths[LENGTHS_MAX], threads[4];
-    const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX),
-              thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
-    if (length_count < 0 || thread_count < 0 || o->batch < 1 || o->queries < 1 || o->page < 0 ||
-        o->groups < 1 || o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
-        return fail(
-            EXIT_USAGE,
-            "--n '%s' --threads '%s' --batch %" PRId64 " --queries %" PRId64 " --groups %" PRId64
-            " --rounds %" PRId64
-            ": lists such as 32k,1M and 1,2, a batch, queries and groups from 1 on, and 1 to %d rounds are "
-            "accepted",
-            o->n, o->threads, o->batch, o->queries, o->groups, o->rounds, BENCH_REPS_MAX);
-    json_t *list = json_array();
-    quern_context *ctx = NULL;
-    int code = output_check(o->json);
-    for (int i = 0; i < thread_count * length_count && code == EXIT_DONE; i++) {
-        quern_context_destroy(ctx);
-        ctx = NULL;
-        code = open_context(&(machine_options){.threads = threads[i / length_count]}, &ctx);
-        if (code == EXIT_DONE) code = bench_one(o, lengths[i % length_count], ctx, list);
-    }
-    if (code == EXIT_DONE && o->json != NULL) code = report_results(o->json, ctx, list);
-    json_decref(list);
-    quern_context_destroy(ctx);
-    return code;
-}
-
-int bench_layer(int argc, char **argv, const char *subject)
-{
-    layer_bench o = {.n = "32k",
-                     .threads = "0",
-                     .batch = 1,
-                     .queries = 1,
-                     .hidden = 4096,
-                     .heads = 64,
-                     .width = 512,
-                     .q_lora = 1024,
-                     .groups = 8,
-                     .o_lora = 1024,
-                     .index_heads = 64,
-                     .index_width = 128,
-                     .top_k = 512,
-                     .window = 128,
-                     .rounds = ROUNDS,
-                     .dtype = QUERN_BF16};
-    const option_group groups[] = {{rows, sizeof rows / sizeof *rows, &o}};
-    bool help;
-    (void)subject;
-    const int code = scenario_options(
-        argc, argv, groups,
-        "usage: quern bench v4-layer [--key value ...]\n\n"
-        "New tokens of a batch of sequences through a whole attention layer, from a cache, with the dims of "
-        "DeepSeek-V4-Flash:\n"
-        "as a fraction of the read bandwidth (beyond 64 tokens: of the arithmetic peak) that is measured in "
-        "turns "
-        "with it.\n\noptions:\n",
-        &help);
-    if (code != EXIT_DONE || help) return code;
-    return bench(&o);
 }

@@ -10,7 +10,6 @@
  */
 #include "bench.h"
 
-#include "bench_mover.h"
 #include "command.h"
 
 #include <quern/cuda.h>
@@ -89,30 +88,28 @@ typedef struct limits {
     double mover_ms[2]; /* 0: none */
 } limits;
 
-static double ceiling_now(const job *j, ceiling limit, int threads)
+static double ceiling_now(const bench_run *r, ceiling limit, int threads)
 {
-    return j->device == QUERN_CUDA ? ceiling_cuda(limit) : ceiling_measure(limit, threads);
+    return r->what->device == QUERN_CUDA ? ceiling_cuda(limit) : ceiling_measure(limit, threads);
 }
 
-static limits limits_now(const job *j, const work w[2], int passes, int threads)
+static limits limits_now(const bench_run *r, const work w[2], int threads)
 {
     limits l = {.read = 0};
-    for (int p = 0; p < passes; p++) {
+    for (int p = 0; p < r->passes; p++) {
         const bool again = p == 1 && w[1].limit == w[0].limit;
         if (again) l.rate[p] = l.rate[0];
-        else if (w[p].limit < CEILINGS) l.rate[p] = ceiling_now(j, w[p].limit, threads);
-        if (w[p].flops > 0 && w[p].bytes > 0 && l.read == 0) l.read = ceiling_now(j, CEILING_READ, threads);
-        l.mover_ms[p] = bench_mover_ms(j, p == 1, threads);
+        else if (w[p].limit < CEILINGS) l.rate[p] = ceiling_now(r, w[p].limit, threads);
+        if (w[p].flops > 0 && w[p].bytes > 0 && l.read == 0) l.read = ceiling_now(r, CEILING_READ, threads);
+        if (r->what->subject->mover_ms != NULL)
+            l.mover_ms[p] = r->what->subject->mover_ms(&r->job, p == 1, threads);
     }
     return l;
 }
 
 /* ---- turns ---- */
 
-enum {
-    ROUND_RUNS = 8,
-    BENCH_ROUND_RUNS = BENCH_REPS_MAX / 3
-}; /* at most; the bench has three rounds or more of short runs */
+enum { FEW_RUNS = BENCH_REPS_MAX / 3 }; /* of a round without --rounds, which has three or more */
 
 /* A measurement in progress. */
 typedef struct turns {
@@ -122,7 +119,7 @@ typedef struct turns {
         round_ms[2][BENCH_REPS_MAX]; /* of the rounds */
     double of_read[2][BENCH_REPS_MAX];
     int read_bound[2]; /* rounds in which reading was the slower limit */
-    double beside_ms[BENCH_REPS_MAX], over_beside[BENCH_REPS_MAX];
+    double beside_ms[2][BENCH_REPS_MAX], over_beside[2][BENCH_REPS_MAX];
     double run_ms; /* of all runs */
 } turns;
 
@@ -149,46 +146,48 @@ static void end_round(turns *t, int passes, const work w[2], int first_run, cons
         const int runs = t->runs - first_run;
         for (int i = 0; i < runs; i++) round[i] = t->times[p][first_run + i];
         judge_round(t, p, &w[p], timing_of(round, runs).median, before, after);
+        t->over_beside[p][t->rounds] = t->beside_ms[p][t->rounds] / t->round_ms[p][t->rounds];
     }
-    t->over_beside[t->rounds] = t->beside_ms[t->rounds] / t->round_ms[0][t->rounds];
     t->rounds++;
 }
 
-/* What stands beside, for as long as a round of the passes. */
-static int run_beside(turns *t, const bench_beside *beside, double enough_ms, int most)
+/* The peer, for as long as a round of the passes. */
+static int run_peer(turns *t, const bench_run *r, quern_context *ctx, double enough_ms, int most)
 {
-    double ms[BENCH_REPS_MAX];
+    double ms[2][BENCH_REPS_MAX];
     const double start = now_ms();
     int n = 0;
     while (n == 0 || (n < most && n < BENCH_REPS_MAX && now_ms() - start < enough_ms)) {
-        ms[n] = beside->ms(beside->arg);
-        if (ms[n++] < 0) return fail(EXIT_DEFECT, "%s failed", beside->name);
+        double now[2] = {0, 0};
+        if (!r->peer->run(r->peer_data, ctx, now)) return fail(EXIT_DEFECT, "%s failed", r->peer->name);
+        for (int p = 0; p < 2; p++) ms[p][n] = now[p];
+        n++;
     }
-    t->beside_ms[t->rounds] = timing_of(ms, n).median;
+    for (int p = 0; p < 2; p++) t->beside_ms[p][t->rounds] = timing_of(ms[p], n).median;
     return EXIT_DONE;
 }
 
 /* One run; keeps its times. */
-static int run_once(turns *t, job *j, quern_context *ctx)
+static int run_once(turns *t, bench_run *r, quern_context *ctx)
 {
-    int code = job_flush(j);
-    if (code == EXIT_DONE) code = job_run(j, ctx);
+    double ms[2] = {0, 0};
+    const int code = r->once(r, ctx, ms);
     if (code != EXIT_DONE) return code;
-    t->times[0][t->runs] = j->forward_ms;
-    t->times[1][t->runs++] = j->backward_ms;
-    t->run_ms += j->forward_ms + j->backward_ms;
+    for (int p = 0; p < 2; p++) t->times[p][t->runs] = ms[p];
+    t->runs++;
+    t->run_ms += ms[0] + ms[1];
     return code;
 }
 
 /* A round is as many runs as fit into enough_ms, at least one. */
-static int run_round(turns *t, job *j, quern_context *ctx, double enough_ms, int most)
+static int run_round(turns *t, bench_run *r, quern_context *ctx, double enough_ms, int most)
 {
     int code = EXIT_DONE;
     const double start = now_ms();
     for (int n = 0; code == EXIT_DONE && n < most && t->runs < BENCH_REPS_MAX &&
                     (n == 0 || now_ms() - start < enough_ms);
          n++)
-        code = run_once(t, j, ctx);
+        code = run_once(t, r, ctx);
     return code;
 }
 
@@ -199,7 +198,7 @@ static bool enough(const turns *t, int rounds, int reps)
     return reps > 0 ? t->runs >= reps : t->runs >= 3 && t->run_ms >= 1000;
 }
 
-static measurement result_of(turns *t, int p, const work *w, bool by_rounds, bool beside)
+static measurement result_of(turns *t, int p, const work *w, bool by_rounds)
 {
     const ceiling limit = 2 * t->read_bound[p] > t->rounds ? CEILING_READ : w->limit;
     return (measurement){.time = by_rounds ? timing_of(t->round_ms[p], t->rounds)
@@ -209,73 +208,42 @@ static measurement result_of(turns *t, int p, const work *w, bool by_rounds, boo
                          .fraction = timing_of(t->fraction[p], t->rounds).median,
                          .of_read = timing_of(t->of_read[p], t->rounds).median,
                          .moved = timing_of(t->moved[p], t->rounds).median,
-                         .beside_ms = beside ? timing_of(t->beside_ms, t->rounds).median : 0,
-                         .over_beside = beside ? timing_of(t->over_beside, t->rounds).median : 0};
+                         .beside_ms = timing_of(t->beside_ms[p], t->rounds).median,
+                         .over_beside = timing_of(t->over_beside[p], t->rounds).median};
 }
 
-int bench_measure(job *j, const work w[2], const bench_beside *beside, quern_context *ctx, int rounds,
-                  int reps, const char *label, measurement out[2])
+int bench_measure(bench_run *r, const work w[2], quern_context *ctx, int rounds, int reps, const char *label,
+                  measurement out[2])
 {
     const double long_run_ms = 8000, round_ms = rounds > 0 ? 100 : 300;
-    const int threads = quern_context_threads(ctx), passes = j->backward ? 2 : 1;
+    const int threads = quern_context_threads(ctx);
     turns *t = calloc(1, sizeof *t);
     if (t == NULL) return fail(EXIT_MACHINE, "no memory for the times");
     progress("%s: warming up", label);
     limits before = {.read = 0};
-    if (rounds == 0) before = limits_now(j, w, passes, threads);
-    int code = run_once(t, j, ctx);
-    if (code == EXIT_DONE && rounds == 0 && reps == 0 && beside == NULL &&
-        t->run_ms > long_run_ms) { /* so long that one is enough */
-        const limits after = limits_now(j, w, passes, threads);
-        end_round(t, passes, w, 0, &before, &after);
-    } else {
+    if (rounds == 0) before = limits_now(r, w, threads);
+    int code = run_once(t, r, ctx);
+    const bool one = code == EXIT_DONE && rounds == 0 && reps == 0 && t->run_ms > long_run_ms;
+    if (!one) {
         t->runs = 0;
         t->run_ms = 0;
-        if (rounds > 0) before = limits_now(j, w, passes, threads);
-        while (code == EXIT_DONE && !enough(t, rounds, reps)) {
-            progress("%s: round %d", label, t->rounds + 1);
-            const int first = t->runs, most = rounds > 0 ? ROUND_RUNS
-                                              : reps > 0 ? reps - t->runs
-                                                         : BENCH_ROUND_RUNS;
-            code = run_round(t, j, ctx, round_ms, most);
-            if (code == EXIT_DONE && beside != NULL) code = run_beside(t, beside, round_ms, most);
-            const limits after = limits_now(j, w, passes, threads);
-            if (code == EXIT_DONE) end_round(t, passes, w, first, &before, &after);
-            before = after;
-            if (rounds > 0) t->runs = 0; /* their times are in the round's fractions */
-        }
+        if (rounds > 0) before = limits_now(r, w, threads);
     }
+    do {
+        progress("%s: round %d", label, t->rounds + 1);
+        const int first = one ? 0 : t->runs, most = rounds > 0 ? BENCH_REPS_MAX
+                                                    : reps > 0 ? reps - t->runs
+                                                               : FEW_RUNS;
+        if (code == EXIT_DONE && !one) code = run_round(t, r, ctx, round_ms, most);
+        if (code == EXIT_DONE && r->peer_data != NULL) code = run_peer(t, r, ctx, round_ms, one ? 1 : most);
+        if (code != EXIT_DONE) break;
+        const limits after = limits_now(r, w, threads);
+        end_round(t, r->passes, w, first, &before, &after);
+        before = after;
+        if (rounds > 0) t->runs = 0; /* their times are in the round's fractions */
+    } while (!one && !enough(t, rounds, reps));
     progress_clear();
-    for (int p = 0; p < passes && code == EXIT_DONE; p++)
-        out[p] = result_of(t, p, &w[p], rounds > 0, beside != NULL && p == 0);
+    for (int p = 0; p < r->passes && code == EXIT_DONE; p++) out[p] = result_of(t, p, &w[p], rounds > 0);
     free(t);
-    return code;
-}
-
-int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward)
-{
-    const double long_run = 8000, enough = 1000;
-    double f[BENCH_REPS_MAX], b[BENCH_REPS_MAX];
-    const double start = now_ms();
-    progress("%s: warming up", label);
-    int code = job_run(j, ctx), n = 0;
-    const double first = now_ms() - start;
-    const bool keep_first = reps == 0 && first > long_run;
-    if (keep_first) {
-        f[n] = j->forward_ms;
-        b[n++] = j->backward_ms;
-    }
-    const double measured_from = now_ms();
-    while (code == EXIT_DONE && !keep_first && n < BENCH_REPS_MAX &&
-           (reps > 0 ? n < reps : n < 3 || now_ms() - measured_from < enough)) {
-        if ((code = job_flush(j)) != EXIT_DONE) break;
-        if (now_ms() - start > 2000) progress("%s: run %d, %.0f s", label, n + 1, (now_ms() - start) / 1000);
-        code = job_run(j, ctx);
-        f[n] = j->forward_ms;
-        b[n++] = j->backward_ms;
-    }
-    progress_clear();
-    *forward = timing_of(f, n);
-    *backward = timing_of(b, n);
     return code;
 }

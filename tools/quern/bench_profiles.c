@@ -1,14 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * bench_profiles.c - `quern bench nvfp4-profiles`: the error of NVFP4, as the relative RMSE of every profile
+ * bench_profiles.c - nvfp4-profiles: the error of NVFP4, as the relative RMSE of every profile
  * and choice of scales, with one global over 2^18 values, on normal, Laplace and heavy-tailed data (Student's
  * t, 3 degrees of freedom).
  */
-#include "bench_experts.h"
+#include "bench.h"
 
 #include "command.h"
-#include "output.h"
 
 #include <quern/nvfp4.h>
 
@@ -20,14 +19,6 @@ enum { COUNT = 1 << 18 };
 typedef enum data_kind { GAUSSIAN, LAPLACE, HEAVY, KINDS } data_kind;
 
 static const char *const kind_names[] = {"normal", "laplace", "heavy-tailed"};
-
-typedef struct profiles_options {
-    const char *json;
-} profiles_options;
-
-static const option_row rows[] = {
-    {"json", OPTION_TEXT, offsetof(profiles_options, json), NULL, "write the results to this file"},
-};
 
 static double uniform(uint64_t *state)
 {
@@ -99,7 +90,7 @@ static double relative_rmse(const round_trip *r)
     return sqrt(error / size);
 }
 
-static int measure(round_trip *r, quern_context *ctx, json_t *list)
+static quern_status measure(round_trip *r, const bench_case *c, quern_context *ctx, bench_results *to)
 {
     static const char *const profiles[] = {"rne", "halfstep", "modelopt", "compressed-tensors"},
                              *const choices[] = {"rne", "four-over-six", "search"};
@@ -111,40 +102,25 @@ static int measure(round_trip *r, quern_context *ctx, json_t *list)
                 if (profile == QUERN_NVFP4_PROFILE_HALFSTEP && scales > 0) continue;
                 const quern_status status =
                     run_trip(r, (quern_nvfp4_profile)profile, (quern_nvfp4_scales)scales, ctx);
-                if (status != QUERN_OK) return fail_status(status);
+                if (status != QUERN_OK) return status;
                 const double rmse = relative_rmse(r);
                 printf("%-14s %-20s scales %-14s relative RMSE %.5f\n", kind_names[kind], profiles[profile],
                        choices[scales], rmse);
-                json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:s, s:f}", "op", "nvfp4-profiles",
-                                                      "data", kind_names[kind], "profile", profiles[profile],
-                                                      "scales", choices[scales], "relative_rmse", rmse));
+                bench_result *row = bench_add(to, c, ctx, "nvfp4-profiles");
+                row->value = rmse;
+                snprintf(row->label, sizeof row->label, "%s %s %s", kind_names[kind], profiles[profile],
+                         choices[scales]);
+                row->extra = json_pack("{s:s, s:s, s:s, s:f}", "data", kind_names[kind], "profile",
+                                       profiles[profile], "scales", choices[scales], "relative_rmse", rmse);
             }
     }
-    return EXIT_DONE;
+    return QUERN_OK;
 }
 
-int bench_profiles(int argc, char **argv, const char *subject)
+int bench_profiles(const bench_case *c, quern_context *ctx, bench_results *to)
 {
-    profiles_options o = {NULL};
-    const option_group group = {rows, sizeof rows / sizeof *rows, &o};
-    quern_context *ctx = NULL;
-    bool help;
-    (void)subject;
-    int code = scenario_options(argc, argv, &group,
-                                "usage: quern bench nvfp4-profiles [--json FILE]\n\n"
-                                "The relative RMSE of every profile and choice of scales of NVFP4 on 2^18 "
-                                "normal, Laplace and\nheavy-tailed values.\n\noptions:\n",
-                                &help);
-    if (code != EXIT_DONE || help) return code;
-    code = output_check(o.json);
-    if (code == EXIT_DONE) code = open_context(&(machine_options){.threads = 0}, &ctx);
-    if (code != EXIT_DONE) return code;
-    json_t *list = json_array();
-    round_trip *r = malloc(sizeof *r);
-    code = r != NULL ? measure(r, ctx, list) : fail(EXIT_MACHINE, "no memory for the values");
-    if (code == EXIT_DONE && o.json != NULL) code = report_results(o.json, ctx, list);
+    round_trip *r = need_memory(sizeof *r);
+    const quern_status status = measure(r, c, ctx, to);
     free(r);
-    json_decref(list);
-    quern_context_destroy(ctx);
-    return code;
+    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }

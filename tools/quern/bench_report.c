@@ -1,209 +1,267 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_report.c - results as a table, as JSON, as a chart. */
+/* bench_report.c - results as a table and as JSON. */
 #include "bench.h"
 
 #include "command.h"
 #include "machine.h"
 #include "output.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
+#include <sys/resource.h>
 
-static const char *op_name(const bench_row *row, char *text, size_t room)
+bench_result *bench_add(bench_results *r, const bench_case *c, const quern_context *ctx, const char *op)
 {
-    snprintf(text, room, "%s%s", row->what->op->name, row->backward ? "-backward" : "");
-    return text;
+    bench_result *more = need_memory((r->count + 1) * sizeof *more);
+    if (r->count > 0) memcpy(more, r->rows, r->count * sizeof *more);
+    free(r->rows);
+    r->rows = more;
+    bench_result *row = &r->rows[r->count++];
+    *row = (bench_result){.subject = c->subject, .what = *c, .threads = quern_context_threads(ctx)};
+    row->work = (work){.limit = CEILINGS, .formula = "", .bytes_formula = ""};
+    snprintf(row->op, sizeof row->op, "%s", op);
+    return row;
 }
 
-void report_header(void)
+void bench_free(bench_results *r)
 {
-    printf("%-22s %9s %7s %5s %4s %11s %10s %10s %9s %9s %9s %9s\n", "op", "N", "heads", "dtype", "thr",
-           "ms median", "p10", "p90", "G/s", "of limit", "of mover", "over peer");
+    for (size_t i = 0; i < r->count; i++) json_decref(r->rows[i].extra);
+    free(r->rows);
 }
 
-void report_row(const bench_row *row)
+/* ---- the table ---- */
+
+/* The extents and words of the case that are not 0: "experts 16, width 4096". */
+static void print_case(const bench_case *c)
 {
-    char op[40], heads[24], fraction[24] = "-", moved[24] = "-", peer[24] = "-";
-    const bench_case *c = row->what;
-    snprintf(heads, sizeof heads, "%" PRId64 "/%" PRId64, c->heads, c->kv_heads);
-    if (row->measured.ceiling > 0) snprintf(fraction, sizeof fraction, "%.3f", row->measured.fraction);
-    if (row->measured.moved > 0) snprintf(moved, sizeof moved, "%.3f", row->measured.moved);
-    if (row->peer != NULL) snprintf(peer, sizeof peer, "%.2fx", row->peer_ms / row->measured.time.median);
-    printf("%-22s %9" PRId64 " %7s %5s %4d %11.3f %10.3f %10.3f %9.1f %9s %9s %9s\n",
-           op_name(row, op, sizeof op), c->n, heads, quern_dtype_name((quern_dtype)c->dtype), row->threads,
-           row->measured.time.median, row->measured.time.p10, row->measured.time.p90, row_rate(row), fraction,
-           moved, peer);
+    const bench_subject *s = c->subject;
+    const char *between = "";
+    printf("%s: ", s->name);
+    if (s->heads != NULL) {
+        printf("heads %" PRId64 "/%" PRId64, c->heads, c->kv_heads);
+        between = ", ";
+    }
+    if (s->dim != NULL) printf("%sdim %" PRId64 "/%" PRId64, between, c->dim, c->dim_v);
+    for (int i = 0; s->extents != NULL && s->extents[i].option != NULL; i++) {
+        if (c->extent[i] == 0) continue;
+        printf("%s%s %" PRId64, between, s->extents[i].option, c->extent[i]);
+        between = ", ";
+    }
+    for (int i = 0; i < CHOICES_MAX && s->choices[i].option != NULL; i++) {
+        printf("%s%s %s", between, s->choices[i].option, s->choices[i].words[c->choice[i]]);
+        between = ", ";
+    }
+    printf("\n");
+}
+
+static const char *dtype_of(const bench_case *c)
+{
+    return c->dtype == QUERN_U8 ? "nvfp4" : quern_dtype_name((quern_dtype)c->dtype);
+}
+
+void report_row(const bench_results *r, const bench_result *row)
+{
+    const measurement *m = &row->measured;
+    const double ms = m->time.median, done = row->work.flops > 0 ? row->work.flops : row->work.bytes;
+    char rate[32] = "-";
+    if (row == r->rows)
+        printf("%-26s %9s %6s %3s %11s %10s %10s %16s  %s\n", "op", "n", "dtype", "thr", "ms median", "p10",
+               "p90", "rate", "of limit, mover, peer");
+    if (done > 0)
+        snprintf(rate, sizeof rate, "%.1f %s", done / ms * 1e-6, row->work.flops > 0 ? "GFLOP/s" : "GB/s");
+    printf("%-26s %9" PRId64 " %6s %3d %11.4f %10.4f %10.4f %16s", row->op, row->what.n, dtype_of(&row->what),
+           row->threads, ms, m->time.p10, m->time.p90, rate);
+    if (m->ceiling > 0) printf("  %.3f of %s %.1f", m->fraction, ceiling_name(m->limit), m->ceiling);
+    if (m->moved > 0) printf("  %.3f of mover", m->moved);
+    if (row->peer != NULL) printf("  %.2fx %s", m->over_beside, row->peer);
+    printf("\n");
     fflush(stdout);
 }
 
-void report_formulas(const bench_row *rows, size_t count)
+void report_formulas(const bench_results *r)
 {
-    for (size_t i = 0; i < count; i++) {
-        char op[40];
-        bool said = false;
-        for (size_t k = 0; k < i && !said; k++) said = rows[k].backward == rows[i].backward;
-        if (!said) printf("G/s of %s: %s\n", op_name(&rows[i], op, sizeof op), rows[i].work.formula);
+    if (r->count > 0 && r->rows[0].subject->n != NULL) print_case(&r->rows[0].what);
+    for (size_t i = 0; i < r->count; i++) {
+        const bench_result *row = &r->rows[i];
+        bool said = *row->work.formula == '\0';
+        for (size_t k = 0; k < i && !said; k++) said = strcmp(r->rows[k].op, row->op) == 0;
+        if (said) continue;
+        printf("G/s of %s: %s%s%s\n", row->op, row->work.formula,
+               *row->work.bytes_formula != '\0' ? "; bytes " : "", row->work.bytes_formula);
     }
 }
+
+/* ---- JSON ---- */
 
 /* A parameter's value as the library's text for it. */
 static json_t *param_json(const char *takes, const char *text)
 {
-    if (strcmp(takes, "INT") == 0) return json_integer(atoll(text));
-    if (strcmp(takes, "NUMBER") == 0) return json_real(atof(text));
-    return strcmp(takes, "true|false") == 0 ? json_boolean(*text == 't') : json_string(text);
+    char *end;
+    if (strcmp(takes, "true|false") == 0) return json_boolean(*text == 't');
+    const long long integer = strtoll(text, &end, 10);
+    if (end != text && *end == '\0' && strcmp(takes, "NUMBER") != 0) return json_integer(integer);
+    const double number = strtod(text, &end);
+    return end != text && *end == '\0' ? output_number(number) : json_string(text);
 }
 
-json_t *report_option(const option_row *row, const void *base)
+json_t *bench_option_json(const option_row *row, const void *base)
 {
-    const void *at = row->type == OPTION_PARAM ? base : (const char *)base + row->offset;
     char text[60];
     option_current_text(row, base, text, sizeof text);
     switch (row->type) {
     case OPTION_PARAM: return param_json(row->choices[1], text);
-    case OPTION_INT: return json_integer(*(const int64_t *)at);
-    case OPTION_BOOL: return json_boolean(*(const bool *)at);
-    case OPTION_FLOAT: return json_real((double)*(const float *)at);
+    case OPTION_INT: return json_integer(atoll(text));
+    case OPTION_BOOL: return json_boolean(*text == 't');
     default: return json_string(text);
     }
 }
 
-static void set_option(json_t *object, const option_row *row, const void *base)
+static void set_integer(json_t *object, const char *name, int64_t value)
 {
-    json_object_set_new(object, row->name, report_option(row, base));
+    json_object_set_new(object, name, json_integer(value));
 }
 
-static bool is_of_every_case(const char *option)
+/* The shape of attention and NSA: sizes by their letters, options by their names. */
+static json_t *attention_shape(const bench_case *c)
 {
-    return strcmp(option, "batch") == 0 || strcmp(option, "dtype") == 0 || strcmp(option, "backward") == 0;
-}
-
-/* The shape: sizes, kinds of inputs, and every parameter of the operation under its option's name. */
-static json_t *shape_json(const bench_case *c)
-{
-    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "B", (json_int_t)c->batch, "N",
-                              (json_int_t)c->n, "H", (json_int_t)c->heads, "Hkv", (json_int_t)c->kv_heads,
-                              "D", (json_int_t)c->dim, "Dv", (json_int_t)c->dim_v);
-    json_object_set_new(shape, "documents", json_integer((json_int_t)c->documents));
-    json_object_set_new(shape, "data", json_string(c->data == DATA_SMOOTH ? "smooth" : "noise"));
-    if (strcmp(c->op->info.group, "nsa") == 0)
-        for (size_t i = 0; i < bench_case_row_count; i++)
-            if (!is_of_every_case(bench_case_rows[i].name)) set_option(shape, &bench_case_rows[i], c);
-    for (size_t i = 0; i < c->op->option_count; i++) set_option(shape, &c->op->options[i], &c->params);
+    json_t *shape = json_object();
+    set_integer(shape, "B", c->batch);
+    set_integer(shape, "N", c->n);
+    set_integer(shape, "H", c->heads);
+    set_integer(shape, "Hkv", c->kv_heads);
+    set_integer(shape, "D", c->dim);
+    set_integer(shape, "Dv", c->dim_v);
+    for (int i = CASE_OTHERS; i < CASE_ROWS; i++) {
+        const char *name = bench_case_rows[i].name;
+        const bool every = strcmp(name, "documents") == 0 || strcmp(name, "data") == 0;
+        if (every || (strcmp(c->op->info.group, "nsa") == 0 && strcmp(name, "batch") != 0))
+            json_object_set_new(shape, name, bench_option_json(&bench_case_rows[i], c));
+    }
+    for (size_t i = 0; i < c->op->option_count; i++)
+        json_object_set_new(shape, c->op->options[i].name, bench_option_json(&c->op->options[i], &c->params));
     return shape;
 }
 
-json_t *report_json(const bench_row *row)
+/* Whether a parameter is no option, but follows. */
+static bool follows(const bench_subject *s, const char *option)
 {
-    char op[40];
-    const bool limited = row->measured.ceiling > 0;
-    return json_pack(
-        "{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I, s:o, s:o}", "op",
-        op_name(row, op, sizeof op), "shape", shape_json(row->what), "dtype",
-        quern_dtype_name((quern_dtype)row->what->dtype), "threads", row->threads, "reps",
-        row->measured.time.reps, "ms_median", row->measured.time.median, "ms_p10", row->measured.time.p10,
-        "ms_p90", row->measured.time.p90, "gflops",
-        row->work.flops > 0 ? json_real(row_rate(row)) : json_null(), "gbps",
-        row->work.bytes > 0 ? json_real(row_rate(row)) : json_null(), "ceiling",
-        limited ? json_string(ceiling_name(row->work.limit)) : json_null(), "fraction",
-        limited ? json_real(row->measured.fraction) : json_null(), "peer",
-        row->peer != NULL ? json_string(row->peer) : json_null(), "peer_ms",
-        row->peer != NULL ? json_real(row->peer_ms) : json_null(), "formula", row->work.formula,
-        "workspace_bytes", (json_int_t)row->workspace_bytes, "mover_fraction",
-        row->measured.moved > 0 ? json_real(row->measured.moved) : json_null(), "workspace_fraction",
-        row->workspace_fraction > 0 ? json_real(row->workspace_fraction) : json_null());
+    for (int i = 0; i < WORDS_MAX && s->follow[i][0] != NULL; i++)
+        if (strcmp(s->follow[i][0], option) == 0) return true;
+    return false;
 }
 
-/* Points of one pass and thread count: length, time, peer's time. */
-static void print_block(FILE *f, const char *name, const bench_row *rows, size_t count, bool backward,
-                        int threads)
+/* Of the others: integers and words by their options' names, parameters by their fields. */
+static json_t *shape_json(const bench_case *c, int pass)
 {
-    fprintf(f, "$%s << EOD\n", name);
-    for (size_t i = 0; i < count; i++)
-        if (rows[i].backward == backward && rows[i].threads == threads)
-            fprintf(f, "%" PRId64 " %.6g %.6g\n", rows[i].what->n, rows[i].measured.time.median,
-                    rows[i].peer != NULL ? rows[i].peer_ms : -1.0);
-    fprintf(f, "EOD\n");
-}
-
-int report_svg(const char *path, const bench_row *rows, size_t count)
-{
-    const bool peers = rows[0].peer != NULL;
-    FILE *f = tmpfile();
-    if (f == NULL) return fail(EXIT_MACHINE, "no temporary file for gnuplot's script: %s", strerror(errno));
-    fprintf(f, "set terminal svg size %d,480 background '#ffffff' font 'sans-serif,13'\n", peers ? 960 : 520);
-    int64_t least = INT64_MAX, most = 0;
-    for (size_t i = 0; i < count; i++) {
-        least = rows[i].what->n < least ? rows[i].what->n : least;
-        most = rows[i].what->n > most ? rows[i].what->n : most;
+    const bench_subject *s = c->subject;
+    char name[40];
+    if (s->attention) return attention_shape(c);
+    json_t *shape = json_object();
+    if (s->n != NULL) set_integer(shape, "n", c->n);
+    for (size_t i = 0; c->op != NULL && i < c->op->option_count; i++)
+        if (!follows(s, c->op->options[i].name))
+            json_object_set_new(shape, c->op->params[c->op->options[i].offset].field,
+                                bench_option_json(&c->op->options[i], &c->params));
+    if (s->heads != NULL) {
+        set_integer(shape, "heads", c->heads);
+        set_integer(shape, "kv_heads", c->kv_heads);
     }
-    fprintf(f, "set xrange [%g:%g]\n", (double)least / 1.5, (double)most * 1.5);
-    fprintf(f, "set logscale x 2\nset grid\nset key below Left reverse\nset xlabel 'tokens'\n");
-    char titles[8][80], blocks[8][16];
-    int series = 0;
-    for (int pass_index = 0; pass_index < 2; pass_index++) {
-        for (size_t i = 0; i < count && series < 8; i++) {
-            bool seen = rows[i].backward != (pass_index == 1);
-            for (size_t k = 0; k < i && !seen; k++)
-                seen = rows[k].backward == rows[i].backward && rows[k].threads == rows[i].threads;
-            if (seen) continue;
-            snprintf(blocks[series], sizeof blocks[series], "s%d", series);
-            snprintf(titles[series], sizeof titles[series], "%s%s, %d thread%s", rows[i].what->op->name,
-                     rows[i].backward ? " backward" : "", rows[i].threads, rows[i].threads > 1 ? "s" : "");
-            print_block(f, blocks[series++], rows, count, rows[i].backward, rows[i].threads);
+    for (int i = 0; s->extents != NULL && s->extents[i].option != NULL; i++) {
+        snprintf(name, sizeof name, "%s", s->extents[i].option);
+        for (char *at = name; (at = strchr(at, '-')) != NULL;) *at = '_';
+        set_integer(shape, name, c->extent[i]);
+    }
+    for (int i = 0; i < CHOICES_MAX && s->choices[i].option != NULL; i++) {
+        snprintf(name, sizeof name, "%s", s->choices[i].option);
+        for (char *at = name; (at = strchr(at, '-')) != NULL;) *at = '_';
+        json_object_set_new(shape, name, json_string(s->choices[i].words[c->choice[i]]));
+    }
+    if (s->n != NULL) json_object_set_new(shape, "backward", json_boolean(pass == 1));
+    return shape;
+}
+
+static json_t *number_or_null(double x)
+{
+    return x > 0 ? output_number(x) : json_null();
+}
+
+static json_t *text_or_null(const char *text)
+{
+    return text != NULL && *text != '\0' ? json_string(text) : json_null();
+}
+
+static json_t *result_json(const bench_result *row, const quern_context *ctx)
+{
+    const measurement *m = &row->measured;
+    const double ms = m->time.median;
+    const struct {
+        const char *name;
+        json_t *value;
+    } fields[] = {
+        {"op", json_string(row->op)},
+        {"shape", shape_json(&row->what, row->pass)},
+        {"dtype", json_string(dtype_of(&row->what))},
+        {"level", json_string(quern_cpu_level_name(quern_context_cpu_level(ctx)))},
+        {"threads", json_integer(row->threads)},
+        {"reps", json_integer(m->time.reps)},
+        {"ms_median", number_or_null(ms)},
+        {"ms_p10", number_or_null(m->time.p10)},
+        {"ms_p90", number_or_null(m->time.p90)},
+        {"gflops", number_or_null(ms > 0 ? row->work.flops / ms * 1e-6 : 0)},
+        {"gbps", number_or_null(ms > 0 ? row->work.bytes / ms * 1e-6 : 0)},
+        {"ceiling", m->ceiling > 0 ? json_string(ceiling_name(m->limit)) : json_null()},
+        {"fraction", number_or_null(m->ceiling > 0 ? m->fraction : 0)},
+        {"read_fraction", number_or_null(m->of_read)},
+        {"mover_fraction", number_or_null(m->moved)},
+        {"peer", text_or_null(row->peer)},
+        {"peer_ms", number_or_null(m->beside_ms)},
+        {"over_peer", number_or_null(m->over_beside)},
+        {"of_peer", number_or_null(m->over_beside > 0 ? 1 / m->over_beside : 0)},
+        {"formula", text_or_null(row->work.formula)},
+        {"bytes_formula", text_or_null(row->work.bytes_formula)},
+        {"workspace_bytes", json_integer((json_int_t)row->workspace_bytes)},
+    };
+    json_t *o = json_object();
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        json_object_set_new(o, fields[i].name, fields[i].value);
+    if (row->extra != NULL) json_object_update(o, row->extra);
+    return o;
+}
+
+static json_t *ceilings_json(const bench_results *r)
+{
+    json_t *ceilings = json_object();
+    for (int c = 0; c < CEILINGS; c++)
+        for (int i = 0; i < r->thread_counts; i++) {
+            char name[16];
+            if (r->ceilings[c][i] <= 0) continue;
+            json_t *of = json_object_get(ceilings, ceiling_name((ceiling)c));
+            if (of == NULL) {
+                of = json_pack("{s:s}", "unit", ceiling_unit((ceiling)c));
+                json_object_set_new(ceilings, ceiling_name((ceiling)c), of);
+            }
+            snprintf(name, sizeof name, "%" PRId64, r->threads[i]);
+            json_object_set_new(of, name, json_real(r->ceilings[c][i]));
         }
-    }
-    if (peers) fprintf(f, "set multiplot layout 1,2\n");
-    fprintf(f, "set logscale y\nset ylabel 'milliseconds'\nplot ");
-    for (int i = 0; i < series; i++) {
-        fprintf(f, "%s$%s using 1:2 with linespoints linewidth 2 linecolor %d title '%s'", i > 0 ? ", " : "",
-                blocks[i], i + 1, titles[i]);
-        if (peers)
-            fprintf(f, ", $%s using 1:3 with linespoints dashtype 2 linecolor %d title '%s beside it'",
-                    blocks[i], i + 1, rows[0].peer);
-    }
-    if (peers) {
-        fprintf(f,
-                "\nunset logscale y\nset yrange [0:*]\nset ylabel 'times as fast as %s'\nplot 1 with lines "
-                "linecolor 'gray' notitle",
-                rows[0].peer);
-        for (int i = 0; i < series; i++)
-            fprintf(f, ", $%s using 1:($3/$2) with linespoints linewidth 2 linecolor %d title '%s'",
-                    blocks[i], i + 1, titles[i]);
-        fprintf(f, "\nunset multiplot");
-    }
-    fprintf(f, "\n");
-    const int code = output_chart(path, f);
-    fclose(f);
-    return code;
+    return ceilings;
 }
 
-int report_results(const char *path, const quern_context *ctx, json_t *results)
+int report_json(const char *path, const bench_results *r, const bench_case *c, const quern_context *ctx)
 {
-    json_t *root =
-        json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit",
-                  machine_commit(), "machine", machine_json(ctx), "device", "cpu", "results", results);
+    json_t *list = json_array();
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    for (size_t i = 0; i < r->count; i++)
+        if (r->rows[i].measured.time.reps > 0 || r->rows[i].extra != NULL)
+            json_array_append_new(list, result_json(&r->rows[i], ctx));
+    json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:o, s:o, s:I}", "schema", 1, "version",
+                             quern_version(), "commit", machine_commit(), "machine", machine_json(ctx),
+                             "device", device_choices[c->device], "ceilings", ceilings_json(r), "results",
+                             list, "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
     const int code = output_json(path, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
     json_decref(root);
     return code;
-}
-
-int scenario_options(int argc, char **argv, const option_group *group, const char *usage, bool *help)
-{
-    int first;
-    const int code = parse_options(argc, argv, group, 1, &first, help);
-    if (code != EXIT_DONE) return code;
-    if (*help) {
-        printf("%s", usage);
-        print_options(group);
-        return EXIT_DONE;
-    }
-    if (argc - first != 1)
-        return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
-    return EXIT_DONE;
 }

@@ -6,48 +6,79 @@
 #include <stdlib.h>
 #include <string.h>
 
-static double symbol_value(const formula_symbol *symbols, const char *name, size_t length)
+/* What is read. */
+typedef struct reader {
+    const char *at;
+    const formula_symbols *symbols;
+} reader;
+
+static double sum(reader *r);
+
+/* A number, a symbol, or a sum in parentheses. */
+static double factor(reader *r)
 {
-    for (; symbols->name != NULL; symbols++)
-        if (strlen(symbols->name) == length && memcmp(symbols->name, name, length) == 0)
-            return symbols->value;
-    return NAN;
+    static const char digits[] = "0123456789.", ends[] = "*/() ";
+    char *end;
+    if (*r->at == '(') {
+        r->at++;
+        const double value = sum(r);
+        if (*r->at != ')') return (double)NAN;
+        r->at++;
+        return value;
+    }
+    if (*r->at != '\0' && strchr(digits, *r->at) != NULL) {
+        const double value = strtod(r->at, &end);
+        r->at = end;
+        return value;
+    }
+    const char *name = r->at;
+    r->at += strcspn(name, ends);
+    return formula_symbol(r->symbols, name, (size_t)(r->at - name));
 }
 
-/* A number or a symbol, and what divides it. */
-static double factor(const char **at, const formula_symbol *symbols)
+static double product(reader *r)
 {
-    static const char digits[] = "0123456789.", ends[] = "*/+ ";
-    char *end;
-    double value;
-    if (**at != '\0' && strchr(digits, **at) != NULL) {
-        value = strtod(*at, &end);
-        *at = end;
-    } else {
-        const size_t length = strcspn(*at, ends);
-        value = symbol_value(symbols, *at, length);
-        *at += length;
+    double value = factor(r);
+    for (;;) {
+        const bool times = *r->at == '*' || (*r->at == ' ' && r->at[1] != '+');
+        if (!times && *r->at != '/') return value;
+        r->at++;
+        const double next = factor(r);
+        value = times ? value * next : value / next;
     }
-    while (**at == '/') {
-        const double by = strtod(*at + 1, &end);
-        value = end == *at + 1 ? (double)NAN : value / by;
-        *at = end;
+}
+
+static double sum(reader *r)
+{
+    double value = product(r);
+    while (strncmp(r->at, " + ", 3) == 0) {
+        r->at += 3;
+        value += product(r);
     }
     return value;
 }
 
-double formula_value(const char *text, const formula_symbol *symbols)
+double formula_symbol(const formula_symbols *symbols, const char *name, size_t length)
 {
-    double sum = 0;
-    if (*text == '\0') return 0;
-    for (const char *at = text;; at += 3) {
-        double product = factor(&at, symbols);
-        while (*at == '*') {
-            at++;
-            product *= factor(&at, symbols);
-        }
-        sum += product;
-        if (*at == '\0') return sum;
-        if (strncmp(at, " + ", 3) != 0) return (double)NAN;
-    }
+    for (int i = 0; i < symbols->count; i++)
+        if (strlen(symbols->name[i]) == length && memcmp(symbols->name[i], name, length) == 0)
+            return symbols->value[i];
+    return (double)NAN;
+}
+
+void formula_set(formula_symbols *symbols, const char *name, double value)
+{
+    int i = 0;
+    while (i < symbols->count && strcmp(symbols->name[i], name) != 0) i++;
+    if (i == FORMULA_SYMBOLS_MAX) return;
+    symbols->name[i] = name;
+    symbols->value[i] = value;
+    if (i == symbols->count) symbols->count++;
+}
+
+double formula_value(const char *text, const formula_symbols *symbols)
+{
+    reader r = {text, symbols};
+    const double value = sum(&r);
+    return *r.at == '\0' ? value : (double)NAN;
 }

@@ -1,15 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * peer_onednn.c - attention: per head and block of 256 queries, S = Q K^T over the keys up to the block's
- * last (matmul), the scale and the diagonal's mask (a loop over the block), P = softmax(S) in place, O = P V
- * (matmul). The primitives of a block shape are made once and serve every head. Experts' products: a matmul
- * an expert. Written for oneDNN 2.
+ * peer_onednn.c - what a program on a good GEMM library reaches. Attention: per head and block of 256
+ * queries, S = Q K^T over the keys up to the block's last (matmul), the scale and the diagonal's mask (a loop
+ * over the block), P = softmax(S) in place, O = P V (matmul); the primitives of a block shape are made once
+ * and serve every head. Products of experts, and of a projection: a matmul each. Written for oneDNN 2.
  */
-#include "peer_onednn.h"
+#include "bench.h"
 
 #include "peer_room.h"
 #include "values.h"
+
+#include <quern/nvfp4.h>
 
 #include <math.h>
 #include <stdlib.h>
@@ -23,6 +25,12 @@
 #include <omp.h>
 
 enum { BLOCK = 256, MOST = 3 };
+
+static void *tensor_data(const job *j, const char *name)
+{
+    const int i = tensor_named(j->op, name);
+    return i >= 0 && j->tensors.t[i] != NULL ? j->tensors.t[i]->data : NULL;
+}
 
 /* ---- attention ---- */
 
@@ -147,76 +155,86 @@ static void mask_diagonal(void *scores, size_t element, int64_t first, int64_t r
     }
 }
 
-static bool run_composed(composed *c, const bench_case *what, char *q, char *k, char *v, char *o,
-                         char *scores)
+/* A call's tensors: Q, K, V of the job beside it, an output and a block of scores. */
+typedef struct attention_peer {
+    composed c;
+    const bench_case *what;
+    char *q, *k, *v, *o, *scores;
+} attention_peer;
+
+static bool run_attention(void *arg, quern_context *ctx, double ms[2])
 {
+    attention_peer *p = arg;
+    composed *c = &p->c;
+    const bench_case *what = p->what;
     const size_t element = what->dtype == QUERN_BF16 ? 2 : 4;
+    const double start = now_ms();
+    omp_set_num_threads(quern_context_threads(ctx));
     for (int64_t h = 0; h < what->heads; h++) {
         const size_t kv = (size_t)(h / (what->heads / what->kv_heads)) * element;
         for (int64_t b = 0; b < c->blocks; b++) {
             const int64_t first = b * BLOCK, rows = what->n - first < BLOCK ? what->n - first : BLOCK;
-            void *const qk[] = {q + (size_t)((first * what->heads + h) * what->dim) * element,
-                                k + kv * (size_t)what->dim, scores};
-            void *const in_place[MOST] = {scores, scores};
-            void *const pv[] = {scores, v + kv * (size_t)what->dim_v,
-                                o + (size_t)((first * what->heads + h) * what->dim_v) * element};
+            void *const qk[] = {p->q + (size_t)((first * what->heads + h) * what->dim) * element,
+                                p->k + kv * (size_t)what->dim, p->scores};
+            void *const in_place[MOST] = {p->scores, p->scores};
+            void *const pv[] = {p->scores, p->v + kv * (size_t)what->dim_v,
+                                p->o + (size_t)((first * what->heads + h) * what->dim_v) * element};
             if (!run_step(&c->scores[b], c, qk)) return false;
-            mask_diagonal(scores, element, first, rows);
+            mask_diagonal(p->scores, element, first, rows);
             if (!run_step(&c->softmax[b], c, in_place) || !run_step(&c->output[b], c, pv)) return false;
         }
     }
-    return dnnl_stream_wait(c->stream) == dnnl_success;
+    if (dnnl_stream_wait(c->stream) != dnnl_success) return false;
+    ms[0] = now_ms() - start;
+    return true;
 }
 
-bool peer_onednn(const bench_case *what, int threads, int reps, timing *time)
+static void close_attention(void *arg)
 {
-    const quern_attention_params *p = &what->params.attention;
-    if (strcmp(what->op->name, "attention") != 0 || !p->causal || p->window > 0 || p->scale != 0 ||
-        p->query_offset >= 0 || what->batch != 1 || what->documents > 0 || what->dtype == QUERN_F16 ||
-        !peer_has_room(threads))
-        return false;
-    const int64_t shapes[4][3] = {{what->n, what->heads, what->dim},
-                                  {what->n, what->kv_heads, what->dim},
-                                  {what->n, what->kv_heads, what->dim_v},
-                                  {what->n, what->heads, what->dim_v}};
-    const size_t element = what->dtype == QUERN_BF16 ? 2 : 4;
-    char *data[4] = {NULL}, *scores = bench_allocate((size_t)what->n * BLOCK * element);
-    composed c = {0};
-    double ms[BENCH_REPS_MAX];
-    int n = 0;
-    omp_set_num_threads(threads);
-    bool ok = scores != NULL;
-    for (int i = 0; i < 4 && ok; i++) {
-        data[i] = bench_allocate((size_t)(shapes[i][0] * shapes[i][1] * shapes[i][2]) * element);
-        ok = data[i] != NULL;
-        const quern_tensor t = quern_tensor_contiguous(data[i], (quern_dtype)what->dtype, 3, shapes[i]);
-        if (ok && i < 3) fill_normal(&t, (uint64_t)what->seed * 1000 + (uint64_t)i);
-    }
-    ok = ok && open_composed(&c, what) && run_composed(&c, what, data[0], data[1], data[2], data[3], scores);
-    const double start = now_ms();
-    while (ok && n < BENCH_REPS_MAX && (reps > 0 ? n < reps : n < 3 || now_ms() - start < 500)) {
-        progress("oneDNN: run %d", n + 1);
-        const double from = now_ms();
-        ok = run_composed(&c, what, data[0], data[1], data[2], data[3], scores);
-        ms[n++] = now_ms() - from;
-    }
-    progress_clear();
-    close_composed(&c);
-    for (int i = 0; i < 4; i++) free(data[i]);
-    free(scores);
-    if (ok) *time = timing_of(ms, n);
-    return ok;
+    attention_peer *p = arg;
+    close_composed(&p->c);
+    free(p->o);
+    free(p->scores);
+    free(p);
 }
 
-/* ---- bf16 products of experts ---- */
+static void *open_attention(const bench_case *what, const job *j, quern_context *ctx)
+{
+    const quern_attention_params *params = &what->params.attention;
+    const size_t element = what->dtype == QUERN_BF16 ? 2 : 4;
+    double ms[2];
+    if (!params->causal || params->window > 0 || params->scale != 0 || params->query_offset >= 0 ||
+        what->batch != 1 || what->documents > 0 || what->dtype == QUERN_F16 || what->device != QUERN_CPU ||
+        !peer_has_room(quern_context_threads(ctx)))
+        return NULL;
+    attention_peer *p = calloc(1, sizeof *p);
+    if (p == NULL) return NULL;
+    p->what = what;
+    p->q = tensor_data(j, "Q");
+    p->k = tensor_data(j, "K");
+    p->v = tensor_data(j, "V");
+    p->o = bench_allocate((size_t)(what->n * what->heads * what->dim_v) * element);
+    p->scores = bench_allocate((size_t)what->n * BLOCK * element);
+    omp_set_num_threads(quern_context_threads(ctx));
+    if (p->o != NULL && p->scores != NULL && open_composed(&p->c, what) && run_attention(p, ctx, ms))
+        return p;
+    close_attention(p);
+    return NULL;
+}
 
-/* The same weight for each expert, in the format of `md` and in memory of its own. */
+const bench_peer peer_attention = {"oneDNN", open_attention, run_attention, close_attention};
+
+/* ---- products ---- */
+
+/* Products of each expert's rows of a with the same weight [k, n], in the format of `md` and in memory of its
+ * own for each. */
 typedef struct peer_gemm {
     composed c;
     step product;
     char *a, *out, *weights;
     size_t each; /* bytes of a weight */
     int64_t experts, rows, n, k;
+    dnnl_data_type_t type, out_type;
 } peer_gemm;
 
 static const dnnl_format_tag_t weight_tags[] = {dnnl_format_tag_any, dnnl_ab, dnnl_ba};
@@ -249,9 +267,9 @@ static bool make_product(peer_gemm *p, dnnl_format_tag_t tag, const void *weight
     dnnl_memory_desc_t a, w, plain, out;
     dnnl_matmul_desc_t desc;
     dnnl_primitive_desc_t pd = NULL;
-    if (!matrix(&a, dnnl_bf16, p->rows, p->k, p->k, 1) || !matrix(&plain, dnnl_bf16, p->k, p->n, p->n, 1) ||
-        !matrix(&out, dnnl_bf16, p->rows, p->n, p->n, 1) ||
-        dnnl_memory_desc_init_by_tag(&w, 2, dims, dnnl_bf16, tag) != dnnl_success ||
+    if (!matrix(&a, p->type, p->rows, p->k, p->k, 1) || !matrix(&plain, p->type, p->k, p->n, p->n, 1) ||
+        !matrix(&out, p->out_type, p->rows, p->n, p->n, 1) ||
+        dnnl_memory_desc_init_by_tag(&w, 2, dims, p->type, tag) != dnnl_success ||
         dnnl_matmul_desc_init(&desc, &a, &w, NULL, &out) != dnnl_success ||
         dnnl_primitive_desc_create(&pd, &desc, NULL, p->c.engine, NULL) != dnnl_success)
         return false;
@@ -277,19 +295,28 @@ static void free_product(peer_gemm *p)
     p->weights = NULL;
 }
 
-double peer_gemm_ms(void *arg)
+static size_t size_of(dnnl_data_type_t type)
+{
+    return type == dnnl_bf16 ? 2 : 4;
+}
+
+static bool run_gemm(void *arg, quern_context *ctx, double ms[2])
 {
     peer_gemm *p = arg;
     const double start = now_ms();
+    omp_set_num_threads(quern_context_threads(ctx));
     for (int64_t e = 0; e < p->experts; e++) {
-        void *const pointers[] = {p->a + (size_t)(e * p->rows * p->k) * 2, p->weights + (size_t)e * p->each,
-                                  p->out + (size_t)(e * p->rows * p->n) * 2};
-        if (!run_step(&p->product, &p->c, pointers)) return -1;
+        void *const pointers[] = {p->a + (size_t)(e * p->rows * p->k) * size_of(p->type),
+                                  p->weights + (size_t)e * p->each,
+                                  p->out + (size_t)(e * p->rows * p->n) * size_of(p->out_type)};
+        if (!run_step(&p->product, &p->c, pointers)) return false;
     }
-    return dnnl_stream_wait(p->c.stream) == dnnl_success ? now_ms() - start : -1;
+    if (dnnl_stream_wait(p->c.stream) != dnnl_success) return false;
+    ms[0] = now_ms() - start;
+    return true;
 }
 
-void peer_gemm_close(void *arg)
+static void close_gemm(void *arg)
 {
     peer_gemm *p = arg;
     free_product(p);
@@ -299,32 +326,32 @@ void peer_gemm_close(void *arg)
 }
 
 /* The median of three runs, after one; below 0: there is no such product. */
-static double try_format(peer_gemm *p, dnnl_format_tag_t tag, const void *weight)
+static double try_format(peer_gemm *p, dnnl_format_tag_t tag, const void *weight, quern_context *ctx)
 {
-    double ms[3];
-    if (!make_product(p, tag, weight) || peer_gemm_ms(p) < 0) return -1;
-    for (int i = 0; i < 3; i++) ms[i] = peer_gemm_ms(p);
+    double ms[3], one[2];
+    if (!make_product(p, tag, weight) || !run_gemm(p, ctx, one)) return -1;
+    for (int i = 0; i < 3; i++) {
+        if (!run_gemm(p, ctx, one)) return -1;
+        ms[i] = one[0];
+    }
     return timing_of(ms, 3).median;
 }
 
-void *peer_gemm_open(int64_t experts, int64_t rows, int64_t n, int64_t k, const void *weight, void *a,
-                     int threads)
+/* Opens a product whose sizes are set, with the weight in the format that is fastest here. NULL without
+ * memory. */
+static void *open_gemm(const peer_gemm *sizes, const void *weight, quern_context *ctx)
 {
-    peer_gemm *p = peer_has_room(threads) ? calloc(1, sizeof *p) : NULL;
+    peer_gemm *p = peer_has_room(quern_context_threads(ctx)) ? malloc(sizeof *p) : NULL;
     int best = -1;
     double least = 0;
     if (p == NULL) return NULL;
-    omp_set_num_threads(threads);
-    p->experts = experts;
-    p->rows = rows;
-    p->n = n;
-    p->k = k;
-    p->a = a;
-    p->out = bench_allocate((size_t)(experts * rows * n) * 2 + 1);
+    *p = *sizes;
+    omp_set_num_threads(quern_context_threads(ctx));
+    p->out = bench_allocate((size_t)(p->experts * p->rows * p->n) * size_of(p->out_type) + 1);
     const bool ok = p->out != NULL && dnnl_engine_create(&p->c.engine, dnnl_cpu, 0) == dnnl_success &&
                     dnnl_stream_create(&p->c.stream, p->c.engine, dnnl_stream_default_flags) == dnnl_success;
     for (int i = 0; i < (int)(sizeof weight_tags / sizeof *weight_tags) && ok; i++) {
-        const double ms = try_format(p, weight_tags[i], weight);
+        const double ms = try_format(p, weight_tags[i], weight, ctx);
         if (ms > 0 && (best < 0 || ms < least)) {
             best = i;
             least = ms;
@@ -332,31 +359,82 @@ void *peer_gemm_open(int64_t experts, int64_t rows, int64_t n, int64_t k, const 
         free_product(p);
     }
     if (best >= 0 && make_product(p, weight_tags[best], weight)) return p;
-    peer_gemm_close(p);
+    close_gemm(p);
     return NULL;
 }
+
+/* The weight of nvfp4-gemm's experts in bf16, to be freed; NULL without memory. */
+static void *dequantised(int64_t k, int64_t n, quern_context *ctx)
+{
+    const int64_t codes_shape[] = {k / 2, n}, scales_shape[] = {k / 16, n}, shape[] = {k, n};
+    uint8_t *codes, *scales;
+    float one = 1;
+    if (!bench_expert_weight(k, n, &codes, &scales)) return NULL;
+    void *weight = bench_allocate((size_t)(k * n) * 2 + 1);
+    const quern_tensor views[] = {quern_tensor_contiguous(codes, QUERN_U8, 2, codes_shape),
+                                  quern_tensor_contiguous(scales, QUERN_U8, 2, scales_shape),
+                                  quern_tensor_contiguous(&one, QUERN_F32, 0, NULL),
+                                  quern_tensor_contiguous(weight, QUERN_BF16, 2, shape)};
+    quern_nvfp4_dequantize_params p = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
+    quern_nvfp4_dequantize_tensors t = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
+    p.weight = true;
+    t.codes = &views[0];
+    t.scales = &views[1];
+    t.global = &views[2];
+    t.x = &views[3];
+    if (weight != NULL && quern_nvfp4_dequantize(ctx, NULL, &p, &t, NULL, 0) != QUERN_OK) {
+        free(weight);
+        weight = NULL;
+    }
+    free(codes);
+    free(scales);
+    return weight;
+}
+
+/* The bf16 products of the same rows and weights, dequantised. */
+static void *open_experts(const bench_case *c, const job *j, quern_context *ctx)
+{
+    const peer_gemm sizes = {.a = tensor_data(j, "A"),
+                             .experts = bench_extent_of(c, "experts"),
+                             .rows = c->n,
+                             .n = bench_extent_of(c, "width"),
+                             .k = bench_extent_of(c, "depth"),
+                             .type = dnnl_bf16,
+                             .out_type = dnnl_bf16};
+    if (c->dtype != QUERN_BF16 || sizes.a == NULL || c->device != QUERN_CPU) return NULL;
+    void *weight = dequantised(sizes.k, sizes.n, ctx), *peer = NULL;
+    if (weight != NULL) peer = open_gemm(&sizes, weight, ctx);
+    free(weight);
+    return peer;
+}
+
+/* A compressor's projection from hidden states alone, in f32. */
+static void *open_projection(const bench_case *c, const job *j, quern_context *ctx)
+{
+    const int x = tensor_named(j->op, "X"), w = tensor_named(j->op, "W");
+    if (c->dtype == QUERN_F16 || c->device != QUERN_CPU || j->tensors.t[w] == NULL ||
+        bench_extent_of(c, "index-width") > 0)
+        return NULL;
+    const peer_gemm sizes = {.a = j->tensors.t[x]->data,
+                             .experts = 1,
+                             .rows = c->n,
+                             .n = j->tensors.t[w]->shape[1],
+                             .k = j->tensors.t[w]->shape[0],
+                             .type = c->dtype == QUERN_BF16 ? dnnl_bf16 : dnnl_f32,
+                             .out_type = dnnl_f32};
+    return open_gemm(&sizes, j->tensors.t[w]->data, ctx);
+}
+
+const bench_peer peer_experts = {"oneDNN", open_experts, run_gemm, close_gemm};
+const bench_peer peer_projection = {"oneDNN's product alone", open_projection, run_gemm, close_gemm};
 #else
-bool peer_onednn(const bench_case *c, int threads, int reps, timing *time)
+static void *open_none(const bench_case *c, const job *j, quern_context *ctx)
 {
-    (void)c, (void)threads, (void)reps, (void)time;
-    return false;
-}
-
-void *peer_gemm_open(int64_t experts, int64_t rows, int64_t n, int64_t k, const void *weight, void *a,
-                     int threads)
-{
-    (void)experts, (void)rows, (void)n, (void)k, (void)weight, (void)a, (void)threads;
+    (void)c, (void)j, (void)ctx;
     return NULL;
 }
 
-double peer_gemm_ms(void *arg)
-{
-    (void)arg;
-    return -1;
-}
-
-void peer_gemm_close(void *arg)
-{
-    (void)arg;
-}
+const bench_peer peer_attention = {"oneDNN", open_none, NULL, NULL};
+const bench_peer peer_experts = {"oneDNN", open_none, NULL, NULL};
+const bench_peer peer_projection = {"oneDNN's product alone", open_none, NULL, NULL};
 #endif

@@ -20,7 +20,7 @@
 #include <sys/resource.h>
 
 typedef struct probe_options {
-    const char *memory, *heads, *dim;
+    const char *memory;
     bench_case what;
     machine_options machine;
     int64_t granularity;
@@ -32,8 +32,6 @@ typedef struct probe_options {
 static const option_row rows[] = {
     {"memory", OPTION_TEXT, AT(memory), NULL,
      "limit on inputs, outputs and workspace together, such as 512M or 12G"},
-    {"heads", OPTION_TEXT, AT(heads), NULL, "H/Hkv"},
-    {"dim", OPTION_TEXT, AT(dim), NULL, "D, or D/Dv"},
     {"granularity", OPTION_INT, AT(granularity), NULL, "lengths are multiples of this"},
     {"dry-run", OPTION_FLAG, AT(dry_run), NULL, "compute the length, do not prove it by a run"},
     {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset that is set before the other options: tile256"},
@@ -43,7 +41,7 @@ enum { ROWS = sizeof rows / sizeof *rows };
 
 static probe_options default_options(const operation *op)
 {
-    probe_options o = {.memory = "4G", .heads = "8/2", .dim = "128", .granularity = 1024};
+    probe_options o = {.memory = "4G", .granularity = 1024};
     o.what = bench_case_init(op);
     return o;
 }
@@ -56,7 +54,7 @@ static void print_help(const operation *op)
            "The longest sequence whose inputs, outputs and workspace fit the limit, proven by a run.\n"
            "Parameters of the operation are options too: quern probe WHAT --help.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
-    print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
+    print_options(&(option_group){bench_case_rows, CASE_ROWS_PROBE, (void *)(uintptr_t)&defaults.what});
     print_options(&(option_group){machine_rows, machine_row_count, (void *)(uintptr_t)&defaults.machine});
     if (op != NULL)
         print_options(
@@ -213,7 +211,7 @@ int verb_probe(int argc, char **argv)
     probe_options o = default_options(op);
     const option_group groups[] = {
         {rows, ROWS, &o},
-        {bench_case_rows, bench_case_row_count, &o.what},
+        {bench_case_rows, CASE_ROWS_PROBE, &o.what},
         {machine_rows, machine_row_count, &o.machine},
         {op != NULL ? op->options : NULL, op != NULL ? op->option_count : 0, &o.what.params}};
     int first;
@@ -233,15 +231,9 @@ int verb_probe(int argc, char **argv)
         if (code == EXIT_DONE) code = parse_options(argc, argv, groups, 4, &first, &help);
         if (code != EXIT_DONE) return code;
     }
-    if (!parse_pair(o.heads, &o.what.heads, &o.what.kv_heads) || o.what.heads % o.what.kv_heads != 0)
-        return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", o.heads);
-    if (!parse_pair(o.dim, &o.what.dim, &o.what.dim_v))
-        return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o.dim);
-    if (o.granularity < 1 || o.granularity > (int64_t)1 << 30 || o.what.batch < 1 || o.what.batch > INT32_MAX)
-        return fail(EXIT_USAGE,
-                    "--granularity %" PRId64 " --batch %" PRId64
-                    ": 1 to 2^30, and 1 to 2^31 - 1, is accepted",
-                    o.granularity, o.what.batch);
+    if ((code = bench_case_check(&o.what)) != EXIT_DONE) return code;
+    if (o.granularity < 1 || o.granularity > (int64_t)1 << 30)
+        return fail(EXIT_USAGE, "--granularity %" PRId64 ": 1 to 2^30 is accepted", o.granularity);
     quern_context *ctx;
     code = open_context(&o.machine, &ctx);
     o.what.device = o.machine.device;
