@@ -63,13 +63,14 @@ static bool is_exponents(const stored_tensor *t)
     return is(t, "F8_E8M0") || is(t, "U8");
 }
 
-static quern_format fp8_format(const stored_tensor *scale)
+static quern_format fp8_format(const stored_tensor *weight, const stored_tensor *scale)
 {
     int64_t elements = 1;
     for (int32_t i = 0; i < scale->ndim; i++) elements *= scale->shape[i];
     if (elements == 1) return QUERN_FORMAT_FP8_TENSOR;
-    return scale->ndim < 2 || scale->shape[scale->ndim - 1] == 1 ? QUERN_FORMAT_FP8_ROWS
-                                                                 : QUERN_FORMAT_FP8_BLOCKS;
+    /* [N] or [N, 1]; a single column of blocks has fewer */
+    const bool rows = elements == scale->shape[0] && weight->ndim > 0 && elements == weight->shape[0];
+    return rows || scale->ndim < 2 ? QUERN_FORMAT_FP8_ROWS : QUERN_FORMAT_FP8_BLOCKS;
 }
 
 /* The format of a ".weight" of safetensors. */
@@ -85,7 +86,7 @@ static quern_format weight_format(const quern_checkpoint *c, const stored_tensor
     if (!is(t, "F8_E4M3")) return QUERN_FORMAT_PLAIN;
     for (size_t i = 0; i < sizeof scales / sizeof *scales; i++) {
         const stored_tensor *scale = checkpoint_beside(c, t, scales[i]);
-        if (scale != NULL) return fp8_format(scale);
+        if (scale != NULL) return fp8_format(t, scale);
     }
     return QUERN_FORMAT_PLAIN;
 }

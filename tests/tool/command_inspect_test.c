@@ -98,6 +98,7 @@ static void every_format_is_recognised(void **state)
     made_mxfp4(&m, "layers.0.ffn.experts.0.w1", 64, 64);
     made_fp8(&m, "layers.0.attn.wkv", 200, 130, 128);
     made_fp8(&m, "layers.0.attn.wq_a", 40, 64, 32);
+    made_fp8(&m, "layers.0.attn.wo_b", 256, 128, 128); /* its scales are a column */
     made_add(&m, QUERN_E4M3, "a.weight", 2, (const int64_t[]){8, 8});
     made_number(&m, "a.weight_scale", 0, 0.5f);
     made_add(&m, QUERN_E4M3, "b.weight", 2, (const int64_t[]){8, 8});
@@ -116,6 +117,7 @@ static void every_format_is_recognised(void **state)
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         expect(0, "inspect $DIR/model.safetensors", formats[i]);
     expect(0, "inspect $DIR/model.safetensors --headers", "0 problems");
+    expect_tensor("model.safetensors", "layers.0.attn.wo_b.weight", "\"format\": \"fp8 blocks\"");
     /* 128 codes of 0.5 under 2 * 0.25; 64 values 1, halved */
     expect_tensor(
         "model.safetensors", "t.weight",
