@@ -99,7 +99,8 @@ static bool scales_another(const quern_checkpoint *c, const stored_tensor *t)
     if (role == NAME_WEIGHT_GLOBAL_SCALE) return true;
     if (role < NAME_WEIGHT_SCALE || role > NAME_INPUT_GLOBAL_SCALE) return false;
     return checkpoint_beside(c, t, NAME_WEIGHT) != NULL ||
-           checkpoint_beside(c, t, NAME_WEIGHT_PACKED) != NULL;
+           checkpoint_beside(c, t, NAME_WEIGHT_PACKED) != NULL ||
+           checkpoint_beside(c, t, NAME_OTHER) != NULL; /* a stack, whose name ends in its module's */
 }
 
 static quern_format format_of(const quern_checkpoint *c, const stored_tensor *t)

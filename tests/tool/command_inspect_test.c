@@ -196,6 +196,22 @@ static void gguf_is_described(void **state)
     expect(3, "inspect $DIR/model.gguf", "tensor 'output.weight'");
 }
 
+/* A stack whose name is its module's, without ".weight". */
+static void the_scale_of_a_stack_is_its_global(void **state)
+{
+    (void)state;
+    gguf_begin(&g, 3, 2, 0);
+    gguf_put_tensor(&g, "model.layers.0.mlp.experts.down_proj", GGML_NVFP4, 3, (const int64_t[]){1, 1, 64},
+                    0);
+    gguf_put_tensor(&g, "model.layers.0.mlp.experts.down_proj.scale", 0, 1, (const int64_t[]){1}, 64);
+    gguf_align(&g, 32);
+    for (int i = 0; i < 64; i++) gguf_put(&g, i < 36 ? 0x22 : 0, 1);
+    put_float(4000);
+    write_gguf();
+    expect(1, "inspect $DIR/model.gguf", "scales                             1");
+    assert_non_null(strstr(output, "down_proj.scale' is 4000, under a name that means the global itself"));
+}
+
 static void unequal_globals_are_found(void **state)
 {
     (void)state;
@@ -435,6 +451,7 @@ int main(void)
         cmocka_unit_test(good_checkpoints_have_no_problem),
         cmocka_unit_test(every_format_is_recognised),
         cmocka_unit_test(gguf_is_described),
+        cmocka_unit_test(the_scale_of_a_stack_is_its_global),
         cmocka_unit_test(unequal_globals_are_found),
         cmocka_unit_test(missing_scales_are_found),
         cmocka_unit_test(scales_that_do_not_fit_are_found),

@@ -151,6 +151,7 @@ void check_scales(inspection *in)
 static bool is_global(const inspection *in, const inspected *t)
 {
     const inspected *weight = beside(in, t, NAME_WEIGHT);
+    if (weight == NULL) weight = beside(in, t, NAME_OTHER); /* a stack, whose name ends in its module's */
     if (t->parts.role == NAME_SCALE) return weight != NULL && weight->info.format == QUERN_FORMAT_NVFP4_GGUF;
     return t->parts.role == NAME_WEIGHT_SCALE_2 || t->parts.role == NAME_WEIGHT_GLOBAL_SCALE;
 }
