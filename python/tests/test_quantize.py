@@ -488,3 +488,33 @@ def test_real_embeddings(tmp_path, scales, least):
     cosines = (embeddings(source, batch) * embeddings(tmp_path / "back", batch)).sum(1)
     print(f"{scales}: mean cosine {cosines.mean():.4f}")
     assert cosines.mean() >= least
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e20, 1e37])
+def test_extreme_values(tmp_path, size):
+    weight = torch.randn(64, 64) * size
+    made.save_model(tmp_path / "in", [{"a.weight": weight}], {"model_type": "x"})
+    options = ["--format", "modelopt", "--json", tmp_path / "report.json"]
+    made.quantize(tmp_path / "in", tmp_path / "out", *options)
+    out = made.load_model(tmp_path / "out")
+    codes, _, g = made.modelopt(weight, weight.abs().max())
+    assert torch.equal(made.nibbles(out["a.weight"]), codes)
+    assert torch.equal(out["a.weight_scale_2"], g)
+    row = json.loads((tmp_path / "report.json").read_text())["tensors"][0]
+    lost = (made.modelopt_values(out, "a", torch.float32) - weight).double()
+    expected = (lost.norm() / weight.double().norm()).item()
+    assert row["relative_rmse"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("padding", [1, 3])
+def test_data_at_odd_addresses(tmp_path, padding):
+    weight = torch.randn(64, 80)
+    header = json.dumps(
+        {"a.weight": {"dtype": "F32", "shape": [64, 80], "data_offsets": [0, 20480]}}
+    )
+    header = header + " " * (8 - len(header) % 8 + padding)
+    data = len(header).to_bytes(8, "little") + header.encode() + weight.numpy().tobytes()
+    (tmp_path / "odd.safetensors").write_bytes(data)
+    made.quantize(tmp_path / "odd.safetensors", tmp_path / "out", "--format", "modelopt")
+    codes, _, _ = made.modelopt(weight, weight.abs().max())
+    assert torch.equal(made.nibbles(made.load_model(tmp_path / "out")["a.weight"]), codes)

@@ -322,19 +322,22 @@ static void errors_plain(const error_rule *rule, const void *x, quern_dtype dtyp
     errors_as(rule, x, dtype, codes, scales, columns, false, e);
 }
 
-/* A power of two that brings values near 6 * 448 * g to 1 where their squares would leave f32. */
-static float unit_of(float g)
+/* A power of two that brings the largest value near 1 where squares would leave f32. */
+static float unit_of(float largest)
 {
-    const int exponent = g > 0.0f && isfinite(g) ? ilogbf(g) + 11 : 0;
+    const int exponent = largest > 0.0f && isfinite(largest) ? ilogbf(largest) : 0;
     if (exponent > -32 && exponent < 32) return 1.0f;
     return ldexpf(1.0f, exponent > 126 ? -126 : exponent < -126 ? 126 : -exponent);
 }
 
-static void make_rule(float global, bool reciprocal, bool any_scale, error_rule *rule)
+static void make_rule(const coded_rows *coded, error_rule *rule)
 {
-    rule->unit = unit_of(reciprocal ? 1.0f / global : global);
+    const float global = coded->global;
+    const bool reciprocal = coded->reciprocal;
+    const float largest = (reciprocal ? 1.0f / global : global) * 2688.0f;
+    rule->unit = unit_of(coded->largest > 0.0f ? coded->largest : largest);
     rule->global = reciprocal ? 1.0f : global;
-    rule->any_scale = any_scale;
+    rule->any_scale = coded->any_scale;
     for (int i = 0; i < 256; i++) {
         const float scale = e4m3_byte_value((uint8_t)i);
         rule->scale[i] = reciprocal ? scale / global : scale;
@@ -349,7 +352,7 @@ void add_errors(const matrix_values *x, const coded_rows *coded, int64_t rows, i
     const int width = width_of_cpu();
     const uint8_t *codes = coded->codes, *scales = coded->scales;
     error_rule rule;
-    make_rule(coded->global, coded->reciprocal, coded->any_scale, &rule);
+    make_rule(coded, &rule);
     for (int64_t r = 0; r < rows; r++, codes += columns / 2, scales += columns / 16) {
         const char *row = (const char *)x->data + r * x->stride * (int64_t)quern_dtype_size(x->dtype);
         if (width == 2) errors_wide(&rule, row, x->dtype, codes, scales, columns, e);

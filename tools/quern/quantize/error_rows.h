@@ -17,6 +17,7 @@ typedef struct coded_rows {
     const uint8_t *codes, *scales;
     float global;    /* G, or R */
     bool reciprocal; /* it is R */
+    float largest;   /* about the largest magnitude of x; 0: 2688 G */
     bool any_scale;  /* a block's scale may be any, not its largest value's sixth, rounded */
 } coded_rows;
 

@@ -165,8 +165,10 @@ static int set_globals(conversion *c, const sweep *s, const size_t *groups, size
             range.zeros = range.zeros || one->zeros;
         }
         if (method == METHOD_MXFP4) set_mxfp4(c, g, range);
-        else if (method == METHOD_QUANTISE) g->global = global_of_largest(c, float_from_bits(bits));
-        else if (set_nvfp4(c, g) != EXIT_DONE) return EXIT_INPUT;
+        else if (method == METHOD_QUANTISE) {
+            g->amax = float_from_bits(bits);
+            g->global = global_of_largest(c, g->amax);
+        } else if (set_nvfp4(c, g) != EXIT_DONE) return EXIT_INPUT;
         g->known = true;
     }
     return EXIT_DONE;

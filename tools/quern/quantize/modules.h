@@ -64,6 +64,7 @@ typedef struct module_group {
     size_t first, count; /* in module_list.members */
     bool known;
     float global; /* G, or R under compressed-tensors */
+    float amax;   /* of values that are quantised: the largest magnitude */
     int largest;  /* MXFP4: the largest exponent byte of a nonzero block; -1: there is none */
     bool below;   /* MXFP4: blocks below the range of the scales are rounded */
     bool zeros;   /* MXFP4: there are blocks of zeros */

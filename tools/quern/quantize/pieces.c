@@ -130,9 +130,14 @@ static void note_errors(const piece_team *team, write_piece *p, const matrix_val
                         const uint8_t *scales)
 {
     const module *m = &team->c->list.modules[p->module];
-    const coded_rows coded = {
-        codes, scales, team->c->list.groups[m->group].global, team->c->format == FORMAT_COMPRESSED_TENSORS,
-        team->c->options->scales != QUERN_NVFP4_SCALES_RNE || m->weight.encoding == ENCODING_NVFP4};
+    const module_group *g = &team->c->list.groups[m->group];
+    const coded_rows coded = {.codes = codes,
+                              .scales = scales,
+                              .global = g->global,
+                              .reciprocal = team->c->format == FORMAT_COMPRESSED_TENSORS,
+                              .largest = g->amax,
+                              .any_scale = team->c->options->scales != QUERN_NVFP4_SCALES_RNE ||
+                                           m->weight.encoding == ENCODING_NVFP4};
     add_errors(x, &coded, p->count, m->weight.columns, &p->error);
 }
 
