@@ -17,6 +17,7 @@
 #include "stages/attend.h"
 #include "stages/attend_gate.h"
 #include "stages/attend_mqa.h"
+#include "stages/block_index.h"
 #include "stages/validate_lists.h"
 #include "stages/cache.h"
 #include "stages/combine.h"
@@ -91,7 +92,8 @@
     BACKWARD(norm_rope_backward, norm_rope)                                                                  \
     FORWARD(cache_copy, cache_copy)                                                                          \
     FORWARD(decode, decode)                                                                                  \
-    FORWARD(nsa_decode, nsa_decode)
+    FORWARD(nsa_decode, nsa_decode)                                                                          \
+    FORWARD(block_index, block_index)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -128,7 +130,8 @@
     F(norm_rope, NORM_ROPE)                                                                                  \
     F(cache_copy, CACHE_COPY)                                                                                \
     F(decode, DECODE)                                                                                        \
-    F(nsa_decode, NSA_DECODE)
+    F(nsa_decode, NSA_DECODE)                                                                                \
+    F(block_index, BLOCK_INDEX)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

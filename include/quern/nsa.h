@@ -412,6 +412,51 @@ QUERN_API quern_status quern_nsa_list_convert(quern_context *ctx, const quern_ex
                                               const quern_nsa_list_tensors *tensors, void *workspace,
                                               size_t workspace_bytes);
 
+/* ---- the block indexer (MiniMax Sparse Attention, arXiv 2606.13392) ---- */
+
+/*
+ * Chooses the blocks of the selected branch by light queries and keys of its own, in place of k_cmp. Query t
+ * of a sequence stands at position p = S - N + t, or query_offset + t. The score of block J for list j is
+ *   max over its tokens s <= p of q_index[t, j] . k_index[s], in f32, not scaled; NaN where one of them is.
+ * Candidates are the blocks whose first token is <= p; none where p < 0. Forced, inside num_selected, are
+ * blocks 0 ... forced_first - 1 and the forced_local blocks that end with that of p, as far as there are
+ * such. Order and lists are those of quern_nsa_select with tile 1. It is strictly causal and carries no
+ * gradient.
+ */
+typedef struct quern_nsa_index_params {
+    size_t size;
+    int64_t select_block; /* l', 1 ... 2^31 - 1 tokens [128] */
+    int64_t num_selected; /* k, forced_first + forced_local ... 2^31 - 1 blocks [16] */
+    int64_t forced_first; /* 0 ... 2^31 - 1 blocks [0] */
+    int64_t forced_local; /* 0 ... 2^31 - 1 blocks [1] */
+    int64_t query_offset; /* -1: S - N of each sequence; 0 ... 2^31 - 1 [-1] */
+} quern_nsa_index_params;
+#define QUERN_NSA_INDEX_PARAMS_INIT                                                                          \
+    {                                                                                                        \
+        sizeof(quern_nsa_index_params), 128, 16, 0, 1, -1                                                    \
+    }
+
+/* Varlen, with cu_seqlens_q (and cu_seqlens_kv, else the same): [T,Hs,D_I], [T,D_I] or [T,Hs,D_I], and lists
+ * [Hs,T+B,k] whose rows past the last query are -1, count 0. D_I is a multiple of 8, 8 ... 512. */
+typedef struct quern_nsa_index_tensors {
+    size_t size;
+    const quern_tensor *q_index; /* act [B,N,Hs,D_I], a head a list */
+    const quern_tensor *k_index; /* act [B,S,D_I], one key for all lists, or [B,S,Hs,D_I] */
+    const quern_tensor *cu_seqlens_q, *cu_seqlens_kv;
+    const quern_tensor *block_idx;   /* i32 [B,Hs,N,k], ascending, padded with -1 */
+    const quern_tensor *block_count; /* i32 [B,Hs,N], or NULL */
+    const quern_tensor *block_score; /* f32 [B,Hs,N,ceil(S/l')], -inf where a block is no candidate; or NULL.
+                                        Fixed lengths only. */
+} quern_nsa_index_tensors;
+#define QUERN_NSA_INDEX_TENSORS_INIT QUERN_SIZED(quern_nsa_index_tensors)
+
+QUERN_API quern_status quern_nsa_index_workspace(quern_context *ctx, const quern_nsa_index_params *params,
+                                                 const quern_nsa_index_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_index(quern_context *ctx, const quern_exec *exec,
+                                       const quern_nsa_index_params *params,
+                                       const quern_nsa_index_tensors *tensors, void *workspace,
+                                       size_t workspace_bytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -12,7 +12,7 @@ from ._caches import KVCache, NSACache
 from ._checkpoint import Checkpoint, load_nvfp4
 from ._lists import block_mask, convert_blocks
 from ._nsa import nsa
-from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
+from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_index, nsa_select
 from ._operations import version
 
 if sys.modules.get("torch") is not None:
@@ -47,6 +47,7 @@ __all__ = [
     "nsa_attend",
     "nsa_compress",
     "nsa_gate",
+    "nsa_index",
     "nsa_select",
     "nvfp4",
 ]

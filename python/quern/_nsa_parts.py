@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""The steps of native sparse attention, for every framework: compress, select, attend, gate.
+"""The steps of native sparse attention, for every framework: compress, select or index, attend, gate.
 
 Their parameters are those of quern.nsa, by the same names.
 """
@@ -92,6 +92,46 @@ def nsa_select(
     }
     groups = ("group_idx",) if max_compressed_groups else ()
     return run("nsa-select", tuple(settings.items()), tensors, ("block_idx", "block_count", *groups))
+
+
+def nsa_index(
+    q_index: Any,
+    k_index: Any,
+    *,
+    select_block: int = 128,
+    num_selected: int = 16,
+    forced_first: int = 0,
+    forced_local: int = 1,
+    query_offset: int = -1,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    return_scores: bool = False,
+) -> tuple[Any, ...]:
+    """MiniMax's block indexer: q_index [B, N, Hs, D_I], k_index [B, S, D_I] or, a key a list, [B, S, Hs, D_I]
+    → block_idx int32 [B, Hs, N, num_selected], ascending and padded with -1, block_count int32 [B, Hs, N];
+    with return_scores also block_score f32 [B, Hs, N, ⌈S / select_block⌉], -inf where a block is no
+    candidate.
+
+    A block's score is the maximum of q_index · k_index over its tokens up to the query's own. Query t stands
+    at S - N + t, or at query_offset + t. Always chosen are the first forced_first blocks and the forced_local
+    that end with the query's own. Varlen, with cu_seqlens_q (and cu_seqlens_kv): [T, ·, ·], and lists [Hs,
+    T + B, num_selected]. It has no gradient.
+    """
+    settings = {
+        "select_block": select_block,
+        "num_selected": num_selected,
+        "forced_first": forced_first,
+        "forced_local": forced_local,
+        "query_offset": query_offset,
+    }
+    tensors = {
+        "q_index": q_index,
+        "k_index": k_index,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+    }
+    scores = ("block_score",) if return_scores else ()
+    return run("nsa-index", tuple(settings.items()), tensors, ("block_idx", "block_count", *scores))
 
 
 def nsa_attend(

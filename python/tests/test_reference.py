@@ -84,6 +84,20 @@ def nsa_select(near, exact):
     same_bytes(got[2:], reference.listed(chosen, 3)[:1])
 
 
+@case("nsa-index")
+def nsa_index(near, exact):
+    torch.manual_seed(4)
+    q, keys = torch.randn(2, 90, 3, 16), torch.randn(2, 120, 3, 16)
+    for k in (keys, keys[:, :, 0]):
+        for settings in ({"forced_first": 1, "forced_local": 2}, {"query_offset": 10}):
+            more = {"select_block": 8, "num_selected": 5, **settings}
+            *got, scores = quern.nsa_index(q, k, **more, return_scores=True)
+            chosen, want = exact(*wide(q, k), **more)
+            same_bytes(got, reference.listed(chosen, 5))
+            assert torch.equal(scores.isfinite(), want.isfinite())
+            near(scores[scores.isfinite()], want[want.isfinite()], BOUND)
+
+
 @case("nsa-attend")
 def nsa_attend(near, exact):
     q, k, v = qkv(300)

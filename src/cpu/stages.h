@@ -26,6 +26,11 @@ quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *
 void cpu_compress_backward_kernel(const stage_exec *exec, const compress_args *args,
                                   char text[STAGE_NAME_BYTES]);
 
+void cpu_block_index_kernel(const stage_exec *exec, const block_index_args *args,
+                            char text[STAGE_NAME_BYTES]);
+size_t cpu_block_index_workspace(const stage_exec *exec, const block_index_args *args);
+quern_status cpu_block_index(const stage_exec *exec, const block_index_args *args, void *workspace);
+
 void cpu_select_kernel(const stage_exec *exec, const select_args *args, char text[STAGE_NAME_BYTES]);
 size_t cpu_select_workspace(const stage_exec *exec, const select_args *args);
 quern_status cpu_select(const stage_exec *exec, const select_args *args, void *workspace);

@@ -100,6 +100,10 @@ void nsa_build_attend_backward(nsa_build *c);
 void nsa_build_gate(nsa_build *c);
 void nsa_build_gate_backward(nsa_build *c);
 
-extern const op_family nsa_list_family; /* list.c */
+/* index.c. Keys of the block indexer as stages take them: [B,S,D], which all lists share, with one head. */
+quern_tensor nsa_key_heads(quern_tensor keys);
+
+extern const op_family nsa_list_family;  /* list.c */
+extern const op_family nsa_index_family; /* index.c */
 
 #endif

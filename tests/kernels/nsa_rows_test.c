@@ -409,6 +409,52 @@ static void add_probabilities(const nsa_kernels *kernels, test_random *random)
     }
 }
 
+static void row_maxima(const nsa_kernels *kernels, test_random *random)
+{
+    enum { MOST_ROWS = 37 };
+    for (int round = 0; round < 200; round++) {
+        const int32_t rows = (int32_t)test_random_int(random, 0, MOST_ROWS),
+                      columns = (int32_t)test_random_int(random, 0, 140);
+        const test_layout layout = round % 2 ? TEST_STRIDED : TEST_UNALIGNED;
+        test_tensor s = rows_of(random, QUERN_F32, rows, columns, layout),
+                    best = rows_of(random, QUERN_F32, rows, 3, TEST_CONTIGUOUS);
+        int32_t seen[MOST_ROWS];
+        double *x = test_tensor_get(&s), *most = test_tensor_get(&best);
+        for (int64_t i = 0; i < (int64_t)rows * columns && round % 4 == 1; i++)
+            if (test_random_one_in(random, 9))
+                x[i] = test_random_one_in(random, 4)   ? NAN
+                       : test_random_one_in(random, 2) ? INFINITY
+                                                       : -INFINITY;
+        test_tensor_set(&s, x);
+        for (int32_t r = 0; r < rows; r++) {
+            seen[r] = r % 5 == 0 ? columns : (int32_t)test_random_int(random, -3, columns + 9);
+            most[3 * r + 1] = r % 7 == 3 ? NAN : r % 2 ? -INFINITY : test_random_normal(random);
+        }
+        test_tensor_set(&best, most);
+        assert_true(bound_of(kernels, "row_maxima", 0, 0) == 0);
+        kernels->row_maxima(s.view.data, s.view.strides[0], rows, seen, columns,
+                            (float *)best.view.data + (rows > 0), 3);
+        test_tensor_check_unchanged(&s, "scores");
+        test_tensor_check_guards(&best, "row_maxima");
+        double *got = test_tensor_get(&best);
+        for (int32_t r = 0; r < rows; r++) {
+            double expected = test_round(QUERN_F32, most[3 * r + 1]);
+            for (int32_t c = 0; c < columns && c < seen[r]; c++) {
+                const double v = test_round(QUERN_F32, x[(int64_t)r * columns + c]);
+                expected = isnan(v) || isnan(expected) ? NAN : fmax(v, expected);
+            }
+            most[3 * r + 1] = expected;
+        }
+        for (int32_t i = 0; i < 3 * rows; i++)
+            expect(kernels, "row_maxima", QUERN_F32, columns, i, got[i], test_round(QUERN_F32, most[i]), 0);
+        TEST_TIME("nsa", "row_maxima", kernels->level, 4 * (int64_t)rows * columns,
+                  kernels->row_maxima(s.view.data, s.view.strides[0], rows, seen, columns,
+                                      (float *)best.view.data + (rows > 0), 3));
+        free(x), free(most), free(got);
+        test_tensor_free(&s), test_tensor_free(&best);
+    }
+}
+
 /* Whether index i stands before index j: the greater score, NaN last, of equal ones the lower index. */
 static bool stands_before(const float *scores, int64_t i, int64_t j)
 {
@@ -470,7 +516,8 @@ int main(int argc, char **argv)
 {
     char program[] = "nsa_rows_test";
     kernel_test sum = {sum_rows}, spread = {spread_row}, gates = {gate_rows}, gradients = {gate_backward},
-                weights = {gate_weight}, probabilities = {add_probabilities}, best = {best_of};
+                weights = {gate_weight}, probabilities = {add_probabilities}, maxima = {row_maxima},
+                best = {best_of};
     const struct CMUnitTest tests[] = {
         {"sum_rows", at_every_level, NULL, NULL, &sum},
         {"spread_row", at_every_level, NULL, NULL, &spread},
@@ -478,6 +525,7 @@ int main(int argc, char **argv)
         {"gate_backward", at_every_level, NULL, NULL, &gradients},
         {"gate_weight", at_every_level, NULL, NULL, &weights},
         {"add_probabilities", at_every_level, NULL, NULL, &probabilities},
+        {"row_maxima", at_every_level, NULL, NULL, &maxima},
         {"best_of", at_every_level, NULL, NULL, &best},
         {"every_kernel", test_every_kernel, NULL, NULL, program},
     };

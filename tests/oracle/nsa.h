@@ -86,6 +86,17 @@ void oracle_nsa_gate_backward(const oracle_nsa *a, const oracle_nsa_arrays *x, d
 /* gates (unless given) and o from x->o_b. */
 void oracle_nsa_gate(const oracle_nsa *a, const oracle_nsa_arrays *x);
 
+/* The block indexer on one sequence: q [n,lists,d], k [s,d] where all lists share it, else [s,lists,d]. */
+typedef struct oracle_nsa_index {
+    quern_nsa_index_params params;
+    int64_t n, s, lists, d;
+    bool shared;
+} oracle_nsa_index;
+/* The blocks (ceil(s / l')) as the list of row t may choose them; the score of one that is no candidate is
+ * -inf. */
+void oracle_nsa_index_choices(const oracle_nsa_index *a, const double *q, const double *k, int64_t list,
+                              int64_t t, oracle_choice *choices);
+
 /* One list from blocks of `from` tokens to blocks of `to`; returns the count. */
 int32_t oracle_nsa_list_convert(const int32_t *in, int64_t k_in, int64_t from, int32_t *out, int64_t k_out,
                                 int64_t to, int64_t n);

@@ -100,6 +100,35 @@ def select(
     return chosen
 
 
+def index(
+    q_index: Tensor,
+    k_index: Tensor,
+    *,
+    select_block: int = 128,
+    num_selected: int = 16,
+    forced_first: int = 0,
+    forced_local: int = 1,
+    query_offset: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """The block indexer: the blocks of every query, bool [B, Hs, N, blocks], and their scores, -inf where a
+    block is no candidate. k_index [B, S, D] or [B, S, Hs, D]."""
+    n, s = q_index.shape[1], k_index.shape[1]
+    keys = k_index if k_index.dim() == 4 else k_index[:, :, None].expand(-1, -1, q_index.shape[2], -1)
+    position = torch.arange(n) + (query_offset if query_offset >= 0 else s - n)
+    dots = torch.einsum("bnhd,bshd->bhns", q_index, keys)
+    dots = dots.masked_fill(torch.arange(s) > position[:, None], -math.inf)
+    dots = torch.nn.functional.pad(dots, (0, -s % select_block), value=-math.inf)
+    scores = dots.unflatten(-1, (-1, select_block)).amax(-1)
+    block = torch.arange(scores.shape[-1])
+    candidates = (block * select_block <= position[:, None]) & (position[:, None] >= 0)
+    behind = position[:, None].div(select_block, rounding_mode="floor") - block
+    forced = candidates & ((block < forced_first) | ((behind >= 0) & (behind < forced_local)))
+    ranked = scores.masked_fill(forced, math.inf).masked_fill(~candidates, -math.inf)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :num_selected]
+    chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, order, True)
+    return chosen & candidates, scores
+
+
 def chosen_blocks(block_idx: Tensor, blocks: int) -> Tensor:
     """Lists [.., k] → bool [.., blocks]; entries that are no block, or come twice, count for nothing."""
     inside = (block_idx >= 0) & (block_idx < blocks)

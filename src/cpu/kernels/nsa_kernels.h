@@ -69,6 +69,10 @@ typedef struct nsa_kernels {
      * multiple of 16. */
     void (*add_probabilities)(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns,
                               float scale2, const float *lse2, float *acc);
+    /* best[r * ldb] = the greatest of what it holds and of s[r][i], i < seen[r], i < columns. NaN is the
+     * greatest. */
+    void (*row_maxima)(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns,
+                       float *best, int64_t ldb);
     /* Writes the `want` best of scores[from .. to) to best[], best first, as keys (see rank_index()). Returns
      * how many. */
     int64_t (*best_of)(const float *scores, int64_t from, int64_t to, int64_t want, uint64_t *best);

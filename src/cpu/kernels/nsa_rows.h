@@ -4,17 +4,18 @@
  * nsa_rows.h - the row kernels of NSA's table, written once over the level's vectors and compiled by each
  * level's file under its own flags.
  *
- * All but add_probabilities and best_of stream: they touch each element of a [tokens][heads][dim] tensor
- * once, with one to three multiplications. Memory is the limit, so the code must keep enough loads in flight.
- * sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time where
- * rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that nobody
- * reads soon use non-temporal stores, which run at twice the bandwidth because a cached store reads the line
- * first.
+ * All but add_probabilities, row_maxima and best_of stream: they touch each element of a [tokens][heads][dim]
+ * tensor once, with one to three multiplications. Memory is the limit, so the code must keep enough loads in
+ * flight. sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time
+ * where rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that
+ * nobody reads soon use non-temporal stores, which run at twice the bandwidth because a cached store reads
+ * the line first.
  *
- * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it. best_of keeps
- * the `want` best keys sorted. That costs mispredicted branches, so a bound first drops most scores: the
- * want-th greatest of 16 columns' maxima, below which no score is among the best. For 13 of 256 scores in
- * random order about 25 pass it (16 (1/16 + 1/15 + ... + 1/4)); the rest cost two compares a vector.
+ * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it, row_maxima a
+ * load, a maximum and a compare a vector of scores. best_of keeps the `want` best keys sorted. That costs
+ * mispredicted branches, so a bound first drops most scores: the want-th greatest of 16 columns' maxima,
+ * below which no score is among the best. For 13 of 256 scores in random order about 25 pass it (16 (1/16 +
+ * 1/15 + ... + 1/4)); the rest cost two compares a vector.
  */
 #ifndef QUERN_CPU_NSA_ROWS_H
 #define QUERN_CPU_NSA_ROWS_H
@@ -115,6 +116,57 @@ static void add_probabilities(const float *s, int64_t lds, int32_t rows, const i
     }
 }
 
+/* Whether a lane is NaN, which v_max() passes over. */
+INLINE bool any_nan(vfloat v)
+{
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0;
+#else
+    return v_any(v_is_nan(v));
+#endif
+}
+
+/* The maxima of a row's lanes; returns whether a score is NaN. */
+INLINE bool lanes_of_row(const float *s, int32_t n, vfloat *maxima)
+{
+    vfloat most = v_splat(-INFINITY);
+    bool nan = false;
+    int32_t c = 0;
+    for (; c + LANES <= n; c += LANES) {
+        const vfloat v = v_load(s + c);
+        nan |= any_nan(v);
+        most = v_max(v, most);
+    }
+    if (c < n) {
+        const vfloat v = v_load_first(s + c, n - c, v_splat(-INFINITY));
+        nan |= any_nan(v);
+        most = v_max(v, most);
+    }
+    *maxima = most;
+    return nan;
+}
+
+static void row_maxima(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns,
+                       float *best, int64_t ldb)
+{
+    for (int32_t first = 0; first < rows; first += LANES) {
+        const int32_t n = rows - first < LANES ? rows - first : LANES;
+        vfloat lanes[LANES];
+        float maxima[LANES];
+        uint32_t nan = 0;
+        for (int32_t i = 0; i < n; i++) {
+            const int32_t r = first + i, end = seen[r] < columns ? seen[r] : columns;
+            nan |= (uint32_t)lanes_of_row(s + r * lds, end, &lanes[i]) << i;
+        }
+        v_store(maxima, lane_maxima(lanes, n));
+        for (int32_t i = 0; i < n; i++) {
+            float *most = best + (first + i) * ldb;
+            if (nan >> i & 1) *most = NAN;
+            else if (maxima[i] > *most) *most = maxima[i]; /* not where that is NaN */
+        }
+    }
+}
+
 /* A score's place in the order: greater is better; -0 equals 0; NaN last. */
 INLINE uint32_t order_of(float score)
 {
@@ -198,6 +250,7 @@ static int64_t best_of(const float *scores, int64_t from, int64_t to, int64_t wa
 
 #define NSA_ROW_KERNELS                                                                                      \
     .sum_rows = sum_rows, .spread_row = spread_row, .gate_rows = gate_rows, .gate_backward = gate_backward,  \
-    .gate_weight = gate_weight, .add_probabilities = add_probabilities, .best_of = best_of
+    .gate_weight = gate_weight, .add_probabilities = add_probabilities, .row_maxima = row_maxima,            \
+    .best_of = best_of
 
 #endif

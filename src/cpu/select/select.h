@@ -51,6 +51,20 @@ void select_score(const select_plan *plan, const void *keys, int64_t b, int64_t 
 void select_choose(const select_plan *plan, const attend_sequence *seq, int64_t list_head, int64_t tile,
                    int64_t row, float *entries, select_scratch *s);
 
+/* Writes a list: blocks 0 ... first - 1, the `found` in `chosen`, which it sorts, blocks local ...
+ * candidates - 1. Returns its length; -1 stands in the rest of k. */
+static inline int32_t select_write_list(int64_t first, int32_t *chosen, int64_t found, int64_t local,
+                                        int64_t candidates, int64_t k, int32_t *out)
+{
+    int64_t count = 0;
+    attend_list_sort(chosen, found);
+    for (int64_t j = 0; j < first; j++) out[count++] = (int32_t)j;
+    for (int64_t i = 0; i < found; i++) out[count++] = chosen[i];
+    for (int64_t j = local; j < candidates; j++) out[count++] = (int32_t)j;
+    for (int64_t i = count; i < k; i++) out[i] = -1;
+    return (int32_t)count;
+}
+
 /* How many entries query `query` of a sequence sees. */
 static inline int64_t select_seen(const select_plan *plan, const attend_sequence *seq, int64_t query)
 {

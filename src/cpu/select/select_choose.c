@@ -94,13 +94,7 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t lis
     }
     const int64_t found = p->kernels->best_of(scores, forced_first, local, want, s->best);
     for (int64_t i = 0; i < found; i++) s->chosen[i] = rank_index(s->best[i]);
-    attend_list_sort(s->chosen, found);
-
-    int32_t *out = row_at(&n->blocks, view_b, list_head, row);
-    int64_t count = 0;
-    for (int64_t j = 0; j < forced_first; j++) out[count++] = (int32_t)j;
-    for (int64_t i = 0; i < found; i++) out[count++] = s->chosen[i];
-    for (int64_t j = local; j < candidates; j++) out[count++] = (int32_t)j;
-    for (int64_t i = count; i < n->k; i++) out[i] = -1;
-    if (is_present(&n->count)) *(int32_t *)row_at(&n->count, view_b, list_head, row) = (int32_t)count;
+    const int32_t count = select_write_list(forced_first, s->chosen, found, local, candidates, n->k,
+                                            row_at(&n->blocks, view_b, list_head, row));
+    if (is_present(&n->count)) *(int32_t *)row_at(&n->count, view_b, list_head, row) = count;
 }

@@ -1,0 +1,233 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* index.c - the block indexer: its schema, its public functions, and its program of one stage. */
+#include "core/error.h"
+#include "core/view.h"
+#include "nsa/call.h"
+
+#include <stddef.h>
+
+typedef struct index_call {
+    op_call head;
+    quern_nsa_index_params params;
+    _Alignas(op_step) char program[OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(block_index)];
+} index_call;
+
+#define I(field) OP_TENSOR(quern_nsa_index_tensors, field)
+enum { S_NQ = 1, S_NKV, S_TQ, S_TKV, S_BATCH, S_BATCH1, S_LISTS, S_WIDTH, S_BLOCKS, S_LIST_ROWS, S_CHOSEN };
+enum { KEYS, KEY_ROWS }; /* shapes of k_index, fixed length and varlen */
+
+static const op_tensor tensors[] = {
+    {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {S_BATCH, S_NQ, S_LISTS, S_WIDTH}, {S_TQ, S_LISTS, S_WIDTH}},
+    {"k_index", "k_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + KEYS}, {OP_LEAD + KEY_ROWS}},
+    {"cu_seqlens_q", "cu_seqlens_q", OP_I32, OP_NONE, {S_BATCH1}, {0}},
+    {"cu_seqlens_kv", "cu_seqlens_kv", OP_I32, OP_NONE, {S_BATCH1}, {0}},
+    {"block_idx",
+     "block_idx",
+     OP_I32,
+     OP_NONE,
+     {S_BATCH, S_LISTS, S_NQ, S_CHOSEN},
+     {S_LISTS, S_LIST_ROWS, S_CHOSEN}},
+    {"block_count", "block_count", OP_I32, OP_NONE, {S_BATCH, S_LISTS, S_NQ}, {S_LISTS, S_LIST_ROWS}},
+    {"block_score", "block_score", OP_F32, OP_NONE, {S_BATCH, S_LISTS, S_NQ, S_BLOCKS}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_nsa_index_tensors),
+               "a row a tensor");
+
+#define AT(member) offsetof(quern_nsa_index_params, member)
+static const op_param params[] = {
+    {"select_block", AT(select_block), OP_INTEGER, 1, INT32_MAX, NULL, "l', tokens of a block"},
+    {"num_selected", AT(num_selected), OP_INTEGER, 1, INT32_MAX, NULL,
+     "k, selected blocks of a query, forced ones included"},
+    {"forced_first", AT(forced_first), OP_INTEGER, 0, INT32_MAX, NULL, "first blocks, always selected"},
+    {"forced_local", AT(forced_local), OP_INTEGER, 0, INT32_MAX, NULL,
+     "newest blocks, the query's own last, always selected"},
+    {"query_offset", AT(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: S - N"},
+};
+#undef AT
+static const quern_nsa_index_params defaults = QUERN_NSA_INDEX_PARAMS_INIT;
+static const char *const operations[] = {"nsa_index"};
+
+static const char *const symbols[] = {"",
+                                      [S_NQ] = "N",
+                                      [S_NKV] = "S",
+                                      [S_TQ] = "T",
+                                      [S_TKV] = "Tkv",
+                                      [S_BATCH] = "B",
+                                      [S_BATCH1] = "B+1",
+                                      [S_LISTS] = "Hs",
+                                      [S_WIDTH] = "D_I",
+                                      [S_BLOCKS] = "blocks",
+                                      [S_LIST_ROWS] = "T+B",
+                                      [S_CHOSEN] = "k",
+                                      NULL};
+static const char *const leads[] = {"B S D_I|B S Hs D_I...", "Tkv D_I|Tkv Hs D_I...", NULL};
+static const int8_t scores_alone[] = {I(block_score), OP_NONE};
+static const op_entry ops[] = {
+    {.name = "nsa-index",
+     .help = "MiniMax's block indexer: the blocks of every query by the maximum of q_I . k_I over their "
+             "tokens",
+     .backward = OP_NONE,
+     .aside = "save-scores",
+     .aside_valued = true,
+     .aside_tensors = scores_alone},
+};
+
+static quern_status check_params(op_call *call)
+{
+    const quern_nsa_index_params *p = &((const index_call *)call)->params;
+    if (p->num_selected >= p->forced_first + p->forced_local) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld) are "
+                     "accepted",
+                     (long long)p->num_selected, (long long)(p->forced_first + p->forced_local),
+                     (long long)p->forced_first, (long long)p->forced_local);
+}
+
+static void roles(op_call *call)
+{
+    uint8_t *r = call->role;
+    r[I(q_index)] = r[I(k_index)] = OP_NEEDED;
+    r[I(cu_seqlens_q)] = OP_OPTIONAL;
+    r[I(cu_seqlens_kv)] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
+    r[I(block_idx)] = OP_RESULT;
+    r[I(block_count)] = OP_OPTIONAL_RESULT;
+    r[I(block_score)] = call->varlen ? OP_REFUSED : OP_OPTIONAL_RESULT;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    (void)call;
+    if (tensor == I(block_score))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "block_score is given with cu_seqlens_q: scores of fixed lengths are accepted");
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "cu_seqlens_kv is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted");
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_nsa_index_params *p = &((const index_call *)call)->params;
+    const int32_t ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1;
+    const quern_tensor *q = call->given[I(q_index)], *k = call->given[I(k_index)];
+    if (q == NULL || k == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
+                         q == NULL ? "q_index" : "k_index");
+    call->like = *q;
+    const bool shared = k->ndim == ndim - 1;
+    quern_status status = op_check_activation(call, I(q_index), ndim);
+    if (status == QUERN_OK) status = op_check_activation(call, I(k_index), shared ? ndim - 1 : ndim);
+    if (status == QUERN_OK) status = view_check_head_dim("q_index", q->shape[at + 2]);
+    if (status == QUERN_OK) status = view_check_heads(q->shape[at + 1], 1, q->shape[at]);
+    int64_t *s = call->symbol;
+    if (status == QUERN_OK) status = op_find_batch(call, I(cu_seqlens_q), q, &s[S_BATCH]);
+    if (status != QUERN_OK) return status;
+    if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%lld query and %lld key tokens: at most %d each are accepted",
+                         (long long)q->shape[at], (long long)k->shape[at], INT32_MAX);
+    s[S_BATCH1] = s[S_BATCH] + 1;
+    s[S_NQ] = s[S_TQ] = q->shape[at];
+    s[S_NKV] = s[S_TKV] = k->shape[at];
+    s[S_LISTS] = q->shape[at + 1];
+    s[S_WIDTH] = q->shape[at + 2];
+    s[S_BLOCKS] = mask_blocks(s[S_NKV], p->select_block);
+    s[S_LIST_ROWS] = s[S_TQ] + s[S_BATCH];
+    s[S_CHOSEN] = p->num_selected;
+    op_extents *keys = &call->lead[KEYS], *rows = &call->lead[KEY_ROWS];
+    *keys = shared ? (op_extents){3, {s[S_BATCH], s[S_NKV], s[S_WIDTH]}}
+                   : (op_extents){4, {s[S_BATCH], s[S_NKV], s[S_LISTS], s[S_WIDTH]}};
+    *rows = shared ? (op_extents){2, {s[S_TKV], s[S_WIDTH]}}
+                   : (op_extents){3, {s[S_TKV], s[S_LISTS], s[S_WIDTH]}};
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    if (!call->varlen) return QUERN_OK;
+    const int64_t *s = call->symbol;
+    const bool own = call->alignment[I(cu_seqlens_kv)] > 0;
+    const quern_status status =
+        view_check_offsets(data[I(cu_seqlens_q)], s[S_BATCH], "cu_seqlens_q", s[S_TQ]);
+    if (status != QUERN_OK || (!own && s[S_TKV] >= s[S_TQ])) return status;
+    return view_check_offsets(data[own ? I(cu_seqlens_kv) : I(cu_seqlens_q)], s[S_BATCH],
+                              own ? "cu_seqlens_kv" : "cu_seqlens_q", s[S_TKV]);
+}
+
+quern_tensor nsa_key_heads(quern_tensor keys)
+{
+    if (keys.ndim != 3) return keys;
+    keys.ndim = 4;
+    keys.shape[3] = keys.shape[2];
+    keys.strides[3] = 1;
+    keys.shape[2] = 1;
+    keys.strides[2] = keys.shape[3];
+    return keys;
+}
+
+static void build(op_build *b)
+{
+    const op_call *h = b->call;
+    const quern_nsa_index_params *p = &((const index_call *)h)->params;
+    const int64_t *s = h->symbol;
+    const bool any = h->varlen || s[S_NQ] > 0; /* no loop goes over sequences without tokens */
+    const stage_seqs seqs = {any ? s[S_BATCH] : 0, s[S_NQ], s[S_NKV], op_view(h, I(cu_seqlens_q), false),
+                             op_view(h, I(cu_seqlens_kv), false)};
+    validate_lists_args *lists = OP_ADD(b, validate_lists);
+    lists->seqs = seqs;
+    lists->status = op_status_view(h);
+    op_when_asked(b);
+    *OP_ADD(b, block_index) = (block_index_args){.seqs = seqs,
+                                                 .block_size = p->select_block,
+                                                 .k = p->num_selected,
+                                                 .forced_first = p->forced_first,
+                                                 .forced_local = p->forced_local,
+                                                 .query_offset = p->query_offset,
+                                                 .q = op_view(h, I(q_index), true),
+                                                 .keys = nsa_key_heads(op_view(h, I(k_index), true)),
+                                                 .blocks = op_view(h, I(block_idx), true),
+                                                 .count = op_view(h, I(block_count), true),
+                                                 .scores = op_view(h, I(block_score), true)};
+}
+
+const op_family nsa_index_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_NSA_INDEX,
+    .tensors = tensors,
+    .tensor_count = sizeof tensors / sizeof *tensors,
+    .varlen_by = I(cu_seqlens_q),
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_NSA_INDEX_PARAMS_INIT",
+    .tensors_init = "QUERN_NSA_INDEX_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "nsa-index",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(index_call),
+    .params_at = offsetof(index_call, params),
+    .program_at = offsetof(index_call, program),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .build = build,
+};
+
+quern_status quern_nsa_index_workspace(quern_context *ctx, const quern_nsa_index_params *given,
+                                       const quern_nsa_index_tensors *views, size_t *bytes)
+{
+    index_call call;
+    return op_workspace_of(&call.head, &nsa_index_family, 0, ctx, given, views, bytes);
+}
+
+quern_status quern_nsa_index(quern_context *ctx, const quern_exec *exec, const quern_nsa_index_params *given,
+                             const quern_nsa_index_tensors *views, void *workspace, size_t workspace_bytes)
+{
+    index_call call;
+    return op_run(&call.head, &nsa_index_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+}
