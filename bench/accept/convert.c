@@ -112,15 +112,15 @@ static void write_shard(const char *folder, int shard, int count, bool mxfp4)
                                 (const int64_t[]){rows, mxfp4 ? columns / 2 : columns}),
         quern_tensor_contiguous(exponents, QUERN_E8M0, 2, (const int64_t[]){rows, columns / 32})};
     const int kinds = mxfp4 ? 2 : 1;
-    quern_safetensors_item *items = need(calloc((size_t)(kinds * count), sizeof *items));
-    char(*names)[NAME] = need(calloc((size_t)(kinds * count), sizeof *names)), path[512];
+    quern_safetensors_item *items = need(calloc((size_t)kinds * (size_t)count, sizeof *items));
+    char(*names)[NAME] = need(calloc((size_t)kinds * (size_t)count, sizeof *names)), path[512];
     for (int i = 0; i < kinds * count; i++) {
         snprintf(names[i], NAME, mxfp4 ? "l.%d.experts.%d.w2.%s" : "l.%d.m%d.%s", shard, i / kinds,
                  i % kinds == 0 ? "weight" : "scale");
         items[i] = (quern_safetensors_item){names[i], &views[i % kinds]};
     }
     snprintf(path, sizeof path, "%s/%d.safetensors", folder, shard);
-    if (quern_safetensors_save(path, items, (size_t)(kinds * count), NULL, 0) != QUERN_OK)
+    if (quern_safetensors_save(path, items, (size_t)kinds * (size_t)count, NULL, 0) != QUERN_OK)
         stop("%s\n", quern_last_error(NULL));
     snprintf(path, sizeof path, "%s/%d.part", folder, shard);
     FILE *f = need(fopen(path, "w"));
