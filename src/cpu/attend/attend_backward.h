@@ -16,6 +16,17 @@ enum {
     BACKWARD_LDS = 208 /* floats of a score row: an odd number of cache lines spreads columns over all sets */
 };
 
+static inline float backward_dot(const float *x, const float *y, int64_t n)
+{
+    float lanes[16] = {0}, sum = 0.0f;
+    int64_t c = 0;
+    for (; c + 16 <= n; c += 16)
+        for (int i = 0; i < 16; i++) lanes[i] += x[c + i] * y[c + i];
+    for (; c < n; c++) lanes[c % 16] += x[c] * y[c];
+    for (int i = 0; i < 16; i++) sum += lanes[i];
+    return sum;
+}
+
 /* Gradients of keys or values: the output itself where it is f32, else a contiguous f32 buffer. */
 typedef struct gradient_rows {
     float *data;        /* NULL: not wanted */

@@ -128,15 +128,6 @@ static void pack(const backward_plan *p, const row_source *src, void *dst, int64
     else p->attend.kernels->pack_rows_f32(src, 1.0f, dst, ld);
 }
 
-static float dot(const float *x, const float *y, int64_t n) /* n: a multiple of 8 */
-{
-    float lanes[8] = {0}, sum = 0.0f;
-    for (int64_t c = 0; c < n; c += 8)
-        for (int i = 0; i < 8; i++) lanes[i] += x[c + i] * y[c + i];
-    for (int i = 0; i < 8; i++) sum += lanes[i];
-    return sum;
-}
-
 /* The mean of dP weighted by P, over keys [lo, hi) of one query and head. */
 static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int64_t query, int64_t head,
                         int64_t lo, int64_t hi, float top)
@@ -153,9 +144,9 @@ static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int6
         const row_source k = rows_at(&args->k, seq->view_b, seq->k0 + key, kv_head, 1),
                          v = rows_at(&args->v, seq->view_b, seq->k0 + key, kv_head, 1);
         kernels->pack_rows_f32(&k, 1.0f, x, dim_k);
-        const float weight_of_key = exp2f((dot(q, x, dim_k) - top) * p->attend.scale2);
+        const float weight_of_key = exp2f((backward_dot(q, x, dim_k) - top) * p->attend.scale2);
         kernels->pack_rows_f32(&v, 1.0f, x, dim_v);
-        sum += weight_of_key * dot(d_o, x, dim_v);
+        sum += weight_of_key * backward_dot(d_o, x, dim_v);
         weight += weight_of_key;
     }
     return sum / weight;

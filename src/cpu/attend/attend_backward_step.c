@@ -248,17 +248,6 @@ static void score_all(const backward_plan *p, const backward_rows *rows, int32_t
     }
 }
 
-static float dot(const float *x, const float *y, int32_t n)
-{
-    float lanes[16] = {0}, sum = 0.0f;
-    int32_t c = 0;
-    for (; c + 16 <= n; c += 16)
-        for (int i = 0; i < 16; i++) lanes[i] += x[c + i] * y[c + i];
-    for (; c < n; c++) lanes[c % 16] += x[c] * y[c];
-    for (int i = 0; i < 16; i++) sum += lanes[i];
-    return sum;
-}
-
 void backward_weigh(const backward_plan *p, const backward_rows *rows, int32_t n, const backward_keys *keys,
                     const backward_scratch *s)
 {
@@ -279,7 +268,8 @@ void backward_weigh(const backward_plan *p, const backward_rows *rows, int32_t n
     p->attend.kernels->softmax_f32(&soft);
     for (int32_t r = v.first; r < v.end; r++) {
         const int64_t at = (int64_t)r * BACKWARD_LDS + s->tile_lo[r];
-        rows->mean[r] = rows->mean[r] * shrink[r] + dot(s->s + at, s->dp + at, s->tile_hi[r] - s->tile_lo[r]);
+        rows->mean[r] =
+            rows->mean[r] * shrink[r] + backward_dot(s->s + at, s->dp + at, s->tile_hi[r] - s->tile_lo[r]);
     }
 }
 
