@@ -158,6 +158,18 @@ static quern_status check_sources(const op_call *call)
     return QUERN_OK;
 }
 
+/* The extent of a place, or the part of it, in a shape. */
+static int64_t extent_of(const op_call *call, uint8_t symbol)
+{
+    const int64_t extent = call->symbol[symbol % OP_SYMBOLS_MAX];
+    switch (symbol / OP_SYMBOLS_MAX * OP_SYMBOLS_MAX) {
+    case OP_HALF: return extent / 2;
+    case OP_SIXTEENTH: return extent / 16;
+    case OP_128TH: return extent / 128 + (extent % 128 != 0);
+    default: return extent;
+    }
+}
+
 int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DIMS])
 {
     const op_tensor *t = &call->family->tensors[tensor];
@@ -165,7 +177,7 @@ int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DI
     int32_t n = 0;
     for (int32_t i = 0; i < QUERN_MAX_DIMS && symbols[i] != 0; i++) {
         if (symbols[i] < OP_LEAD) {
-            shape[n++] = call->symbol[symbols[i]];
+            shape[n++] = extent_of(call, symbols[i]);
             continue;
         }
         const op_extents *lead = &call->lead[symbols[i] - OP_LEAD];

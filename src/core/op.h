@@ -71,7 +71,8 @@ typedef enum op_dtype {
 /* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after
  * `size`. A shape is a list of places in op_call.symbol, from 1 on; 0 ends it. OP_LEAD + i stands for all
  * the extents of call->lead[i], however many there are: leading ones, or the whole of a global's shape, which
- * may be [], [E] or [E, 2]. An empty varlen shape: as fixed. */
+ * may be [], [E] or [E, 2]. OP_HALF + i and the like stand for a part of the extent at i, as codes, NVFP4's
+ * blocks and FP8's blocks have it. An empty varlen shape: as fixed. */
 typedef struct op_tensor {
     const char *field, *name; /* in the struct, and in files */
     op_dtype dtype;
@@ -79,6 +80,11 @@ typedef struct op_tensor {
     uint8_t fixed[QUERN_MAX_DIMS], varlen[QUERN_MAX_DIMS];
 } op_tensor;
 enum { OP_NONE = -1, OP_LEADS = 6, OP_LEAD = 256 - OP_LEADS };
+enum {
+    OP_HALF = OP_SYMBOLS_MAX,
+    OP_SIXTEENTH = 2 * OP_SYMBOLS_MAX,
+    OP_128TH = 3 * OP_SYMBOLS_MAX, /* rounded up */
+};
 
 typedef enum op_kind {
     OP_INTEGER,  /* int64_t */

@@ -90,14 +90,16 @@ quern_status quern_op_get(const quern_op *op, quern_op_info *info)
 
 static void shape_text(const op_family *family, const uint8_t *symbols, char *text, size_t bytes)
 {
+    static const char *const parts[] = {"", "/2", "/16", "/128"};
     size_t used = 0;
     *text = '\0';
     for (int32_t i = 0; i < QUERN_MAX_DIMS && symbols[i] != 0 && used < bytes; i++) {
         const int32_t list = symbols[i] - OP_LEAD;
-        const char *name = list < 0                ? family->symbols[symbols[i]]
+        const char *name = list < 0                ? family->symbols[symbols[i] % OP_SYMBOLS_MAX]
                            : family->leads != NULL ? family->leads[list]
                                                    : "...";
-        const int n = snprintf(text + used, bytes - used, "%s%s", i > 0 ? " " : "", name);
+        const int n = snprintf(text + used, bytes - used, "%s%s%s", i > 0 ? " " : "", name,
+                               list < 0 ? parts[symbols[i] / OP_SYMBOLS_MAX] : "");
         used += n > 0 ? (size_t)n : 0;
     }
 }

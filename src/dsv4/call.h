@@ -36,12 +36,7 @@ typedef enum dsv4_symbol {
     DS_ICOLUMNS, /* of the indexer's compressor: columns, C, 2C, elements of an entry */
     DS_CI,
     DS_2CI,
-    DS_IROW,
-    DS_IN_BLOCKS, /* Dm / 128, columns / 128, Dm / 2, Dm / 16 */
-    DS_COLUMN_BLOCKS,
-    DS_ICOLUMN_BLOCKS,
-    DS_IN_BYTES,
-    DS_IN_SCALES
+    DS_IROW
 } dsv4_symbol;
 
 /* The steps of a call with both compressors, each of which has a weight to make. */
@@ -53,11 +48,12 @@ enum {
 typedef struct dsv4_compress_call {
     op_call head;
     quern_dsv4_compress_params params;
-    dsv4_weight_given weight, index_weight;
+    dsv4_weight_given weights[2]; /* the compressor's, the indexer's */
     _Alignas(op_step) char program[DSV4_COMPRESS_BYTES];
 } dsv4_compress_call;
 
 extern const op_family dsv4_compress_family;
+extern const dsv4_weight_row dsv4_compress_weights[2];
 
 /* In compress.c. */
 void dsv4_compress_build(op_build *b);

@@ -146,14 +146,13 @@ void dsv4_compress_build(op_build *b)
     dsv4_compress_call *c = (dsv4_compress_call *)h;
     const quern_tensor x = rows_view(h, DC(x), h->lead[0].count > 0);
     const bool both = op_uses(h, DC(index_b_a)), backward = is_backward(h);
-    c->weight = dsv4_weight_views(h, DC(w), DC(w_fp8));
-    const dsv4_weight main = dsv4_weight_add(b, &x, &c->weight, backward);
+    for (int i = 0; i <= both; i++) c->weights[i] = dsv4_weight_views(h, &dsv4_compress_weights[i]);
+    const dsv4_weight main = dsv4_weight_add(b, &x, &c->weights[0], backward);
     if (!both) {
         add_pool(b, false, &main);
         return;
     }
-    c->index_weight = dsv4_weight_views(h, DC(index_w), DC(index_w_fp8));
-    const dsv4_weight own = dsv4_weight_add(b, &x, &c->index_weight, backward);
+    const dsv4_weight own = dsv4_weight_add(b, &x, &c->weights[1], backward);
     if (backward) build_backwards(b, &main, &own);
     else build_forwards(b, &main, &own);
 }

@@ -37,12 +37,7 @@ typedef enum dsv4_layer_symbol {
     LS_P,
     LS_ROPE,
     LS_PROJ, /* 2mD */
-    LS_PROJ_BLOCKS,
-    LS_4CI,
-    LS_4CI_BLOCKS,
-    LS_IN_BLOCKS,
-    LS_IN_BYTES,
-    LS_IN_SCALES
+    LS_4CI
 } dsv4_layer_symbol;
 enum { LL_TOKENS = OP_LEAD, LL_BATCH = OP_LEAD + 1 }; /* B T, or T; B, or nothing */
 
@@ -93,7 +88,7 @@ typedef struct layer_batch {
 typedef struct dsv4_layer_call {
     op_call head;
     quern_dsv4_layer_params params;
-    dsv4_weight_given compressor, indexer; /* in FP8 or NVFP4; check_data() reads them */
+    dsv4_weight_given weights[2]; /* the compressor's, the indexer's */
 } dsv4_layer_call;
 
 /* A call of dsv4_layer_family. A backward of kind CSA has most steps. */
@@ -123,6 +118,7 @@ static inline const layer_batch *layer_batch_of(const op_call *call)
 }
 
 extern const op_family dsv4_layer_family, dsv4_layer_decode_family;
+extern const dsv4_weight_row layer_weights[2];
 
 /* ---- views ---- */
 

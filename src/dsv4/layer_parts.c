@@ -165,12 +165,11 @@ layer_parts layer_project(op_build *b)
                                                      .out = layer_heads(&parts.residual, 1, 1)};
     parts.q_in = f32_product(b, &parts.residual, DL(q_b));
     parts.kv_in = f32_product(b, &parts.x, DL(kv));
-    c->compressor = dsv4_weight_views(b->call, OP_NONE, DL(compressor_fp8));
-    c->indexer = dsv4_weight_views(b->call, OP_NONE, DL(indexer_fp8));
+    for (int i = 0; i < 2; i++) c->weights[i] = dsv4_weight_views(b->call, &layer_weights[i]);
     if (kind != QUERN_DSV4_LAYER_SWA)
-        parts.main = project_series(b, &parts.x, DL(compressor_bias), &c->compressor, s[LS_D], &parts.main_w);
+        parts.main = project_series(b, &parts.x, DL(compressor_bias), &c->weights[0], s[LS_D], &parts.main_w);
     if (kind != QUERN_DSV4_LAYER_CSA) return parts;
-    parts.index = project_series(b, &parts.x, DL(indexer_bias), &c->indexer, s[LS_CI], NULL);
+    parts.index = project_series(b, &parts.x, DL(indexer_bias), &c->weights[1], s[LS_CI], NULL);
     parts.index_q_in = f32_product(b, &parts.residual, DL(indexer_q_b));
     parts.heads = f32_product(b, &parts.x, DL(indexer_heads));
     return parts;

@@ -66,29 +66,13 @@ static const op_tensor tensors[] = {
      {LS_SERIES, LS_IN},
      {0}},
     {"d_compressor_norm", "dw.compressor.kv_norm.weight", OP_F32, DL(compressor_norm), {LS_D}, {0}},
-    {"compressor_fp8", "w.compressor.fp8", OP_SCALE, OP_NONE, {LS_PROJ, LS_IN}, {0}},
-    {"compressor_fp8_scales",
-     "w.compressor.fp8_scales",
-     OP_ANY,
-     OP_NONE,
-     {LS_PROJ_BLOCKS, LS_IN_BLOCKS},
-     {0}},
-    {"compressor_codes", "w.compressor.codes", OP_CODES, OP_NONE, {LS_IN_BYTES, LS_PROJ}, {0}},
-    {"compressor_scales", "w.compressor.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_PROJ}, {0}},
-    {"compressor_global", "w.compressor.global", OP_GLOBAL, OP_NONE, {0}, {0}},
-    {"indexer_fp8", "w.compressor.indexer.fp8", OP_SCALE, OP_NONE, {LS_4CI, LS_IN}, {0}},
-    {"indexer_fp8_scales",
-     "w.compressor.indexer.fp8_scales",
-     OP_ANY,
-     OP_NONE,
-     {LS_4CI_BLOCKS, LS_IN_BLOCKS},
-     {0}},
-    {"indexer_codes", "w.compressor.indexer.codes", OP_CODES, OP_NONE, {LS_IN_BYTES, LS_4CI}, {0}},
-    {"indexer_scales", "w.compressor.indexer.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_4CI}, {0}},
-    {"indexer_global", "w.compressor.indexer.global", OP_GLOBAL, OP_NONE, {0}, {0}},
-};
+    DSV4_WEIGHT_TENSORS("compressor", "w.compressor.", LS_IN, LS_PROJ)
+        DSV4_WEIGHT_TENSORS("indexer", "w.compressor.indexer.", LS_IN, LS_4CI)};
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
                "a row a tensor");
+
+const dsv4_weight_row layer_weights[2] = {{{DL(compressor_kv), DL(compressor_gate)}, DL(compressor_fp8)},
+                                          {{DL(indexer_kv), DL(indexer_gate)}, DL(indexer_fp8)}};
 
 static const char *const kinds[] = {"csa", "hca", "swa", NULL};
 #define AT(member) offsetof(quern_dsv4_layer_params, member)
@@ -126,12 +110,7 @@ static const char *const symbols[] = {"",
                                       [LS_P] = "P",
                                       [LS_ROPE] = "R",
                                       [LS_PROJ] = "4D|2D",
-                                      [LS_PROJ_BLOCKS] = "4D|2D/128",
                                       [LS_4CI] = "4C_I",
-                                      [LS_4CI_BLOCKS] = "4C_I/128",
-                                      [LS_IN_BLOCKS] = "Dm/128",
-                                      [LS_IN_BYTES] = "Dm/2",
-                                      [LS_IN_SCALES] = "Dm/16",
                                       NULL};
 static const char *const leads[] = {"B T", "B", NULL};
 static const op_entry ops[] = {
@@ -161,13 +140,11 @@ static quern_status check_params(op_call *call)
     return QUERN_OK;
 }
 
-/* A compressor's weights, of which the first is `first`: floats, or one in another format. */
-static void compressor_roles(op_call *call, bool has, int first, int fp8)
+/* A compressor, of which the first tensor is `first`. */
+static void compressor_roles(op_call *call, bool has, int first, const dsv4_weight_row *weight)
 {
-    uint8_t *r = call->role;
-    for (int i = first; i < first + 4; i++) r[i] = has ? OP_NEEDED : OP_REFUSED;
-    if (has && dsv4_weight_roles(call, fp8)) r[first + 1] = r[first + 2] = OP_OPTIONAL;
-    for (int i = fp8; i < fp8 + 5 && !has; i++) r[i] = OP_REFUSED;
+    call->role[first] = call->role[first + 3] = has ? OP_NEEDED : OP_REFUSED;
+    dsv4_weight_roles(call, weight, has);
 }
 
 static void roles(op_call *call)
@@ -178,8 +155,8 @@ static void roles(op_call *call)
     uint8_t *r = call->role;
     for (int i = DL(x); i <= DL(o_b); i++) r[i] = OP_NEEDED;
     r[DL(sinks)] = OP_OPTIONAL;
-    compressor_roles(call, entries, DL(compressor_bias), DL(compressor_fp8));
-    compressor_roles(call, csa, DL(indexer_bias), DL(indexer_fp8));
+    compressor_roles(call, entries, DL(compressor_bias), &layer_weights[0]);
+    compressor_roles(call, csa, DL(indexer_bias), &layer_weights[1]);
     r[DL(indexer_q_b)] = r[DL(indexer_heads)] = csa ? OP_NEEDED : OP_REFUSED;
     r[DL(out)] = backward ? OP_UNUSED : OP_RESULT;
     for (int i = DL(q_residual); i <= DL(o_a_out); i++) {
@@ -197,10 +174,10 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const quern_dsv4_layer_kind kind = ((const dsv4_layer_call *)call)->params.kind;
-    const bool indexer = tensor >= DL(indexer_fp8);
-    if (tensor >= DL(compressor_fp8) &&
-        (kind == QUERN_DSV4_LAYER_CSA || (kind == QUERN_DSV4_LAYER_HCA && !indexer)))
-        return dsv4_weight_refuse(call, tensor, indexer ? DL(indexer_fp8) : DL(compressor_fp8));
+    for (int i = 0; i < 2; i++)
+        if (dsv4_weight_has(&layer_weights[i], tensor) &&
+            call->role[layer_weights[i].floats[0]] != OP_REFUSED)
+            return dsv4_weight_refuse(call, &layer_weights[i], tensor);
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: a layer of kind %s has no %s",
                      tensors[tensor].field, kinds[kind],
                      kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
@@ -232,9 +209,6 @@ static quern_status derive_heads(op_call *call)
     const quern_tensor *const *t = call->given;
     int64_t *s = call->symbol;
     s[LS_IN] = call->like.shape[call->like.ndim - 1];
-    s[LS_IN_BLOCKS] = dsv4_weight_blocks(s[LS_IN]);
-    s[LS_IN_BYTES] = s[LS_IN] / 2;
-    s[LS_IN_SCALES] = s[LS_IN] / QUANTISE_BLOCK;
     s[LS_Q_LORA] = t[DL(q_a)]->shape[0];
     s[LS_D] = t[DL(kv)]->shape[0];
     s[LS_HD] = t[DL(q_b)]->shape[0];
@@ -276,7 +250,6 @@ static quern_status derive_entries(op_call *call)
     s[LS_R] = t[DL(compressor_bias)]->shape[0];
     s[LS_SERIES] = (p->kind == QUERN_DSV4_LAYER_CSA ? 2 : 1) * s[LS_D];
     s[LS_PROJ] = 2 * s[LS_SERIES];
-    s[LS_PROJ_BLOCKS] = dsv4_weight_blocks(s[LS_PROJ]);
     if (s[LS_R] < 1 || s[LS_R] > DSV4_RATIO_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "compressor_bias has %lld rows: 1 to %d are accepted",
                          (long long)s[LS_R], DSV4_RATIO_MOST);
@@ -286,7 +259,6 @@ static quern_status derive_entries(op_call *call)
     s[LS_HI] = t[DL(indexer_heads)]->shape[0];
     s[LS_HICI] = s[LS_HI] * s[LS_CI];
     s[LS_4CI] = 4 * s[LS_CI];
-    s[LS_4CI_BLOCKS] = dsv4_weight_blocks(s[LS_4CI]);
     s[LS_K] = p->top_k;
     if (s[LS_CI] < 8 || s[LS_CI] > DSV4_INDEX_WIDTH_MOST || s[LS_CI] % 8 != 0 || s[LS_CI] < s[LS_ROPE])
         return error_set(
@@ -355,15 +327,6 @@ static quern_status derive_decode(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_weights(const op_call *call)
-{
-    static const int compressor[] = {DL(compressor_kv), DL(compressor_gate), OP_NONE},
-                     indexer[] = {DL(indexer_kv), DL(indexer_gate), OP_NONE};
-    const quern_status status = dsv4_weight_check(call, compressor, DL(compressor_fp8), call->symbol[LS_IN]);
-    return status == QUERN_OK ? dsv4_weight_check(call, indexer, DL(indexer_fp8), call->symbol[LS_IN])
-                              : status;
-}
-
 static quern_status derive(op_call *call)
 {
     const quern_tensor *x = call->given[DL(x)];
@@ -373,7 +336,8 @@ static quern_status derive(op_call *call)
     quern_status status = check_sized(call);
     if (status == QUERN_OK) status = derive_heads(call);
     if (status == QUERN_OK) status = derive_entries(call);
-    if (status == QUERN_OK) status = check_weights(call);
+    for (int i = 0; i < 2 && status == QUERN_OK; i++)
+        status = dsv4_weight_check(call, &layer_weights[i], s[LS_IN]);
     if (status != QUERN_OK || decodes(call)) return status == QUERN_OK ? derive_decode(call) : status;
     s[LS_T] = x->shape[1];
     s[LS_S] = s[LS_SCORES] = s[LS_R] > 0 ? s[LS_T] / s[LS_R] : 0;
@@ -389,9 +353,7 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const dsv4_layer_call *c = (const dsv4_layer_call *)call;
-    const quern_status status = dsv4_weight_check_data(call, &c->compressor, DL(compressor_fp8), data);
-    return status == QUERN_OK ? dsv4_weight_check_data(call, &c->indexer, DL(indexer_fp8), data) : status;
+    return dsv4_weight_check_data(call, layer_weights, ((const dsv4_layer_call *)call)->weights, data);
 }
 
 #define LAYER_FAMILY                                                                                         \

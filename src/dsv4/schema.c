@@ -56,19 +56,15 @@ static const op_tensor tensors[] = {
     {"index_d_b_a", "dindex_B_a", OP_F32, DC(index_b_a), {DS_R, DS_CI}, {0}},
     {"index_d_b_b", "dindex_B_b", OP_F32, DC(index_b_b), {DS_R, DS_CI}, {0}},
     {"index_d_norm_weight", "dindex_norm_weight", OP_F32, DC(index_norm_weight), {DS_CI}, {0}},
-    {"w_fp8", "W_fp8", OP_SCALE, OP_NONE, {DS_COLUMNS, DS_IN}, {0}},
-    {"w_fp8_scales", "W_fp8_scales", OP_ANY, OP_NONE, {DS_COLUMN_BLOCKS, DS_IN_BLOCKS}, {0}},
-    {"w_codes", "W_codes", OP_CODES, OP_NONE, {DS_IN_BYTES, DS_COLUMNS}, {0}},
-    {"w_scales", "W_scales", OP_SCALE, OP_NONE, {DS_IN_SCALES, DS_COLUMNS}, {0}},
-    {"w_global", "W_global", OP_GLOBAL, OP_NONE, {0}, {0}},
-    {"index_w_fp8", "index_W_fp8", OP_SCALE, OP_NONE, {DS_ICOLUMNS, DS_IN}, {0}},
-    {"index_w_fp8_scales", "index_W_fp8_scales", OP_ANY, OP_NONE, {DS_ICOLUMN_BLOCKS, DS_IN_BLOCKS}, {0}},
-    {"index_w_codes", "index_W_codes", OP_CODES, OP_NONE, {DS_IN_BYTES, DS_ICOLUMNS}, {0}},
-    {"index_w_scales", "index_W_scales", OP_SCALE, OP_NONE, {DS_IN_SCALES, DS_ICOLUMNS}, {0}},
-    {"index_w_global", "index_W_global", OP_GLOBAL, OP_NONE, {0}, {0}},
-};
+    DSV4_WEIGHT_TENSORS("w", "W_", DS_IN, DS_COLUMNS)
+        DSV4_WEIGHT_TENSORS("index_w", "index_W_", DS_IN, DS_ICOLUMNS)};
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_compress_tensors),
                "a row a tensor");
+
+const dsv4_weight_row dsv4_compress_weights[2] = {{{DC(w), OP_NONE}, DC(w_fp8)},
+                                                  {{DC(index_w), OP_NONE}, DC(index_w_fp8)}};
+static const dsv4_weight_row *const main_weight = &dsv4_compress_weights[0], *const index_weight =
+                                                                                 &dsv4_compress_weights[1];
 
 static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
                          *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
@@ -111,11 +107,6 @@ static const char *const symbols[] = {"",
                                       [DS_CI] = "C_I",
                                       [DS_2CI] = "2C_I",
                                       [DS_IROW] = "C_I|bytes",
-                                      [DS_IN_BLOCKS] = "Dm/128",
-                                      [DS_COLUMN_BLOCKS] = "4C|2C/128",
-                                      [DS_ICOLUMN_BLOCKS] = "4C_I/128",
-                                      [DS_IN_BYTES] = "Dm/2",
-                                      [DS_IN_SCALES] = "Dm/16",
                                       NULL};
 static const op_rename csa_renames[] = {{"rope_last", "rope-at", NULL}, {NULL, NULL, NULL}};
 static const op_rename hca_renames[] = {
@@ -151,18 +142,6 @@ static quern_status check_params(op_call *call)
     return dsv4_resolve(&((dsv4_compress_call *)call)->params);
 }
 
-/* Beside x one weight: in floats (w), FP8 or NVFP4, whose tensors follow w_fp8. */
-static void weight_roles(op_call *call, int w, int w_fp8)
-{
-    uint8_t *r = call->role;
-    if (call->given[DC(x)] != NULL) {
-        r[w] = dsv4_weight_roles(call, w_fp8) ? OP_OPTIONAL : OP_NEEDED;
-        return;
-    }
-    r[w] = OP_REFUSED;
-    for (int i = w_fp8; i <= w_fp8 + DC(w_global) - DC(w_fp8); i++) r[i] = OP_REFUSED;
-}
-
 /* The indexer's compressor, which is there with index_b_a. */
 static void index_roles(op_call *call, bool csa, bool backward)
 {
@@ -170,11 +149,10 @@ static void index_roles(op_call *call, bool csa, bool backward)
     const bool both = csa && t[DC(index_b_a)] != NULL;
     uint8_t *r = call->role;
     for (int i = DC(index_proj); i <= DC(index_d_out); i++) r[i] = OP_REFUSED;
-    for (int i = DC(index_w_fp8); i <= DC(index_w_global); i++) r[i] = OP_REFUSED;
+    dsv4_weight_roles(call, index_weight, both && t[DC(x)] != NULL);
     if (csa) r[DC(index_b_a)] = OP_OPTIONAL;
     if (!both) return;
     r[DC(index_proj)] = t[DC(x)] != NULL ? OP_REFUSED : OP_NEEDED;
-    weight_roles(call, DC(index_w), DC(index_w_fp8));
     r[DC(index_b_b)] = OP_NEEDED;
     r[DC(index_prev_b)] = t[DC(prev_b)] != NULL ? OP_NEEDED : OP_REFUSED;
     r[DC(index_norm_weight)] = OP_OPTIONAL;
@@ -202,7 +180,7 @@ static void roles(op_call *call)
     r[DC(pooled)] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
     r[DC(out)] = backward ? OP_UNUSED : OP_RESULT;
     r[DC(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
-    weight_roles(call, DC(w), DC(w_fp8));
+    dsv4_weight_roles(call, main_weight, t[DC(x)] != NULL);
     index_roles(call, csa, backward);
     for (int i = DC(d_proj); i <= DC(index_d_norm_weight); i++)
         if (i <= DC(d_norm_weight) || i >= DC(index_d_proj))
@@ -215,9 +193,9 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *why = "it stands beside cu_seqlens; a parameter holds for all sequences";
-    const bool main_weight = tensor == DC(w) || (tensor >= DC(w_fp8) && tensor <= DC(w_global)),
-               weight = main_weight || tensor == DC(index_w) || tensor >= DC(index_w_fp8);
-    const bool index = tensor >= DC(index_proj) && !main_weight;
+    const bool packed = dsv4_weight_has(main_weight, tensor) || dsv4_weight_has(index_weight, tensor),
+               weight = packed || tensor == DC(w) || tensor == DC(index_w);
+    const bool index = tensor >= DC(index_proj) && !dsv4_weight_has(main_weight, tensor);
     if (tensor == DC(proj)) why = "proj alone, or x and w are accepted";
     else if (tensor == DC(b_b) || tensor == DC(prev_b)) why = "HCA has no series b";
     else if (tensor == DC(has_prev)) why = "it stands beside prev_b and cu_seqlens";
@@ -225,7 +203,7 @@ static quern_status refuse(const op_call *call, int32_t tensor)
     else if (index && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
     else if (index && call->given[DC(index_b_a)] == NULL) why = "it stands beside index_b_a";
     else if (weight && call->given[DC(x)] == NULL) why = "it stands beside x";
-    else if (weight) return dsv4_weight_refuse(call, tensor, index ? DC(index_w_fp8) : DC(w_fp8));
+    else if (weight) return dsv4_weight_refuse(call, index ? index_weight : main_weight, tensor);
     else if (tensor == DC(index_proj)) why = "it stands beside proj";
     else if (tensor == DC(index_prev_b)) why = "it stands beside prev_b";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
@@ -288,7 +266,6 @@ static quern_status derive_index(op_call *call)
     s[DS_CI] = call->given[DC(index_b_a)]->shape[1];
     s[DS_2CI] = 2 * s[DS_CI];
     s[DS_ICOLUMNS] = 4 * s[DS_CI];
-    s[DS_ICOLUMN_BLOCKS] = dsv4_weight_blocks(s[DS_ICOLUMNS]);
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
     s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
     if ((status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE])) != QUERN_OK) return status;
@@ -297,7 +274,6 @@ static quern_status derive_index(op_call *call)
 
 static quern_status derive(op_call *call)
 {
-    static const int floats[][2] = {{DC(w), OP_NONE}, {DC(index_w), OP_NONE}};
     const quern_tensor *const *t = call->given;
     const quern_dsv4_compress_params *p = params_of(call);
     const int32_t first = t[DC(x)] != NULL ? DC(x) : DC(proj);
@@ -322,14 +298,10 @@ static quern_status derive(op_call *call)
     call->stored = p->format == QUERN_DSV4_ROWS ? main->dtype : QUERN_U8;
     s[DS_T] = main->shape[ndim - 2];
     s[DS_IN] = main->shape[ndim - 1];
-    s[DS_IN_BLOCKS] = dsv4_weight_blocks(s[DS_IN]);
-    s[DS_IN_BYTES] = s[DS_IN] / 2;
-    s[DS_IN_SCALES] = s[DS_IN] / QUANTISE_BLOCK;
     s[DS_R] = p->ratio;
     s[DS_C] = t[DC(b_a)]->shape[1];
     s[DS_2C] = 2 * s[DS_C];
     s[DS_COLUMNS] = (p->kind == QUERN_DSV4_CSA ? 4 : 2) * s[DS_C];
-    s[DS_COLUMN_BLOCKS] = dsv4_weight_blocks(s[DS_COLUMNS]);
     s[DS_P] = t[DC(cos_sin)] != NULL ? t[DC(cos_sin)]->shape[0] : 0;
     s[DS_ROPE] = t[DC(cos_sin)] != NULL ? t[DC(cos_sin)]->shape[1] : 0;
     s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
@@ -340,8 +312,8 @@ static quern_status derive(op_call *call)
         (status = derive_entries(call)) != QUERN_OK)
         return status;
     if ((status = check_dtypes(call, p->format, DC(out), DC(d_out))) != QUERN_OK ||
-        (status = dsv4_weight_check(call, floats[0], DC(w_fp8), s[DS_IN])) != QUERN_OK ||
-        (status = dsv4_weight_check(call, floats[1], DC(index_w_fp8), s[DS_IN])) != QUERN_OK)
+        (status = dsv4_weight_check(call, main_weight, s[DS_IN])) != QUERN_OK ||
+        (status = dsv4_weight_check(call, index_weight, s[DS_IN])) != QUERN_OK)
         return status;
     return derive_index(call);
 }
@@ -389,10 +361,8 @@ static quern_status check_data(const op_call *call, void *const *data)
             view_check_offsets(data[DC(cu_seqlens)], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
     const int64_t sequences = dsv4_compress_sequences(call);
     for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
-    const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    if (status == QUERN_OK) status = dsv4_weight_check_data(call, &c->weight, DC(w_fp8), data);
-    if (status == QUERN_OK) status = dsv4_weight_check_data(call, &c->index_weight, DC(index_w_fp8), data);
-    return status;
+    const dsv4_weight_given *weights = ((const dsv4_compress_call *)call)->weights;
+    return status == QUERN_OK ? dsv4_weight_check_data(call, dsv4_compress_weights, weights, data) : status;
 }
 
 const op_family dsv4_compress_family = {

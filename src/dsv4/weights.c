@@ -22,59 +22,62 @@ static quern_tensor one_by_one(const quern_tensor *t)
 
 enum { FP8, FP8_SCALES, CODES, SCALES, GLOBAL, PACKED };
 
-dsv4_weight_given dsv4_weight_views(const op_call *call, int w, int w_fp8)
+dsv4_weight_given dsv4_weight_views(const op_call *call, const dsv4_weight_row *row)
 {
-    dsv4_weight_given given = {.w_fp8 = op_view(call, w_fp8, false),
-                               .w_fp8_scales = op_view(call, w_fp8 + FP8_SCALES, false),
-                               .w_codes = op_view(call, w_fp8 + CODES, false),
-                               .w_scales = op_view(call, w_fp8 + SCALES, false),
-                               .w_global = op_view(call, w_fp8 + GLOBAL, false)};
-    if (w != OP_NONE) given.w = op_view(call, w, false);
-    return given;
+    return (dsv4_weight_given){.w = op_view(call, row->floats[0], false),
+                               .w_fp8 = op_view(call, row->fp8, false),
+                               .w_fp8_scales = op_view(call, row->fp8 + FP8_SCALES, false),
+                               .w_codes = op_view(call, row->fp8 + CODES, false),
+                               .w_scales = op_view(call, row->fp8 + SCALES, false),
+                               .w_global = op_view(call, row->fp8 + GLOBAL, false)};
 }
 
-bool dsv4_weight_roles(op_call *call, int w_fp8)
+void dsv4_weight_roles(op_call *call, const dsv4_weight_row *row, bool wanted)
 {
-    uint8_t *r = call->role + w_fp8;
-    const bool fp8 = call->given[w_fp8] != NULL, codes = call->given[w_fp8 + CODES] != NULL;
+    uint8_t *r = call->role + row->fp8;
+    const bool fp8 = call->given[row->fp8] != NULL, codes = call->given[row->fp8 + CODES] != NULL;
+    for (int i = 0; i < 2; i++)
+        if (row->floats[i] != OP_NONE)
+            call->role[row->floats[i]] = !wanted ? OP_REFUSED : fp8 || codes ? OP_OPTIONAL : OP_NEEDED;
     for (int i = 0; i < PACKED; i++) r[i] = OP_REFUSED;
+    if (!wanted) return;
     r[FP8] = r[CODES] = OP_OPTIONAL;
     if (fp8) r[FP8_SCALES] = OP_NEEDED;
     if (codes) r[SCALES] = r[GLOBAL] = OP_NEEDED;
-    return fp8 || codes;
 }
 
-quern_status dsv4_weight_refuse(const op_call *call, int tensor, int w_fp8)
+bool dsv4_weight_has(const dsv4_weight_row *row, int32_t tensor)
+{
+    return tensor >= row->fp8 && tensor < row->fp8 + PACKED;
+}
+
+quern_status dsv4_weight_refuse(const op_call *call, const dsv4_weight_row *row, int32_t tensor)
 {
     const op_tensor *tensors = call->family->tensors;
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside %s", tensors[tensor].field,
-                     tensors[tensor == w_fp8 + FP8_SCALES ? w_fp8 : w_fp8 + CODES].field);
+                     tensors[row->fp8 + (tensor == row->fp8 + FP8_SCALES ? FP8 : CODES)].field);
 }
 
-int64_t dsv4_weight_blocks(int64_t extent)
+quern_status dsv4_weight_check(const op_call *call, const dsv4_weight_row *row, int64_t in)
 {
-    return extent / WIDEN_BLOCK + (extent % WIDEN_BLOCK != 0);
-}
-
-quern_status dsv4_weight_check(const op_call *call, const int *floats, int w_fp8, int64_t in)
-{
-    const op_tensor *tensors = call->family->tensors;
-    const bool fp8 = op_uses(call, w_fp8), codes = op_uses(call, w_fp8 + CODES);
-    const quern_tensor *scales = op_uses(call, w_fp8 + FP8_SCALES) ? call->given[w_fp8 + FP8_SCALES] : NULL;
-    int beside = fp8 && codes ? w_fp8 + CODES : OP_NONE;
-    for (int i = 0; floats[i] != OP_NONE && (fp8 || codes) && beside == OP_NONE; i++)
-        if (op_uses(call, floats[i])) beside = floats[i];
+    const op_tensor *tensors = call->family->tensors, *packed = tensors + row->fp8;
+    const bool fp8 = op_uses(call, row->fp8), codes = op_uses(call, row->fp8 + CODES);
+    const quern_tensor *scales =
+        op_uses(call, row->fp8 + FP8_SCALES) ? call->given[row->fp8 + FP8_SCALES] : NULL;
+    int beside = fp8 && codes ? row->fp8 + CODES : OP_NONE;
+    for (int i = 0; i < 2 && (fp8 || codes) && beside == OP_NONE; i++)
+        if (row->floats[i] != OP_NONE && op_uses(call, row->floats[i])) beside = row->floats[i];
     if (beside != OP_NONE)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given beside %s: one weight is accepted",
-                         tensors[fp8 ? w_fp8 : w_fp8 + CODES].field, tensors[beside].field);
+                         packed[fp8 ? FP8 : CODES].field, tensors[beside].field);
     if (scales != NULL && scales->dtype != QUERN_F32 && scales->dtype != QUERN_E8M0 &&
         scales->dtype != QUERN_U8)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: f32, e8m0 and u8 are accepted",
-                         tensors[w_fp8 + FP8_SCALES].field, quern_dtype_name(scales->dtype));
+                         packed[FP8_SCALES].field, quern_dtype_name(scales->dtype));
     if (codes && in % QUANTISE_BLOCK != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "x has %lld channels and %s is given: multiples of %d are accepted", (long long)in,
-                         tensors[w_fp8 + CODES].field, QUANTISE_BLOCK);
+                         packed[CODES].field, QUANTISE_BLOCK);
     return QUERN_OK;
 }
 
@@ -97,16 +100,18 @@ quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *da
     return QUERN_OK;
 }
 
-quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_given *given, int w_fp8,
-                                    void *const *data)
+quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_row rows[2],
+                                    const dsv4_weight_given given[2], void *const *data)
 {
-    const op_tensor *tensors = call->family->tensors;
-    const int scales = w_fp8 + FP8_SCALES, global = w_fp8 + GLOBAL;
-    const quern_status status =
-        dsv4_weight_check_powers(&given->w_fp8_scales, data[scales], tensors[scales].field);
-    return status == QUERN_OK
-               ? dsv4_weight_check_global(&given->w_global, data[global], tensors[global].field)
-               : status;
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
+        const op_tensor *tensors = call->family->tensors + rows[i].fp8;
+        void *const *at = data + rows[i].fp8;
+        status = dsv4_weight_check_powers(&given[i].w_fp8_scales, at[FP8_SCALES], tensors[FP8_SCALES].field);
+        if (status == QUERN_OK)
+            status = dsv4_weight_check_global(&given[i].w_global, at[GLOBAL], tensors[GLOBAL].field);
+    }
+    return status;
 }
 
 static quern_tensor widened(op_build *b, const quern_tensor *x, const dsv4_weight_given *given)

@@ -6,33 +6,44 @@
 
 #include "core/op.h"
 
+/* The rows, each with its comma, of the tensors of a weight [k, n] in FP8, with a scale for 128 x 128, and in
+ * NVFP4. */
+#define DSV4_WEIGHT_TENSORS(field, name, k, n)                                                               \
+    {field "_fp8", name "fp8", OP_SCALE, OP_NONE, {n, k}, {0}},                                              \
+        {field "_fp8_scales", name "fp8_scales", OP_ANY, OP_NONE, {OP_128TH + (n), OP_128TH + (k)}, {0}},    \
+        {field "_codes", name "codes", OP_CODES, OP_NONE, {OP_HALF + (k), n}, {0}},                          \
+        {field "_scales", name "scales", OP_SCALE, OP_NONE, {OP_SIXTEENTH + (k), n}, {0}},                   \
+        {field "_global", name "global", OP_GLOBAL, OP_NONE, {0}, {0}},
+
+/* Where a weight stands among a family's tensors: in floats, as one tensor or as two, and the first of the
+ * rows above. */
+typedef struct dsv4_weight_row {
+    int32_t floats[2], fp8; /* floats[1]: or OP_NONE */
+} dsv4_weight_row;
+
+/* Sets the roles of a weight's tensors. */
+void dsv4_weight_roles(op_call *call, const dsv4_weight_row *row, bool wanted);
+/* Whether it has a tensor in FP8 or NVFP4. Refuses one that stands without its weight. */
+bool dsv4_weight_has(const dsv4_weight_row *row, int32_t tensor);
+quern_status dsv4_weight_refuse(const op_call *call, const dsv4_weight_row *row, int32_t tensor);
+/* That a call has it in one format; the dtype of FP8's scales; that NVFP4 has whole blocks of Dm. */
+quern_status dsv4_weight_check(const op_call *call, const dsv4_weight_row *row, int64_t in);
+
 /* The caller's tensors; absent ones have ndim 0. */
 typedef struct dsv4_weight_given {
     quern_tensor w;                   /* [Dm, columns] */
-    quern_tensor w_fp8, w_fp8_scales; /* [columns, Dm], a scale for 128 x 128 */
+    quern_tensor w_fp8, w_fp8_scales; /* [columns, Dm] */
     quern_tensor w_codes, w_scales, w_global;
 } dsv4_weight_given;
 
-/* In a family's list the five tensors of FP8 and NVFP4 follow each other as above, from w_fp8 on. */
-
-/* The views of a call; `w`: the tensor in floats, or OP_NONE. */
-dsv4_weight_given dsv4_weight_views(const op_call *call, int w, int w_fp8);
-/* Sets their roles, where a weight is wanted; returns whether one of them is that weight. */
-bool dsv4_weight_roles(op_call *call, int w_fp8);
-/* Refuses one of them that stands without its weight. */
-quern_status dsv4_weight_refuse(const op_call *call, int tensor, int w_fp8);
-/* That none of `floats` (ends with OP_NONE) stands beside one of them, nor both formats; the dtype of FP8's
- * scales; that NVFP4 has whole blocks of Dm. */
-quern_status dsv4_weight_check(const op_call *call, const int *floats, int w_fp8, int64_t in);
+dsv4_weight_given dsv4_weight_views(const op_call *call, const dsv4_weight_row *row);
 /* The scales' contents: none of an FP8 weight is the byte that is NaN; NVFP4's global, if there is one, is
  * above 0 and finite. */
 quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *data, const char *name);
 quern_status dsv4_weight_check_global(const quern_tensor *global, const void *data, const char *name);
-/* Both of a call's weight. */
-quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_given *given, int w_fp8,
-                                    void *const *data);
-/* Blocks of 128 that an extent has. */
-int64_t dsv4_weight_blocks(int64_t extent);
+/* Both of a call's weights. */
+quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_row rows[2],
+                                    const dsv4_weight_given given[2], void *const *data);
 
 /* The steps that make a weight, of which a call takes some. */
 enum {
