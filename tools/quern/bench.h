@@ -213,6 +213,7 @@ struct bench_subject {
     bool attention;            /* takes the options of attention and NSA */
     const char *const *dtypes; /* NULL: f32, f16, bf16 */
     int dtype, rounds;         /* rounds 0: as --reps says */
+    bool mean;                 /* a round counts as the mean of its runs, not their median */
     const bench_extent *extents;
     int64_t extent[EXTENTS_MAX]; /* their defaults */
     bench_choice choices[CHOICES_MAX];

@@ -43,21 +43,22 @@ void bench_count_compressor(const bench_case *c, const job *ran, formula_symbols
 {
     const int64_t width = bench_extent_of(c, "width"), hidden = bench_extent_of(c, "hidden"),
                   index = bench_extent_of(c, "index-width"), parts = is_csa(c) ? 4 : 2,
-                  ratio = is_csa(c) ? 4 : 128;
+                  ratio = is_csa(c) ? 4 : 128, entries = c->n / ratio,
+                  blocks_c = (parts * width + BLOCK - 1) / BLOCK, blocks_dm = (hidden + BLOCK - 1) / BLOCK;
     const int weights = bench_choice_of(c, "weights");
     (void)ran;
     formula_set(to, "r", (double)ratio);
     formula_set(to, "m", (double)parts);
     formula_set(to, "csa", is_csa(c));
-    formula_set(to, "S", (double)(c->n / ratio));
+    formula_set(to, "S", (double)entries);
     formula_set(to, "R", (double)rope_of(index > 0 && index < width ? index : width));
     formula_set(to, "cols", (double)(parts * width + 4 * index));
     formula_set(to, "proj", hidden == 0);
     formula_set(to, "floats", weights == WEIGHTS_FLOATS);
     formula_set(to, "fp8", weights == WEIGHTS_FP8);
     formula_set(to, "nvfp4", weights == WEIGHTS_NVFP4);
-    formula_set(to, "blocks_C", (double)((parts * width + BLOCK - 1) / BLOCK));
-    formula_set(to, "blocks_Dm", (double)((hidden + BLOCK - 1) / BLOCK));
+    formula_set(to, "blocks_C", (double)blocks_c);
+    formula_set(to, "blocks_Dm", (double)blocks_dm);
 }
 
 const work_row *bench_variant_compressor(const bench_case *c, int pass)
@@ -101,7 +102,8 @@ void bench_count_v4(const bench_case *c, const job *ran, formula_symbols *to)
 {
     const int64_t asked = bench_extent_of(c, "queries"), queries = asked > 0 && asked < c->n ? asked : c->n,
                   ratio = bench_extent_of(c, "ratio"), window = bench_extent_of(c, "window"),
-                  k = bench_extent_of(c, "top-k"), width = bench_extent_of(c, "width");
+                  k = bench_extent_of(c, "top-k"), width = bench_extent_of(c, "width"),
+                  entries = c->n / ratio;
     double pairs = 0;
     (void)ran;
     for (int64_t t = c->n - queries; t < c->n; t++) {
@@ -111,7 +113,7 @@ void bench_count_v4(const bench_case *c, const job *ran, formula_symbols *to)
     formula_set(to, "pairs", pairs);
     formula_set(to, "T", (double)queries);
     formula_set(to, "start", (double)(c->n - queries));
-    formula_set(to, "S", (double)(c->n / ratio));
+    formula_set(to, "S", (double)entries);
     formula_set(to, "N", (double)(queries + window - 1 < c->n ? queries + window - 1 : c->n));
     formula_set(to, "R", (double)rope_of(width));
 }

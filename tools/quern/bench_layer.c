@@ -345,8 +345,8 @@ static void count_work(const layer_data *d, formula_symbols *to)
 {
     const layer_sizes *o = &d->sizes;
     const bool csa = o->kind == QUERN_DSV4_LAYER_CSA;
-    const double seen = (double)(d->content.tokens / d->ratio),
-                 chosen = (double)o->top_k < seen ? (double)o->top_k : seen,
+    const int64_t whole = d->content.tokens / d->ratio;
+    const double seen = (double)whole, chosen = (double)o->top_k < seen ? (double)o->top_k : seen,
                  entries = o->kind == QUERN_DSV4_LAYER_SWA ? 0
                            : csa                           ? chosen
                                                            : seen,

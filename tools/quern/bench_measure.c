@@ -5,8 +5,9 @@
  *
  * Machines change speed while they are measured, memory by a factor of two from second to second. So
  * operation and limits are measured in turns: a round is the limits of all passes, some runs, and the limits
- * again; the round's fraction is its median run over the mean of the limits around it, and the result the
- * median over rounds.
+ * again; the round's fraction is that of its median run and the mean of the limits around it, and the result
+ * the median over rounds. Where runs are far shorter than a ceiling's, their mean counts instead: so both
+ * have their share of what else a busy machine does.
  */
 #include "bench.h"
 
@@ -123,6 +124,15 @@ typedef struct turns {
     double run_ms; /* of all runs */
 } turns;
 
+/* The time of a round with these runs. */
+static double round_time(const bench_run *r, double *ms, int runs)
+{
+    double sum = 0;
+    if (!r->what->subject->mean) return timing_of(ms, runs).median;
+    for (int i = 0; i < runs; i++) sum += ms[i];
+    return sum / runs;
+}
+
 /* A pass's limits in a round that took it `ms`. */
 static void judge_round(turns *t, int p, const work *w, double ms, const limits *before, const limits *after)
 {
@@ -138,14 +148,14 @@ static void judge_round(turns *t, int p, const work *w, double ms, const limits 
     t->moved[p][t->rounds] = 0.5 * (before->mover_ms[p] + after->mover_ms[p]) / ms;
 }
 
-static void end_round(turns *t, int passes, const work w[2], int first_run, const limits *before,
+static void end_round(turns *t, const bench_run *r, const work w[2], int first_run, const limits *before,
                       const limits *after)
 {
-    for (int p = 0; p < passes; p++) {
+    for (int p = 0; p < r->passes; p++) {
         double round[BENCH_REPS_MAX];
         const int runs = t->runs - first_run;
         for (int i = 0; i < runs; i++) round[i] = t->times[p][first_run + i];
-        judge_round(t, p, &w[p], timing_of(round, runs).median, before, after);
+        judge_round(t, p, &w[p], round_time(r, round, runs), before, after);
         t->over_beside[p][t->rounds] = t->beside_ms[p][t->rounds] / t->round_ms[p][t->rounds];
     }
     t->rounds++;
@@ -163,7 +173,7 @@ static int run_peer(turns *t, const bench_run *r, quern_context *ctx, double eno
         for (int p = 0; p < 2; p++) ms[p][n] = now[p];
         n++;
     }
-    for (int p = 0; p < 2; p++) t->beside_ms[p][t->rounds] = timing_of(ms[p], n).median;
+    for (int p = 0; p < 2; p++) t->beside_ms[p][t->rounds] = round_time(r, ms[p], n);
     return EXIT_DONE;
 }
 
@@ -238,7 +248,7 @@ int bench_measure(bench_run *r, const work w[2], quern_context *ctx, int rounds,
         if (code == EXIT_DONE && r->peer_data != NULL) code = run_peer(t, r, ctx, round_ms, one ? 1 : most);
         if (code != EXIT_DONE) break;
         const limits after = limits_now(r, w, threads);
-        end_round(t, r->passes, w, first, &before, &after);
+        end_round(t, r, w, first, &before, &after);
         before = after;
         if (rounds > 0) t->runs = 0; /* their times are in the round's fractions */
     } while (!one && !enough(t, rounds, reps));
