@@ -14,10 +14,10 @@
 
 /* ---- parameters ---- */
 
-static float number_of(const op_param *p, const char *params)
+static float number_of(const op_param *p, const void *params)
 {
     float x;
-    memcpy(&x, params + p->offset, sizeof x);
+    memcpy(&x, (const char *)params + p->offset, sizeof x);
     return x;
 }
 
@@ -30,7 +30,7 @@ static const char *zero_of(op_kind kind)
                                  : NULL;
 }
 
-static quern_status check_ranges(const op_family *family, const char *params)
+quern_status op_check_ranges(const op_family *family, const void *params)
 {
     for (int32_t i = 0; i < family->param_count; i++) {
         const op_param *p = &family->params[i];
@@ -308,7 +308,7 @@ quern_status op_begin(op_call *call, const op_family *family, int32_t operation,
     call->family = family;
     call->operation = operation;
     quern_status status = op_struct(kept, params, "params", family->params_init);
-    if (status == QUERN_OK) status = check_ranges(family, kept);
+    if (status == QUERN_OK) status = op_check_ranges(family, kept);
     if (status == QUERN_OK && family->check_params != NULL) status = family->check_params(call);
     if (status != QUERN_OK) return status;
     memset(own, 0, sizeof *own);

@@ -241,6 +241,8 @@ static inline bool op_is_one(const quern_tensor *t)
     return t != NULL && (t->ndim == 0 || (t->ndim == 1 && t->shape[0] == 1));
 }
 
+/* That each parameter is in the range of its description. */
+quern_status op_check_ranges(const op_family *family, const void *params);
 /* The first tensor of the list that the call uses, or OP_NONE. */
 int32_t op_first_used(const op_call *call, const int32_t *list, int32_t count);
 /* Whether a tensor's ndim and dtype are those of an activation, its device that of call->like; extents are

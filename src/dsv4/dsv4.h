@@ -15,7 +15,7 @@ enum { DSV4_CSA_RATIO = 4, DSV4_HCA_RATIO = 128, DSV4_WINDOW = 128, DSV4_TOP_K =
 
 /* Checks each parameter's range, resolves defaults and writes *known. */
 quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_compress_params *known);
-/* The same, in place. */
+/* Resolves the defaults of parameters in their ranges, and checks what these allow together. */
 quern_status dsv4_resolve(quern_dsv4_compress_params *p);
 /* Whether a format and the transform take entries of `width` channels, `rope_dim` of them rotated (0:
  * none). */

@@ -1,55 +1,29 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* params.c - the compressors' parameters. */
-#include "dsv4/dsv4.h"
+#include "dsv4/call.h"
 
 #include "core/error.h"
-#include "core/op.h"
-
-#include <math.h>
 
 enum { FP4_BLOCK = 32, ROW584_WIDTH = 512, ROW584_ROPE = 64 };
 
 quern_status dsv4_resolve(quern_dsv4_compress_params *p)
 {
-    if (p->kind != QUERN_DSV4_CSA && p->kind != QUERN_DSV4_HCA)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "kind is %d: 0 (CSA) and 1 (HCA) are accepted",
-                         (int)p->kind);
-    if (p->ratio < 0 || p->ratio > DSV4_RATIO_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ratio is %lld: 1 to %d, or 0 (%d or %d), are accepted",
-                         (long long)p->ratio, DSV4_RATIO_MOST, DSV4_CSA_RATIO, DSV4_HCA_RATIO);
     if (p->ratio == 0) p->ratio = p->kind == QUERN_DSV4_CSA ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
-    const struct {
-        const char *name;
-        int64_t value;
-    } counts[] = {
-        {"start_token", p->start_token}, {"start_abs_pos", p->start_abs_pos}, {"n_blocks", p->n_blocks}};
-    for (int i = 0; i < 3; i++)
-        if (counts[i].value < 0 || counts[i].value > INT32_MAX)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: 0 to %d are accepted", counts[i].name,
-                             (long long)counts[i].value, INT32_MAX);
+    if (p->eps == 0.0f) p->eps = 1e-6f;
     if (!p->rope_last && p->start_abs_pos % p->ratio != 0)
         return error_set(
             QUERN_ERR_INVALID_ARGUMENT,
             "start_abs_pos is %lld: multiples of ratio %lld are accepted unless rope_last is set",
             (long long)p->start_abs_pos, (long long)p->ratio);
-    if (!(p->eps >= 0.0f) || isinf(p->eps))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "eps is %g: 0 (1e-6) or a finite positive number is accepted", (double)p->eps);
-    if (p->eps == 0.0f) p->eps = 1e-6f;
-    if ((unsigned)p->format > QUERN_DSV4_ROW584)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %d: 0 (rows) to %d are accepted",
-                         (int)p->format, QUERN_DSV4_ROW584);
-    if ((unsigned)p->index_format > QUERN_DSV4_FP4)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "index_format is %d: 0 (rows) to %d are accepted",
-                         (int)p->index_format, QUERN_DSV4_FP4);
     return QUERN_OK;
 }
 
 quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_compress_params *known)
 {
     *known = (quern_dsv4_compress_params)QUERN_DSV4_COMPRESS_PARAMS_INIT;
-    const quern_status status = op_struct(known, given, "params", "QUERN_DSV4_COMPRESS_PARAMS_INIT");
+    quern_status status = op_struct(known, given, "params", "QUERN_DSV4_COMPRESS_PARAMS_INIT");
+    if (status == QUERN_OK) status = op_check_ranges(&dsv4_compress_family, known);
     return status != QUERN_OK ? status : dsv4_resolve(known);
 }
 

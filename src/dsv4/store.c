@@ -29,12 +29,6 @@ static const quern_dsv4_store_params defaults = QUERN_DSV4_STORE_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_store"};
 static const char *const symbols[] = {"", [SS_N] = "n", [SS_D] = "D", [SS_ROW] = "D|bytes", NULL};
 
-static quern_status check_params(op_call *call)
-{
-    (void)call;
-    return QUERN_OK;
-}
-
 static void roles(op_call *call)
 {
     call->role[DT(x)] = call->role[DT(slots)] = OP_NEEDED;
@@ -113,7 +107,6 @@ const op_family dsv4_store_family = {
     .call_size = sizeof(dsv4_store_call),
     .params_at = offsetof(dsv4_store_call, params),
     .program_at = offsetof(dsv4_store_call, program),
-    .check_params = check_params,
     .roles = roles,
     .derive = derive,
     .check_data = check_data,
