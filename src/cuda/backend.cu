@@ -82,6 +82,8 @@ static const quern_backend backend = {
 #ifdef QUERN_SM90
     .attend_gate_forward = stage_of<attend_gate_stage, attend_gate_args, attend_gate_variants>(),
 #endif
+    .indexer = stage_of<indexer_stage, indexer_args, indexer_variants>(),
+    .attend_mqa_forward = stage_of<attend_mqa_stage, attend_mqa_args, attend_mqa_forward_variants>(),
 };
 
 #define TEXT2(x) #x

@@ -45,6 +45,12 @@ quern_status rowdot_run(const stage_exec *exec, const rowdot_args *args, void *w
 quern_status list_convert_run(const stage_exec *exec, const list_convert_args *args, void *workspace);
 quern_status validate_lists_run(const stage_exec *exec, const validate_lists_args *args, void *workspace);
 
+size_t attend_mqa_bytes(const stage_exec *exec, const attend_mqa_args *args);
+bool attend_mqa_any_supports(const stage_exec *exec, const attend_mqa_args *args, char why[STAGE_WHY_BYTES]);
+quern_status attend_mqa_any_run(const stage_exec *exec, const attend_mqa_args *args, void *workspace);
+bool indexer_any_supports(const stage_exec *exec, const indexer_args *args, char why[STAGE_WHY_BYTES]);
+quern_status indexer_any_run(const stage_exec *exec, const indexer_args *args, void *workspace);
+
 /* sm90/: compute capability 9.0, where its code is compiled. By TMA and specialised warps; by any's kernels
  * with warpgroup products. */
 #ifdef QUERN_SM90
@@ -84,6 +90,10 @@ quern_status attend_gate_sm90_run(const stage_exec *exec, const attend_gate_args
 bool select_sm90_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES]);
 size_t select_sm90_bytes(const stage_exec *exec, const select_args *args);
 quern_status select_sm90_run(const stage_exec *exec, const select_args *args, void *workspace);
+bool attend_mqa_sm90_supports(const stage_exec *exec, const attend_mqa_args *args, char why[STAGE_WHY_BYTES]);
+quern_status attend_mqa_sm90_run(const stage_exec *exec, const attend_mqa_args *args, void *workspace);
+bool indexer_sm90_supports(const stage_exec *exec, const indexer_args *args, char why[STAGE_WHY_BYTES]);
+quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args *args, void *workspace);
 #endif
 
 #endif

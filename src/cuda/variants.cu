@@ -75,6 +75,22 @@ static const variant<attend_gate_args> attend_gate_rows[] = {
 const variants<attend_gate_args> attend_gate_variants = LIST(attend_gate_rows);
 #endif
 
+static const variant<attend_mqa_args> attend_mqa_forward_rows[] = {
+#ifdef QUERN_SM90
+    {"attend_mqa_sm90", attend_mqa_sm90_supports, attend_mqa_bytes, attend_mqa_sm90_run},
+#endif
+    {"attend_mqa_any", attend_mqa_any_supports, attend_mqa_bytes, attend_mqa_any_run},
+};
+const variants<attend_mqa_args> attend_mqa_forward_variants = LIST(attend_mqa_forward_rows);
+
+static const variant<indexer_args> indexer_rows[] = {
+#ifdef QUERN_SM90
+    {"indexer_sm90", indexer_sm90_supports, NULL, indexer_sm90_run},
+#endif
+    {"indexer_any", indexer_any_supports, NULL, indexer_any_run},
+};
+const variants<indexer_args> indexer_variants = LIST(indexer_rows);
+
 static const variant<convert_args> convert_rows[] = {{"convert_any", NULL, NULL, convert_run}};
 const variants<convert_args> convert_variants = LIST(convert_rows);
 

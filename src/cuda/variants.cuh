@@ -34,6 +34,8 @@ extern const variants<compress_args> compress_forward_variants, compress_backwar
 extern const variants<select_args> select_variants;
 extern const variants<gate_args> gate_forward_variants, gate_backward_variants;
 extern const variants<attend_gate_args> attend_gate_variants;
+extern const variants<attend_mqa_args> attend_mqa_forward_variants;
+extern const variants<indexer_args> indexer_variants;
 extern const variants<convert_args> convert_variants;
 extern const variants<rowdot_args> rowdot_variants;
 extern const variants<list_convert_args> list_convert_variants;

@@ -1,0 +1,54 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* decode.cuh - codes of eight bits or four widened to bf16 in registers. They are exact there, and so is a
+ * product with a power of two that keeps them in bf16's range. */
+#ifndef QUERN_CUDA_DECODE_CUH
+#define QUERN_CUDA_DECODE_CUH
+
+#include "common/device.cuh"
+
+__device__ __forceinline__ uint32_t times_bf16x2(uint32_t x, uint32_t y)
+{
+    const __nv_bfloat162 product = __hmul2(*(const __nv_bfloat162 *)&x, *(const __nv_bfloat162 *)&y);
+    return *(const uint32_t *)&product;
+}
+
+/* 2^(byte - 127) as bf16, twice, byte <= 255, also negative; 255 is NaN. */
+__device__ __forceinline__ uint32_t e8m0_bf16x2(int byte)
+{
+    const uint32_t one = byte > 0 ? (byte == 255 ? 0x7fc0 : byte << 7) : byte > -8 ? 0x40 >> -byte : 0;
+    return one | one << 16;
+}
+
+/* Codes 2 i and 2 i + 1 of a word of four e4m3. As bf16 a code's bits are its value over 2^120. */
+__device__ __forceinline__ uint32_t e4m3_bf16x2(uint32_t word, int i)
+{
+    const uint32_t high = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424), size = high & 0x7f007f00,
+                   value = times_bf16x2((high & 0x80008000) | size >> 4, 0x7b807b80);
+    const uint32_t nan = ((size & 0x7f00) == 0x7f00 ? 0x7fff : 0) | (size >= 0x7f000000 ? 0x7fff0000 : 0);
+    return value | nan;
+}
+
+/* Codes 2 i and 2 i + 1 of a word of eight e2m1. As bf16 a code's bits are its value over 2^126. */
+__device__ __forceinline__ uint32_t e2m1_bf16x2(uint32_t word, int i)
+{
+    const uint32_t pair = word >> i * 8, high = (pair & 0xf) | (pair & 0xf0) << 12;
+    return times_bf16x2((high & 0x00080008) << 12 | (high & 0x00070007) << 6, 0x7e807e80);
+}
+
+/* Eight e4m3 times a scale, as eight bf16. */
+__device__ __forceinline__ uint4 e4m3_bf16x8(uint2 codes, uint32_t scale)
+{
+    return make_uint4(
+        times_bf16x2(e4m3_bf16x2(codes.x, 0), scale), times_bf16x2(e4m3_bf16x2(codes.x, 1), scale),
+        times_bf16x2(e4m3_bf16x2(codes.y, 0), scale), times_bf16x2(e4m3_bf16x2(codes.y, 1), scale));
+}
+
+/* Eight e2m1 times a scale, as eight bf16. */
+__device__ __forceinline__ uint4 e2m1_bf16x8(uint32_t codes, uint32_t scale)
+{
+    return make_uint4(times_bf16x2(e2m1_bf16x2(codes, 0), scale), times_bf16x2(e2m1_bf16x2(codes, 1), scale),
+                      times_bf16x2(e2m1_bf16x2(codes, 2), scale), times_bf16x2(e2m1_bf16x2(codes, 3), scale));
+}
+
+#endif
