@@ -136,7 +136,7 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
     }
     for (size_t i = 0; i < count; i++) {
         quern_tensor *t = (quern_tensor *)((char *)args + offsets[i]);
-        if (t->ndim == 0) continue;
+        if (t->ndim == 0 || (t->data == NULL && span_of(t) > 0)) continue; /* absent, or not wanted */
         size_t same = 0; /* the image of a view of the same bytes */
         while (same < made &&
                (t->data == NULL || images[same].host != t->data || images[same].bytes != span_of(t)))

@@ -27,7 +27,7 @@ passed=0
 failed=0
 names=()
 limit=${QUERN_SANITIZE_LIMIT:-400}
-raced=' attention_test house_test nsa_lists_test nsa_parts_test nsa_property_test nsa_nonfinite_test shared_test replay_test variants_test '
+raced=' attention_test house_test nsa_lists_test nsa_parts_test nsa_property_test nsa_nonfinite_test shared_test replay_test variants_test dsv4_attention_test dsv4_cached_test dsv4_index_test '
 for tool in ${QUERN_SANITIZE_TOOLS:-racecheck memcheck synccheck}; do
     for program in build/gpu/tests/gpu_*_test; do
         name=${program##*/gpu_}

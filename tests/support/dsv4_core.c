@@ -35,6 +35,7 @@ static void fill_lists(core_case *c, test_random *random)
 core_case core_case_make(test_random *random, const oracle_core *shape, int64_t batch, const int32_t *cu,
                          quern_dtype dtype, const core_parts *parts)
 {
+    dtype = core_dtype(dtype);
     core_case c = {.shape = *shape, .varlen = cu != NULL, .batch = batch, .dtype = dtype};
     if (cu != NULL) memcpy(c.cu, cu, (size_t)(batch + 1) * sizeof *cu);
     const int64_t t = shape->queries, n = shape->raw, h = shape->heads, d = shape->dim, s = shape->entries,
@@ -167,7 +168,7 @@ void core_case_forward(const core_case *c, quern_context *ctx)
 
 void core_case_backward(const core_case *c, quern_context *ctx)
 {
-    call(c, ctx, QUERN_OP_BACKWARD);
+    if (!CORE_ON_GPU) call(c, ctx, QUERN_OP_BACKWARD);
 }
 
 /* The rows of [H, T] of one sequence, gathered from and put back into [H, all]. */
@@ -245,6 +246,7 @@ static void check_d_sink(const core_case *c, double *const value[CORE_TENSORS],
 
 void core_case_check(const core_case *c, bool backward)
 {
+    backward = backward && !CORE_ON_GPU;
     double *value[CORE_TENSORS] = {NULL}, *expected[CORE_TENSORS] = {NULL};
     int32_t *idx = c->t[CORE_IDX].buffer != NULL ? test_tensor_get_i32(&c->t[CORE_IDX]) : NULL;
     int32_t *count = c->t[CORE_COUNT].buffer != NULL ? test_tensor_get_i32(&c->t[CORE_COUNT]) : NULL;

@@ -62,6 +62,8 @@ static void fill_bytes(index_case *c, test_random *random)
 index_case index_case_make(test_random *random, const oracle_indexer *shape, int64_t batch, int64_t top_k,
                            quern_dsv4_format format, quern_dtype dtype, quern_dtype keys, bool scores)
 {
+    if (INDEX_ON_GPU && (dtype == QUERN_F32 || format != QUERN_DSV4_ROWS)) dtype = QUERN_BF16;
+    if (INDEX_ON_GPU) keys = dtype;
     index_case c = {*shape,
                     batch,
                     top_k,

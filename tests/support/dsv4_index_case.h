@@ -19,6 +19,13 @@ typedef struct index_case {
     double *keys; /* what k means */
 } index_case;
 
+/* On the GPU (tests/gpu), whose kernels have 16-bit products only, dtypes are made to fit: bf16 for f32 and
+ * beside keys of bytes, and keys of q's dtype. */
+#ifdef QUERN_TEST_GPU
+enum { INDEX_ON_GPU = true };
+#else
+enum { INDEX_ON_GPU = false };
+#endif
 index_case index_case_make(test_random *random, const oracle_indexer *shape, int64_t batch, int64_t top_k,
                            quern_dsv4_format format, quern_dtype dtype, quern_dtype keys, bool scores);
 void index_case_free(index_case *c);

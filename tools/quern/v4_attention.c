@@ -92,7 +92,10 @@ static int from_cache(job *j, quern_context *ctx)
 
 static int compute(job *j, quern_context *ctx)
 {
-    if (options.format != ROW_CACHE_INPUT || options.page != 0) return from_cache(j, ctx);
+    const bool cached = options.format != ROW_CACHE_INPUT || options.page != 0;
+    if (cached && j->device != QUERN_CPU)
+        return fail(EXIT_INPUT, "--device cuda: a cache of --format and --page is written on the cpu alone");
+    if (cached) return from_cache(j, ctx);
     const int code = job_prepare(j, ctx);
     return code == EXIT_DONE ? job_run(j, ctx) : code;
 }
@@ -102,5 +105,4 @@ const scenario scenario_v4_attention = {.name = "v4-attention",
                                         .rows = rows,
                                         .row_count = sizeof rows / sizeof *rows,
                                         .options = &options,
-                                        .cpu_only = true,
                                         .compute = compute};
