@@ -84,8 +84,8 @@ void op_flush(op_build *b)
 
 void *op_add(op_build *b, op_stage stage)
 {
-    const size_t moves = b->loop != NULL ? (size_t)b->loop->dims * sizeof(int64_t) : 0,
-                 bytes = sizeof(op_step) + op_stage_bytes(stage) + moves * (size_t)view_count(stage);
+    size_t bytes = sizeof(op_step) + op_stage_bytes(stage);
+    if (b->loop != NULL) bytes += (size_t)b->loop->dims * sizeof(int64_t) * (size_t)view_count(stage);
     op_flush(b);
     if (b->program->bytes + bytes > b->room_bytes) {
         if (b->status == QUERN_OK)
