@@ -31,6 +31,7 @@ typedef struct attention_case {
 typedef struct attention_reference {
     double *o, *lse, *d_q, *d_k, *d_v;
     bool cancels; /* every query sees at most one key: d_q and d_k are exactly 0 but for rounding */
+    double lse_terms; /* then each lse is one dot product: the root of the sum of all their terms' squares */
 } attention_reference;
 
 /* Inputs N(0, 1), outputs full of sentinels. */
