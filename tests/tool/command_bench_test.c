@@ -190,6 +190,14 @@ static int count_numbers(const char *json, const char *key)
     return count;
 }
 
+static int count_of(const char *text, const char *word)
+{
+    int count = 0;
+    for (const char *at = text; (at = strstr(at, word)) != NULL; at++) count++;
+    return count;
+}
+
+/* Where work is counted, every result has a rate of it. */
 static void every_subject_writes_the_same_fields(void **state)
 {
     static const char *const texts[] = {"op", "shape", "dtype", "ceiling", "peer", "formula"},
@@ -209,12 +217,15 @@ static void every_subject_writes_the_same_fields(void **state)
         const char *results = strstr(output, "\"results\": [");
         assert_non_null(results);
         for (size_t k = 0; k < sizeof texts / sizeof *texts; k++) {
-            int count = 0;
             snprintf(quoted, sizeof quoted, "   \"%s\": ", texts[k]);
-            for (const char *at = results; (at = strstr(at, quoted)) != NULL; at++) count++;
+            const int count = count_of(results, quoted);
             if (count < subjects[i].results)
                 fail_msg("quern %s: %d of %s, not %d", arguments, count, texts[k], subjects[i].results);
         }
+        const int counted = subjects[i].results - count_of(results, "\"formula\": null"),
+                  rates = 2 * subjects[i].results - count_of(results, "\"gflops\": null") -
+                          count_of(results, "\"gbps\": null");
+        if (rates < counted) fail_msg("quern %s: %d rates of %d formulas", arguments, rates, counted);
         for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
             if (count_numbers(results, numbers[k]) != subjects[i].results)
                 fail_msg("quern %s: not %d times %s", arguments, subjects[i].results, numbers[k]);
