@@ -175,8 +175,8 @@ static int by_pointed_text(const void *a, const void *b)
 /* The shards' names, each once. */
 static quern_status list_shards(model_files *m, const index_file *index, char why[MODEL_SENTENCE])
 {
-    const char **names = malloc(index->count * sizeof *names);
-    m->shards = calloc(index->count, sizeof *m->shards);
+    const char **names = malloc((index->count + 1) * sizeof *names);
+    m->shards = calloc(index->count + 1, sizeof *m->shards);
     if (names == NULL || m->shards == NULL) {
         free(names);
         return no_memory(why);
@@ -279,8 +279,10 @@ static quern_status look_around(const char *folder, found *f, char why[MODEL_SEN
     if (dir == NULL) return explain(why, QUERN_ERR_IO, "'%s': %s", TEXT_NAME(folder), strerror(errno));
     for (const struct dirent *e; (e = readdir(dir)) != NULL;) {
         const bool index = has_suffix(e->d_name, INDEX_SUFFIX), file = has_suffix(e->d_name, SUFFIX);
-        if (index && strcmp(f->index, "model" INDEX_SUFFIX) != 0) strcpy(f->index, e->d_name);
-        if (file && strcmp(f->alone, "model" SUFFIX) != 0) strcpy(f->alone, e->d_name);
+        if (index && strcmp(f->index, "model" INDEX_SUFFIX) != 0)
+            snprintf(f->index, sizeof f->index, "%s", e->d_name);
+        if (file && strcmp(f->alone, "model" SUFFIX) != 0)
+            snprintf(f->alone, sizeof f->alone, "%s", e->d_name);
         f->indices += index;
         f->files += file;
     }
