@@ -266,25 +266,6 @@ static quern_status derive(op_call *call)
     return status == QUERN_OK ? derive_positions(call, varlen) : status;
 }
 
-/* Checks that columns [first, end) of a sequence's row of a table name pages of the pool. */
-static quern_status check_columns(const op_call *call, void *const *data, int32_t tensor, int64_t b,
-                                  int64_t first, int64_t end)
-{
-    const int64_t columns = call->symbol[tensor == DA(kv_table) ? AS_KV_COLUMNS : AS_CMP_COLUMNS];
-    const int64_t pages = call->lead[tensor == DA(kv_table) ? 0 : 1].extent[0];
-    if (end > columns)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld columns: sequence %lld needs %lld",
-                         tensors[tensor].field, (long long)columns, (long long)b, (long long)end);
-    const attend_mqa_args *a = OP_FIND(call, attend_mqa_forward); /* a backward has no pages */
-    const quern_tensor *table = tensor == DA(kv_table) ? &a->kv_table : &a->entries_table;
-    const int32_t *row = (const int32_t *)data[tensor] + b * table->strides[0];
-    for (int64_t c = first; c < end; c++)
-        if (row[c] < 0 || row[c] >= pages)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld, %lld] is %d: pages 0 to %lld are accepted",
-                             tensors[tensor].field, (long long)b, (long long)c, row[c], (long long)pages - 1);
-    return QUERN_OK;
-}
-
 static quern_status check_sequence(const op_call *call, void *const *data, int64_t b)
 {
     const quern_dsv4_attention_params *p = &((const dsv4_attention_call *)call)->params;
@@ -295,10 +276,12 @@ static quern_status check_sequence(const op_call *call, void *const *data, int64
     if (status != QUERN_OK || p->page == 0 || queries == 0) return status;
     const int64_t oldest = start >= p->window ? start - p->window + 1 : 0;
     const int64_t entries = call->role[DA(kv_cmp_table)] == OP_NEEDED ? (start + queries) / p->ratio : 0;
-    status = check_columns(call, data, DA(kv_table), b, oldest / p->page,
-                           (start + queries + p->page - 1) / p->page);
+    const attend_mqa_args *a = OP_FIND(call, attend_mqa_forward); /* a backward has no pages */
+    status = dsv4_check_pages(&tensors[DA(kv_table)], &a->kv_table, data[DA(kv_table)], b, oldest / p->page,
+                              (start + queries + p->page - 1) / p->page, call->lead[0].extent[0]);
     if (status == QUERN_OK && entries > 0)
-        status = check_columns(call, data, DA(kv_cmp_table), b, 0, (entries + p->page - 1) / p->page);
+        status = dsv4_check_pages(&tensors[DA(kv_cmp_table)], &a->entries_table, data[DA(kv_cmp_table)], b, 0,
+                                  (entries + p->page - 1) / p->page, call->lead[1].extent[0]);
     return status;
 }
 

@@ -114,6 +114,12 @@ typedef struct dsv4_store_call {
 
 extern const op_family dsv4_store_family;
 
+/* In store.c. That stored rows, which are given, have the dtype of their format. */
+quern_status dsv4_check_stored(const op_call *call, int32_t tensor, quern_dsv4_format format);
+/* That columns [first, end) of a sequence's row of a table name pages of the pool. */
+quern_status dsv4_check_pages(const op_tensor *name, const quern_tensor *table, const int32_t *data,
+                              int64_t b, int64_t first, int64_t end, int64_t pages);
+
 /* How many sequences a call goes through, of `batch`: where none of them has `elements`, nothing depends on
  * their number, which may be any. */
 static inline int64_t dsv4_sequences(bool elements, int64_t batch)

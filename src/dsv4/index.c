@@ -78,14 +78,6 @@ static quern_status refuse(const op_call *call, int32_t tensor)
                      tensors[tensor].field);
 }
 
-static quern_status check_key_dtype(const op_call *call, quern_dsv4_format format)
-{
-    const quern_dtype dtype = call->given[DI(k)]->dtype;
-    if ((dtype == QUERN_U8) == (format != QUERN_DSV4_ROWS)) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has dtype %s: %s is accepted", quern_dtype_name(dtype),
-                     format != QUERN_DSV4_ROWS ? "u8, the format's bytes," : "f32, f16 or bf16");
-}
-
 /* The keys: rows of one sequence after the other, or a pool. */
 static quern_status derive_keys(op_call *call)
 {
@@ -96,7 +88,7 @@ static quern_status derive_keys(op_call *call)
     int64_t *s = call->symbol;
     if (k->ndim != ndim)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has %d dimensions: %d are accepted", k->ndim, ndim);
-    const quern_status status = check_key_dtype(call, p->key_format);
+    const quern_status status = dsv4_check_stored(call, DI(k), p->key_format);
     if (status != QUERN_OK) return status;
     if (pages && (table == NULL || table->ndim != 2))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_table is %s: with pages i32 [B, columns] is accepted",
@@ -151,16 +143,9 @@ static quern_status check_pages(const op_call *call, const int32_t *table, int64
     if (entries > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld has %lld entries: %d are accepted",
                          (long long)b, (long long)entries, INT32_MAX);
-    if (columns > call->symbol[IS_COLUMNS])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_table has %lld columns: sequence %lld needs %lld",
-                         (long long)call->symbol[IS_COLUMNS], (long long)b, (long long)columns);
-    const int32_t *row = table + b * OP_FIND(call, indexer)->table.strides[0];
-    for (int64_t i = 0; i < columns; i++)
-        if (row[i] < 0 || row[i] >= call->lead[0].extent[0])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "k_table[%lld, %lld] is %d: pages 0 to %lld are accepted", (long long)b,
-                             (long long)i, row[i], (long long)call->lead[0].extent[0] - 1);
-    return QUERN_OK;
+    const op_tensor *name = &tensors[DI(k_table)];
+    return dsv4_check_pages(name, &OP_FIND(call, indexer)->table, table, b, 0, columns,
+                            call->lead[0].extent[0]);
 }
 
 static quern_status check_data(const op_call *call, void *const *data)

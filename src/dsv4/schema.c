@@ -242,12 +242,9 @@ static quern_status derive_entries(op_call *call)
 /* Dtypes of a compressor's tensors that depend on more than the activations'. */
 static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, int out, int d_out)
 {
-    const bool bytes = format != QUERN_DSV4_ROWS;
     const quern_tensor *const *t = call->given;
-    if (op_uses(call, out) && (t[out]->dtype == QUERN_U8) != bytes)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: %s is accepted", tensors[out].field,
-                         quern_dtype_name(t[out]->dtype),
-                         bytes ? "u8, the format's bytes," : "f32, f16 or bf16");
+    const quern_status status = op_uses(call, out) ? dsv4_check_stored(call, out, format) : QUERN_OK;
+    if (status != QUERN_OK) return status;
     if (op_uses(call, d_out) && t[d_out]->dtype == QUERN_U8)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype u8: f32, f16 or bf16 is accepted",
                          tensors[d_out].field);

@@ -56,10 +56,7 @@ static quern_status derive(op_call *call)
     if (cache->ndim != ndim)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has %d dimensions: %d are accepted", cache->ndim,
                          ndim);
-    if ((cache->dtype == QUERN_U8) != bytes)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has dtype %s: %s is accepted",
-                         quern_dtype_name(cache->dtype),
-                         bytes ? "u8, the format's bytes," : "f32, f16 or bf16");
+    if ((status = dsv4_check_stored(call, DT(cache), p->format)) != QUERN_OK) return status;
     s[SS_ROW] = bytes ? dsv4_row_bytes(p->format, s[SS_D]) * (p->page > 0 ? p->page : 1) : s[SS_D];
     call->lead[0].count = ndim - 1;
     call->lead[0].extent[0] = cache->shape[0];
@@ -89,6 +86,29 @@ static void build(op_build *b)
                                                .x = op_view(call, DT(x), false),
                                                .slots = op_view(call, DT(slots), false),
                                                .cache = op_view(call, DT(cache), false)};
+}
+
+quern_status dsv4_check_stored(const op_call *call, int32_t tensor, quern_dsv4_format format)
+{
+    const quern_dtype dtype = call->given[tensor]->dtype;
+    if ((dtype == QUERN_U8) == (format != QUERN_DSV4_ROWS)) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: %s is accepted",
+                     call->family->tensors[tensor].field, quern_dtype_name(dtype),
+                     format != QUERN_DSV4_ROWS ? "u8, the format's bytes," : "f32, f16 or bf16");
+}
+
+quern_status dsv4_check_pages(const op_tensor *name, const quern_tensor *table, const int32_t *data,
+                              int64_t b, int64_t first, int64_t end, int64_t pages)
+{
+    if (end > table->shape[1])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld columns: sequence %lld needs %lld",
+                         name->field, (long long)table->shape[1], (long long)b, (long long)end);
+    const int32_t *row = data + b * table->strides[0];
+    for (int64_t c = first; c < end; c++)
+        if (row[c] < 0 || row[c] >= pages)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld, %lld] is %d: pages 0 to %lld are accepted",
+                             name->field, (long long)b, (long long)c, row[c], (long long)pages - 1);
+    return QUERN_OK;
 }
 
 const op_family dsv4_store_family = {
