@@ -26,7 +26,7 @@ typedef struct bench_options {
 #define AT(member) offsetof(bench_options, member)
 enum { ROW_N, ROW_REPS, ROW_ROUNDS, ROW_PEER, ROW_PROFILE, ROW_OTHERS };
 static const option_row rows[] = {
-    {"n", OPTION_TEXT, AT(n), NULL, "lengths, such as 4096,16384 or 4k,16k,1M"},
+    {"n", OPTION_TEXT, AT(n), NULL, "lengths or rows, such as 1,512 or 4k,16k,1M"},
     {"reps", OPTION_INT, AT(reps), NULL,
      "instead of rounds: runs that are timed; 0: at least 3 and a second"},
     {"rounds", OPTION_INT, AT(rounds), NULL,
@@ -91,7 +91,6 @@ static void make_tables(const bench_subject *s, bench_options *o, option_tables 
     for (int i = 0; i < ROWS; i++) {
         if (i < ROW_OTHERS && !presence[i]) continue;
         t->own[n] = rows[i];
-        if (i == ROW_N && s->n_help != NULL) t->own[n].help = s->n_help;
         if (i == ROW_PEER) {
             snprintf(t->peer_help, sizeof t->peer_help, "%s%s", rows[i].help,
                      s->peer != NULL ? s->peer->name : "nothing here");
@@ -106,9 +105,14 @@ static void make_tables(const bench_subject *s, bench_options *o, option_tables 
     t->groups[2] = (option_group){t->params, params, &o->what.params};
 }
 
+static int default_rounds(const bench_subject *s)
+{
+    return s->by_reps ? 0 : 9;
+}
+
 static bench_options default_options(const bench_subject *s)
 {
-    bench_options o = {.n = s->n, .threads = "0", .rounds = s->rounds};
+    bench_options o = {.n = s->n, .threads = "0", .rounds = default_rounds(s)};
     o.what = bench_case_init(s->op != NULL ? operation_named(s->op) : NULL);
     o.what.subject = s;
     o.what.dtype = s->dtype;
@@ -351,7 +355,7 @@ static int measure(const bench_options *o, const bench_case *c, quern_context *c
     }
     const work w[2] = {work_of(r, 0, level), work_of(r, 1, level)};
     if (code == EXIT_DONE) {
-        const int rounds = o->reps > 0 && o->rounds == s->rounds ? 0 : (int)o->rounds;
+        const int rounds = o->reps > 0 && o->rounds == default_rounds(s) ? 0 : (int)o->rounds;
         code = bench_measure(r, w, ctx, rounds, (int)o->reps, label, m);
     }
     progress_clear();
@@ -366,7 +370,7 @@ static int check_options(const bench_options *o)
 {
     const bench_case *c = &o->what;
     const bench_extent *e = c->subject->extents;
-    const int least = c->subject->rounds > 0 && o->reps == 0 ? 1 : 0;
+    const int least = !c->subject->by_reps && o->reps == 0 ? 1 : 0;
     if (o->reps < 0 || o->reps > BENCH_REPS_MAX || o->rounds < least || o->rounds > BENCH_REPS_MAX)
         return fail(EXIT_USAGE,
                     "--reps %" PRId64 " --rounds %" PRId64 ": 0, and %d, to %d of these is accepted", o->reps,

@@ -208,12 +208,13 @@ struct bench_subject {
     const char *name, *help;
     const char *op; /* its parameters are options; NULL: none */
     /* Options and their defaults. */
-    const char *n, *n_help;    /* lengths; NULL: there are none */
+    const char *n;             /* lengths; NULL: there are none */
     const char *heads, *dim;   /* NULL: none */
     bool attention;            /* takes the options of attention and NSA */
     const char *const *dtypes; /* NULL: f32, f16, bf16 */
-    int dtype, rounds;         /* rounds 0: as --reps says */
-    bool mean;                 /* a round counts as the mean of its runs, not their median */
+    int dtype;
+    bool by_reps; /* not by rounds of a moment each, unless the command line says so */
+    bool mean;    /* a round counts as the mean of its runs, not their median */
     const bench_extent *extents;
     int64_t extent[EXTENTS_MAX]; /* their defaults */
     bench_choice choices[CHOICES_MAX];
