@@ -158,8 +158,8 @@ static double norm(const double *x, int64_t count)
     return sqrt(sum);
 }
 
-/* Of queries that see one key each: the lse of squared queries and keys under the squared scale are the sums of
- * the squares of the dot products' terms. Overwrites q and k. */
+/* Of queries that see one key each: the lse of squared queries and keys under the squared scale are the sums
+ * of the squares of the dot products' terms. Overwrites q and k. */
 static double lse_terms(const attention_case *c, double *q, double *k, const double *v)
 {
     oracle_dense a = c->dense;
