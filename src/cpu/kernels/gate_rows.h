@@ -238,7 +238,7 @@ INLINE void prefetch_row(const char *row, int64_t bytes, bool l2)
 /* How many tokens of `heads` rows ahead lines are requested. */
 INLINE int64_t tokens_ahead(int64_t heads, bool l2)
 {
-    return ((l2 ? PREFETCH_L2 : PREFETCH) + heads - 1) / heads;
+    return heads > 0 ? ((l2 ? PREFETCH_L2 : PREFETCH) + heads - 1) / heads : 0;
 }
 
 INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const quern_dtype w_dtype)
