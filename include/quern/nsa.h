@@ -73,7 +73,11 @@ typedef enum quern_nsa_gate_kind {
 } quern_nsa_gate_kind;
 
 /* Where a list of indices comes from. */
-typedef enum quern_nsa_list { QUERN_NSA_LIST_COMPUTED = 0, QUERN_NSA_LIST_GIVEN = 1 } quern_nsa_list;
+typedef enum quern_nsa_list {
+    QUERN_NSA_LIST_COMPUTED = 0,
+    QUERN_NSA_LIST_GIVEN = 1,
+    QUERN_NSA_LIST_INDEXED = 2 /* selection alone: q_index and k_index choose, as in quern_nsa_index() */
+} quern_nsa_list;
 
 enum {
     QUERN_NSA_BRANCH_CMP = 1,
@@ -102,18 +106,25 @@ typedef struct quern_nsa_params {
     float scale;       /* 0: 1 / sqrt(D); otherwise finite and > 0; backward: at most 65536 [0] */
     uint32_t branches; /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. [all] */
     quern_nsa_gate_kind gate; /* [none] */
-    quern_nsa_list selection; /* block_idx: computed, or handed in [computed] */
+    quern_nsa_list selection; /* block_idx: computed, handed in, or by the indexer [computed] */
     quern_nsa_list groups;    /* group_idx: computed, or handed in [computed] */
+    bool ungated;             /* o = o_slc, of the selected branch alone; gates are not written [false] */
+    uint8_t reserved[7];      /* 0; later fields stand here */
 } quern_nsa_params;
 #define QUERN_NSA_PARAMS_INIT                                                                                \
     {                                                                                                        \
         sizeof(quern_nsa_params), 64, 0, 0, 16, 1, 512, QUERN_NSA_COMPRESS_MEAN, QUERN_NSA_SCOPE_GROUP,      \
             QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_VISIBLE_COMPLETE, 1, 2, 0, true, 0.0f, QUERN_NSA_BRANCH_ALL, \
-            QUERN_NSA_GATE_NONE, QUERN_NSA_LIST_COMPUTED, QUERN_NSA_LIST_COMPUTED                            \
+            QUERN_NSA_GATE_NONE, QUERN_NSA_LIST_COMPUTED, QUERN_NSA_LIST_COMPUTED, false,                    \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
     }
 
-/* Sets the fields of the named preset and leaves the others: "tile256" (Tq = 256, head scope, mean_logit,
- * forced 0/0, started visibility, l = d = l', gates by weights). Unknown: QUERN_ERR_INVALID_ARGUMENT. */
+/* Sets the fields of the named preset and leaves the others. "tile256": Tq = 256, head scope, mean_logit,
+ * forced 0/0, started visibility, l = d = l', gates by weights. "msa", MiniMax Sparse Attention: l' = 128,
+ * k = 16, Tq = 1, group scope, forced 0/1, the selected branch alone and ungated; selection is left. Unknown:
+ * QUERN_ERR_INVALID_ARGUMENT. */
 QUERN_API quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name);
 
 /*
@@ -123,7 +134,7 @@ QUERN_API quern_status quern_nsa_params_preset(quern_nsa_params *params, const c
  * Varlen, with cu_seqlens (int32 [B+1], as in attention.h): activations are [T, ...] instead of [B, N, ...],
  * lse [H,T], index lists [Hs, T/Tq + B, k] (sequence b's tiles start at row sum_{b' < b} ceil(N_b' / Tq);
  * indices relative to the sequence; unused rows -1, count 0), and k_cmp, v_cmp [T/d, Hkv, D], with
- * cu_seqlens_cmp; rows past the last are written as 0.
+ * cu_seqlens_cmp; rows past the last are written as 0; k_index [T,D_I] or [T,Hs,D_I].
  */
 typedef struct quern_nsa_tensors {
     size_t size;
@@ -154,6 +165,8 @@ typedef struct quern_nsa_tensors {
     const quern_tensor *d_k_cmp, *d_v_cmp;                                       /* act */
     const quern_tensor *d_w_k, *d_w_v, *d_pe_k, *d_pe_v, *d_w_gate; /* f32, shaped like the weight */
     const quern_tensor *d_gates;                                    /* f32 [B,N,H,3] */
+    /* the block indexer's, selection INDEXED: act [B,N,Hs,D_I], and [B,N,D_I] or [B,N,Hs,D_I] */
+    const quern_tensor *q_index, *k_index;
 } quern_nsa_tensors;
 /* Every tensor absent. */
 #define QUERN_NSA_TENSORS_INIT QUERN_SIZED(quern_nsa_tensors)
@@ -246,6 +259,10 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
  *   0 < max_compressed_groups < 1 + ceil((Tq - 1) /  at least that many (non-causal:    the same
  *     (128 d))                                       1)
  *   groups GIVEN with max_compressed_groups 0        max_compressed_groups > 0          the same
+ *   groups INDEXED                                   computed, given                    all
+ *   selection INDEXED with tile > 1 or causal false  tile 1, causal                     forward
+ *   ungated with branches other than slc, a gate,    branches slc, gate none,           forward, backward
+ *     or selection computed                          selection given or indexed
  *   compress GIVEN                                   mean, linear                       compress, its
  *                                                                                       backward
  *   a tensor that the operation needs is NULL:       the tensor                         each, as described
@@ -288,7 +305,8 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
  * Not refused: entries of a block or group list that are out of range (skipped, see exec's status word),
  * duplicates (count once), blocks of the future (masked), and a tensor that the operation has no use for
  * under these parameters, which it does not read. Tensors of a branch that params.branches leaves out are
- * such tensors, also for the gate's operations.
+ * such tensors, also for the gate's operations. Without the compressed branch, and with selection GIVEN or
+ * INDEXED, nothing is compressed: block_size, stride, compress and metric are not read.
  */
 
 /*

@@ -19,6 +19,7 @@ def settings_of(
     gates: Any = None,
     block_idx: Any = None,
     group_idx: Any = None,
+    q_index: Any = None,
     **others: Any,
 ) -> tuple[tuple[str, Any], ...]:
     """The parameters of the operation nsa; the preset comes first."""
@@ -31,7 +32,7 @@ def settings_of(
         ("window", window),
         *others.items(),
         ("gate", "weights" if gate is not None else "given" if gates is not None else "none"),
-        ("selection", None if block_idx is None else "given"),
+        ("selection", "given" if block_idx is not None else "indexed" if q_index is not None else None),
         ("groups", None if group_idx is None else "given"),
     )
 
@@ -59,7 +60,7 @@ def nsa(
     max_compressed_groups: int = 0,
     causal: bool = True,
     scale: float | None = None,
-    branches: str = "all",
+    branches: str | None = None,
     w_k: Any = None,
     w_v: Any = None,
     pe_k: Any = None,
@@ -72,6 +73,8 @@ def nsa(
     v_win: Any = None,
     block_idx: Any = None,
     group_idx: Any = None,
+    q_index: Any = None,
+    k_index: Any = None,
     cu_seqlens: Any = None,
     cu_seqlens_cmp: Any = None,
     save_branches: bool = False,
@@ -91,9 +94,14 @@ def nsa(
     w_k [Hkv, D, D], w_v [Hkv, Dv, Dv]; "linear" with w_k [Hkv, l·D, D], w_v and optional pe_k [Hkv, l, D],
     pe_v; "given" with k_cmp, v_cmp [B, Nc, Hkv, ·] (varlen: and cu_seqlens_cmp). scope "group" or "head";
     metric "softmax" or "mean_logit"; compressed_visibility "complete" or "started". max_compressed_groups:
-    groups of 128 entries that a tile attends, 0 all. branches: "all", or some of "cmp,slc,win". k_slc, v_slc,
+    groups of 128 entries that a tile attends, 0 all. branches: "all", or some of "cmp,slc,win"; None: all, or
+    the preset's. k_slc, v_slc,
     k_win, v_win: keys and values of these branches alone. block_idx [B, Hs, tiles, num_selected], group_idx:
     lists instead of selecting. scale None: 1/√D.
+
+    preset "msa" is MiniMax Sparse Attention: the selected branch alone, without gates, over blocks of 128
+    that q_index [B, N, Hs, D_I] and k_index [B, N, D_I] or [B, N, Hs, D_I] choose as in quern.nsa_index, or
+    that block_idx names. The two may choose for any branches; they have no gradient.
 
     With torch it is differentiable by every tensor of floats; weights' gradients are computed in f32. A
     training forward keeps the statistics, gates, compressed keys and lists; with save_branches also the
@@ -121,6 +129,7 @@ def nsa(
         gates=gates,
         block_idx=block_idx,
         group_idx=group_idx,
+        q_index=q_index,
     )
     tensors = {
         "q": q,
@@ -140,6 +149,8 @@ def nsa(
         "gates": gates,
         "block_idx": block_idx,
         "group_idx": group_idx,
+        "q_index": q_index,
+        "k_index": k_index,
         "cu_seqlens": cu_seqlens,
         "cu_seqlens_cmp": cu_seqlens_cmp,
     }

@@ -222,3 +222,28 @@ def test_sentences():
         quern.nsa(**given, gate=given["q"], gates=given["q"])
     with pytest.raises(TypeError, match="v is a ndarray"):
         quern.nsa(given["q"], given["k"], given["v"].numpy())
+
+
+@pytest.mark.parametrize("given", (False, True))
+def test_msa(given):
+    """Preset msa against dense attention over the reference's choice, forward and backward."""
+    torch.manual_seed(6)
+    q, k, v = (torch.randn(2, 90, h, 16, requires_grad=True) for h in (4, 2, 2))
+    q_index, k_index = torch.randn(2, 90, 2, 8), torch.randn(2, 90, 8)
+    settings = {"select_block": 8, "num_selected": 3}
+    chosen, _ = reference.index(q_index.double(), k_index.double(), **settings)
+    lists = {"q_index": q_index, "k_index": k_index}
+    if given:
+        lists = {"block_idx": reference.listed(chosen, 3)[0]}
+    o = quern.nsa(q, k, v, preset="msa", **settings, **lists)
+    seen = chosen.repeat_interleave(8, -1)[..., :90].repeat_interleave(2, 1).tril()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    heads = [x.repeat_interleave(4 // x.shape[2], 2).transpose(1, 2) for x in wide]
+    want = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen).transpose(1, 2)
+    d_o = torch.randn_like(o)
+    o.backward(d_o)
+    want.backward(d_o.double())
+    for a, b, bound in ((o, want, 2e-6), *((x.grad, y.grad, 1e-5) for x, y in zip((q, k, v), wide))):
+        assert (a - b).norm() <= bound * b.norm()
+    with pytest.raises(ValueError, match="q_index and k_index"):
+        quern.nsa(q, k, v, preset="msa")

@@ -51,7 +51,7 @@ attend_args nsa_branch_args(const nsa_build *c, int branch)
 bool nsa_selects_all(const nsa_build *c)
 {
     const int64_t blocks = (c->n + c->params->select_block - 1) / c->params->select_block;
-    return c->params->selection == QUERN_NSA_LIST_COMPUTED && c->params->num_selected >= blocks;
+    return c->params->selection != QUERN_NSA_LIST_GIVEN && c->params->num_selected >= blocks;
 }
 
 void nsa_attend_all(attend_args *args)

@@ -140,9 +140,23 @@ static int32_t add_pass(nsa_build *c, branch_sums *s)
     return converts_q;
 }
 
+/* The selected branch alone, whose output is O. */
+static void build_ungated(nsa_build *c)
+{
+    nsa_views *v = &c->views;
+    if (v->o_b[NSA_SLC].ndim == 0) v->o_b[NSA_SLC] = v->o;
+    if (v->o_b[NSA_SLC].ndim == 0) add_output(c, NSA_SLC);
+    v->d_o_b[NSA_SLC] = v->d_o;
+    nsa_build_attend_backward(c);
+}
+
 void nsa_build_backward(nsa_build *c)
 {
     const nsa_views *v = &c->views;
+    if (c->params->ungated) {
+        build_ungated(c);
+        return;
+    }
     const bool compresses = c->params->compress != QUERN_NSA_COMPRESS_GIVEN && nsa_branch_on(c, NSA_CMP);
     c->passes = passes_of(c);
     branch_sums s = place_sums(c, compresses);

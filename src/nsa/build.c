@@ -71,6 +71,8 @@ static void fill_inputs(nsa_build *c)
     v->block_idx = with_batch(c, T(block_idx));
     v->block_count = with_batch(c, T(block_count));
     v->group_idx = with_batch(c, T(group_idx));
+    v->q_index = with_batch(c, T(q_index));
+    v->k_index = nsa_key_heads(with_batch(c, T(k_index)));
 }
 
 static void fill_results(nsa_build *c)

@@ -15,7 +15,7 @@
 enum {
     NSA_VIEWS_MOST = 160,
     NSA_PROGRAM_BYTES = OP_STEP_BYTES(validate_lists) + 6 * OP_STEP_BYTES(attend) + OP_STEP_BYTES(gate) +
-                        OP_STEP_BYTES(compress) + 3 * OP_STEP_BYTES(convert) +
+                        OP_STEP_BYTES(compress) + 3 * OP_STEP_BYTES(convert) + OP_STEP_BYTES(block_index) +
                         NSA_VIEWS_MOST * sizeof(int64_t)
 };
 
@@ -30,7 +30,7 @@ typedef struct nsa_views {
     /* k_b[NSA_CMP] is k_cmp; the others resolved */
     quern_tensor q, k, v, k_b[NSA_BRANCHES], v_b[NSA_BRANCHES];
     quern_tensor w_k, w_v, pe_k, pe_v, w_gate, gates;
-    quern_tensor block_idx, block_count, group_idx;
+    quern_tensor block_idx, block_count, group_idx, q_index, k_index;
     quern_tensor o, o_b[NSA_BRANCHES], lse_b[NSA_BRANCHES];
     quern_tensor d_o, d_o_b[NSA_BRANCHES], d_q, d_k, d_v, d_k_b[NSA_BRANCHES], d_v_b[NSA_BRANCHES];
     quern_tensor d_w_k, d_w_v, d_pe_k, d_pe_v, d_w_gate, d_gates;
@@ -54,6 +54,18 @@ typedef struct nsa_build {
 static inline bool nsa_branch_on(const nsa_build *c, int branch)
 {
     return (c->params->branches & (1u << branch)) != 0;
+}
+
+/* Whether some list of blocks is chosen by scores of compressed entries. */
+static inline bool nsa_scores_entries(const quern_nsa_params *p)
+{
+    return (p->branches & QUERN_NSA_BRANCH_SLC) != 0 && p->selection == QUERN_NSA_LIST_COMPUTED;
+}
+
+/* Whether the whole makes, or takes, compressed entries. */
+static inline bool nsa_has_entries(const quern_nsa_params *p)
+{
+    return (p->branches & QUERN_NSA_BRANCH_CMP) != 0 || nsa_scores_entries(p);
 }
 
 static inline bool nsa_is_backward(int32_t op)

@@ -46,7 +46,9 @@ static quern_status check_kind(const quern_nsa_params *p)
                          "max_compressed_groups is %lld: a decoding call accepts 0",
                          (long long)p->max_compressed_groups);
     if (p->compress == QUERN_NSA_COMPRESS_GIVEN) return refuse("compress is given", "mean or linear");
+    if (p->selection == QUERN_NSA_LIST_INDEXED) return refuse("selection is indexed", "computed");
     if (p->selection != QUERN_NSA_LIST_COMPUTED) return refuse("selection is given", "computed");
+    if (p->ungated) return refuse("ungated is true", "false");
     if (p->groups != QUERN_NSA_LIST_COMPUTED) return refuse("groups is given", "computed");
     return QUERN_OK;
 }

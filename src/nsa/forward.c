@@ -11,6 +11,9 @@
  * kept in O, which the gate reads before it writes. Passes over the key/value heads share the memory of the
  * others. In a short sequence the lists name every block, so that select need not run.
  *
+ * The block indexer's lists come first, where it chooses. The selected branch alone, ungated, is one stage
+ * more.
+ *
  * The stages of a short sequence do not fill a GPU and may run beside each other. The window branch waits for
  * nothing: it then comes after compress, and takes what that leaves of a GPU.
  */
@@ -30,7 +33,7 @@ static int64_t passes_of(const nsa_build *c, int64_t outputs)
 
 static bool computes_blocks(const nsa_build *c)
 {
-    return nsa_branch_on(c, NSA_SLC) && c->params->selection == QUERN_NSA_LIST_COMPUTED;
+    return nsa_scores_entries(c->params);
 }
 
 static bool computes_groups(const nsa_build *c)
@@ -51,9 +54,7 @@ static bool add_compress(nsa_build *c)
     const quern_dtype act = c->head->like.dtype;
     const int64_t k_shape[] = {c->rows_batch, c->n_cmp, c->kv_heads, c->dim_k},
                   v_shape[] = {c->rows_batch, c->n_cmp, c->kv_heads, c->dim_v}, offsets[] = {c->batch + 1};
-    if (c->params->compress == QUERN_NSA_COMPRESS_GIVEN ||
-        (!nsa_branch_on(c, NSA_CMP) && !nsa_branch_on(c, NSA_SLC)))
-        return false;
+    if (c->params->compress == QUERN_NSA_COMPRESS_GIVEN || !nsa_has_entries(c->params)) return false;
     v->k_b[NSA_CMP] = nsa_given_or_room(c, &v->k_b[NSA_CMP], act, 4, k_shape);
     v->v_b[NSA_CMP] = nsa_given_or_room(c, &v->v_b[NSA_CMP], act, 4, v_shape);
     if (c->head->varlen)
@@ -176,8 +177,44 @@ static void add_composed(nsa_build *c)
     op_loop_end(c->b);
 }
 
+/* Lists by the block indexer. */
+static void add_index(nsa_build *c)
+{
+    nsa_views *v = &c->views;
+    const quern_nsa_params *p = c->params;
+    const int64_t shape[] = {c->rows_batch, c->list_heads, c->list_rows, p->num_selected};
+    v->block_idx = nsa_given_or_room(c, &v->block_idx, QUERN_I32, 4, shape);
+    *OP_ADD(c->b, block_index) = (block_index_args){.seqs = c->tokens,
+                                                    .block_size = p->select_block,
+                                                    .k = p->num_selected,
+                                                    .forced_first = p->forced_first,
+                                                    .forced_local = p->forced_local,
+                                                    .query_offset = -1,
+                                                    .q = v->q_index,
+                                                    .keys = v->k_index,
+                                                    .blocks = v->block_idx,
+                                                    .count = v->block_count};
+}
+
+/* The selected branch alone, as O. */
+static void add_ungated(nsa_build *c)
+{
+    const bool all = nsa_selects_all(c);
+    attend_args *attend = OP_ADD(c->b, attend_forward);
+    *attend = nsa_branch_args(c, NSA_SLC);
+    attend->o = c->views.o;
+    if (all) nsa_attend_all(attend);
+    if (c->views.o_b[NSA_SLC].ndim > 0) op_copy(c->b, &c->views.o, &c->views.o_b[NSA_SLC]);
+}
+
 void nsa_build_forward(nsa_build *c)
 {
+    const bool indexed = nsa_branch_on(c, NSA_SLC) && c->params->selection == QUERN_NSA_LIST_INDEXED;
+    if (indexed && !(c->params->ungated && nsa_selects_all(c) && !lists_are_wanted(c))) add_index(c);
+    if (c->params->ungated) {
+        add_ungated(c);
+        return;
+    }
     const bool compresses = add_compress(c);
     if (!add_fused(c, compresses)) add_composed(c);
 }

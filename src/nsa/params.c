@@ -69,16 +69,48 @@ static quern_status check_groups(const quern_nsa_params *p)
     return QUERN_OK;
 }
 
+/* The block indexer, and the selected branch alone without a gate. */
+static quern_status check_indexed(const quern_nsa_params *p, bool forward)
+{
+    static const char *const gates[] = {"none", "weights", "given"};
+    if (forward && p->selection == QUERN_NSA_LIST_INDEXED && (p->tile != 1 || !p->causal))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "selection is indexed with tile %lld, causal %s: tile 1, causal true is accepted",
+                         (long long)p->tile, p->causal ? "true" : "false");
+    if (!p->ungated) return QUERN_OK;
+    if (p->branches != QUERN_NSA_BRANCH_SLC || p->gate != QUERN_NSA_GATE_NONE)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "ungated with branches %u, gate %s: branches slc (%d) alone, gate none is accepted",
+                         p->branches, gates[p->gate], QUERN_NSA_BRANCH_SLC);
+    if (p->selection == QUERN_NSA_LIST_COMPUTED)
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "ungated with selection computed: q_index and k_index (indexed), or block_idx (given) "
+            "is accepted");
+    return QUERN_OK;
+}
+
+/* Whether the operation has no part that reads entries' lengths. */
+static bool reads_no_entries(const quern_nsa_params *p, int32_t op)
+{
+    if (op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD) return (p->branches & QUERN_NSA_BRANCH_CMP) == 0;
+    return (op == NSA_FORWARD || op == NSA_BACKWARD) && !nsa_has_entries(p);
+}
+
 quern_status nsa_check_params(op_call *call)
 {
     quern_nsa_params *p = &((nsa_call *)call)->params;
     const int32_t op = call->operation;
-    if (p->stride == 0) p->stride = p->block_size;
+    const bool whole = op == NSA_FORWARD || op == NSA_BACKWARD;
+    quern_status status = whole ? check_indexed(p, op == NSA_FORWARD) : QUERN_OK;
+    if (status != QUERN_OK) return status;
     if (p->select_block == 0) p->select_block = p->block_size;
-    if (p->stride < 1 || p->stride > p->block_size)
-        return out_of_range("stride", p->stride, 1, p->block_size);
     if (p->select_block < 1 || p->select_block > INT32_MAX)
         return out_of_range("select_block", p->select_block, 1, INT32_MAX);
+    if (reads_no_entries(p, op)) p->block_size = p->stride = p->select_block;
+    if (p->stride == 0) p->stride = p->block_size;
+    if (p->stride < 1 || p->stride > p->block_size)
+        return out_of_range("stride", p->stride, 1, p->block_size);
     if (p->block_size % p->stride != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "stride is %lld: a divisor of block_size %lld is accepted", (long long)p->stride,
@@ -87,8 +119,9 @@ quern_status nsa_check_params(op_call *call)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "select_block is %lld: a multiple of stride %lld is accepted",
                          (long long)p->select_block, (long long)p->stride);
-    const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) &&
-                                              p->selection == QUERN_NSA_LIST_COMPUTED);
+    const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && nsa_scores_entries(p)),
+               indexes = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) &&
+                         p->selection == QUERN_NSA_LIST_INDEXED;
     const bool chooses_groups = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_CMP) &&
                                 p->max_compressed_groups > 0 && p->groups == QUERN_NSA_LIST_COMPUTED;
     const bool compress_alone = op == NSA_COMPRESS || op == NSA_COMPRESS_BACKWARD;
@@ -97,12 +130,37 @@ quern_status nsa_check_params(op_call *call)
     if (compress_alone && p->compress == QUERN_NSA_COMPRESS_GIVEN)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "compress is given: mean or linear is accepted to compress alone");
-    quern_status status =
-        op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD ? op_check_backward_scale(p->scale) : QUERN_OK;
-    if (status == QUERN_OK && selects) status = check_selection(p);
+    status = op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD ? op_check_backward_scale(p->scale) : QUERN_OK;
+    if (status == QUERN_OK && (selects || indexes)) status = check_selection(p);
     if (status == QUERN_OK && (selects || chooses_groups)) status = check_metric(p);
     if (status == QUERN_OK && groups) status = check_groups(p);
     return status;
+}
+
+static void set_tile256(quern_nsa_params *p)
+{
+    p->tile = 256;
+    p->scope = QUERN_NSA_SCOPE_HEAD;
+    p->metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+    p->forced_first = 0;
+    p->forced_local = 0;
+    p->compressed_visibility = QUERN_NSA_VISIBLE_STARTED;
+    p->stride = 0;
+    p->select_block = 0;
+    p->gate = QUERN_NSA_GATE_WEIGHTS;
+}
+
+static void set_msa(quern_nsa_params *p)
+{
+    p->select_block = 128;
+    p->num_selected = 16;
+    p->tile = 1;
+    p->scope = QUERN_NSA_SCOPE_GROUP;
+    p->forced_first = 0;
+    p->forced_local = 1;
+    p->branches = QUERN_NSA_BRANCH_SLC;
+    p->gate = QUERN_NSA_GATE_NONE;
+    p->ungated = true;
 }
 
 quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name)
@@ -110,18 +168,14 @@ quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name)
     quern_nsa_params p = QUERN_NSA_PARAMS_INIT;
     const quern_status status = op_struct(&p, params, "params", "QUERN_NSA_PARAMS_INIT");
     if (status != QUERN_OK) return status;
-    if (name == NULL || strcmp(name, "tile256") != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256 is accepted",
+    if (name != NULL && strcmp(name, "tile256") == 0) {
+        set_tile256(&p);
+    } else if (name != NULL && strcmp(name, "msa") == 0) {
+        set_msa(&p);
+    } else {
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256, msa are accepted",
                          TEXT_NAME(name != NULL ? name : "NULL"));
-    p.tile = 256;
-    p.scope = QUERN_NSA_SCOPE_HEAD;
-    p.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
-    p.forced_first = 0;
-    p.forced_local = 0;
-    p.compressed_visibility = QUERN_NSA_VISIBLE_STARTED;
-    p.stride = 0;
-    p.select_block = 0;
-    p.gate = QUERN_NSA_GATE_WEIGHTS;
+    }
     op_struct_give(params, &p);
     return QUERN_OK;
 }

@@ -15,7 +15,7 @@ typedef struct context {
     const quern_nsa_params *p;
     /* the branch is computed; it has a pair of keys and values of its own */
     bool on[NSA_BRANCHES], own[NSA_BRANCHES];
-    bool whole, backward, attends, compresses, selects, reads_k, weights;
+    bool whole, backward, attends, compresses, selects, indexes, reads_k, weights;
 } context;
 
 static context context_of(const op_call *call)
@@ -28,9 +28,9 @@ static context context_of(const op_call *call)
     x.backward = nsa_is_backward(op);
     x.attends = x.whole || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
     x.compresses = op == NSA_COMPRESS || op == NSA_COMPRESS_BACKWARD ||
-                   (x.whole && p->compress != QUERN_NSA_COMPRESS_GIVEN && (x.on[NSA_CMP] || x.on[NSA_SLC]));
-    x.selects =
-        op == NSA_SELECT || (op == NSA_FORWARD && x.on[NSA_SLC] && p->selection == QUERN_NSA_LIST_COMPUTED);
+                   (x.whole && p->compress != QUERN_NSA_COMPRESS_GIVEN && nsa_has_entries(p));
+    x.selects = op == NSA_SELECT || (op == NSA_FORWARD && nsa_scores_entries(p));
+    x.indexes = op == NSA_FORWARD && x.on[NSA_SLC] && p->selection == QUERN_NSA_LIST_INDEXED;
     x.own[NSA_SLC] = call->given[T(k_slc)] != NULL || call->given[T(v_slc)] != NULL;
     x.own[NSA_WIN] = call->given[T(k_win)] != NULL || call->given[T(v_win)] != NULL;
     x.reads_k = x.compresses;
@@ -89,12 +89,14 @@ static void roles_of_weights(const context *x, uint8_t *r)
         r[T(gates)] = x->p->gate == QUERN_NSA_GATE_GIVEN ? OP_NEEDED : OP_OPTIONAL_RESULT;
     if (x->op == NSA_BACKWARD || x->op == NSA_GATE_BACKWARD)
         r[T(gates)] = x->p->gate == QUERN_NSA_GATE_NONE ? OP_UNUSED : OP_NEEDED;
+    if (x->whole && x->p->ungated) r[T(gates)] = OP_UNUSED;
 }
 
 static void roles_of_lists(const context *x, uint8_t *r)
 {
     const bool groups = x->p->max_compressed_groups > 0;
-    if (x->selects) {
+    if (x->indexes) r[T(q_index)] = r[T(k_index)] = OP_NEEDED;
+    if (x->selects || x->indexes) {
         r[T(block_idx)] = x->op == NSA_SELECT ? OP_RESULT : OP_OPTIONAL_RESULT;
         r[T(block_count)] = OP_OPTIONAL_RESULT;
     } else if (x->attends && x->on[NSA_SLC]) {
@@ -131,6 +133,7 @@ static void roles_of_results(const context *x, uint8_t *r)
     if (op == NSA_SELECT && x->p->metric == QUERN_NSA_METRIC_SOFTMAX) r[T(lse_cmp)] = OP_OPTIONAL;
     if (op == NSA_FORWARD || op == NSA_COMBINE || op == NSA_GATE) r[T(o)] = OP_RESULT;
     if (op == NSA_BACKWARD || op == NSA_GATE_BACKWARD) r[T(d_o)] = OP_NEEDED;
+    if (op == NSA_BACKWARD && x->p->ungated) r[T(o)] = OP_OPTIONAL;
 }
 
 static op_role if_given(const op_call *call, int32_t source, op_role role)
@@ -159,7 +162,7 @@ static void roles_of_gradients(const context *x, const op_call *call, uint8_t *r
     for (int i = 0; i < 4 && (op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD); i++)
         r[T(d_w_k) + i] = (uint8_t)if_given(call, T(w_k) + i, x->compresses ? OP_OPTIONAL_RESULT : OP_UNUSED);
     if (gated) r[T(d_w_gate)] = x->weights ? OP_OPTIONAL_RESULT : OP_REFUSED;
-    if (gated) r[T(d_gates)] = x->weights ? OP_REFUSED : OP_OPTIONAL_RESULT;
+    if (gated && !(x->whole && x->p->ungated)) r[T(d_gates)] = x->weights ? OP_REFUSED : OP_OPTIONAL_RESULT;
 }
 
 void nsa_roles(op_call *call)

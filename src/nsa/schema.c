@@ -63,6 +63,9 @@ static const op_tensor tensors[] = {
     [T(d_pe_v)] = {"d_pe_v", "dpe_v", OP_F32, T(pe_v), {S_HKV, S_L, S_DV}, {0}},
     [T(d_w_gate)] = {"d_w_gate", "dgate", OP_F32, T(w_gate), {S_H, S_3, S_D}, {0}},
     [T(d_gates)] = {"d_gates", "dgates", OP_F32, T(gates), {S_B, S_N, S_H, S_3}, {S_T, S_H, S_3}},
+    [T(q_index)] = {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HS, S_DI}, {S_T, S_HS, S_DI}},
+    [T(k_index)] =
+        {"k_index", "k_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + LEAD_KEYS}, {OP_LEAD + LEAD_KEY_ROWS}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == NSA_TENSORS, "a row a tensor");
 
@@ -72,6 +75,7 @@ static const char *const metric_choices[] = {"softmax", "mean-logit", NULL};
 static const char *const visibility_choices[] = {"complete", "started", NULL};
 static const char *const branch_choices[] = {"cmp", "slc", "win", NULL};
 static const char *const gate_choices[] = {"none", "weights", "given", NULL};
+static const char *const selection_choices[] = {"computed", "given", "indexed", NULL};
 static const char *const list_choices[] = {"computed", "given", NULL};
 
 #define AT(member) offsetof(quern_nsa_params, member)
@@ -100,8 +104,9 @@ static const op_param params[] = {
     {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees nothing after its own position"},
     {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
     {"branches", AT(branches), OP_SET, 1, QUERN_NSA_BRANCH_ALL, branch_choices, "branches that are computed"},
+    {"ungated", AT(ungated), OP_FLAG, 0, 1, NULL, "O = O_slc: the selected branch alone, without gates"},
     {"gate", AT(gate), OP_CHOICE, 0, QUERN_NSA_GATE_GIVEN, gate_choices, NULL},
-    {"selection", AT(selection), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
+    {"selection", AT(selection), OP_CHOICE, 0, QUERN_NSA_LIST_INDEXED, selection_choices, NULL},
     {"groups", AT(groups), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
 };
 #undef AT
@@ -131,13 +136,16 @@ static const char *const symbols[] = {"",
                                       [S_ROWS] = "rows",
                                       [S_K] = "k",
                                       [S_C] = "c",
+                                      [S_DI] = "D_I",
                                       NULL};
+static const char *const leads[] = {"B N D_I|B N Hs D_I...", "T D_I|T Hs D_I...", NULL};
 
 static const int8_t branch_outputs[] = {T(o_cmp), T(o_slc), T(o_win), OP_NONE};
 static const op_entry ops[] = {
     {.name = "nsa",
-     .help = "native sparse attention, the whole; with dO also its backward. gate: gates by weights; gates: "
-             "handed in; neither: 1/3 each. block_idx, group_idx: handed-in lists",
+     .help =
+         "native sparse attention, the whole; with dO also its backward. gate: gates by weights; gates: "
+         "handed in; neither: 1/3 each. block_idx, group_idx: handed-in lists; q_I and k_I choose the blocks",
      .forward = NSA_FORWARD,
      .backward = NSA_BACKWARD,
      .aside = "save-branches",
@@ -167,7 +175,7 @@ static const op_entry ops[] = {
 /* gate, selection and groups stand last. */
 enum { PARAMS = sizeof params / sizeof *params };
 static const op_mode modes[] = {{PARAMS - 3, {OP_NONE, T(w_gate), T(gates)}},
-                                {PARAMS - 2, {OP_NONE, T(block_idx)}},
+                                {PARAMS - 2, {OP_NONE, T(block_idx), T(q_index)}},
                                 {PARAMS - 1, {OP_NONE, T(group_idx)}}};
 
 static quern_status preset(void *p, const char *name)
@@ -225,6 +233,25 @@ static void derive_extents(op_call *call, int64_t n)
     s[S_C] = p->max_compressed_groups;
 }
 
+/* The indexer's width, and the two shapes that its keys may have. */
+static quern_status derive_indexer(op_call *call)
+{
+    const quern_tensor *q = call->given[T(q_index)], *k = call->given[T(k_index)];
+    const int32_t ndim = call->varlen ? 3 : 4;
+    int64_t *s = call->symbol;
+    if (!op_uses(call, T(q_index))) return QUERN_OK;
+    quern_status status = op_check_activation(call, T(q_index), ndim);
+    if (status == QUERN_OK) status = view_check_head_dim("q_index", q->shape[ndim - 1]);
+    if (status != QUERN_OK) return status;
+    s[S_DI] = q->shape[ndim - 1];
+    const bool shared = k != NULL && k->ndim == ndim - 1;
+    call->lead[LEAD_KEYS] = shared ? (op_extents){3, {s[S_B], s[S_N], s[S_DI]}}
+                                   : (op_extents){4, {s[S_B], s[S_N], s[S_HS], s[S_DI]}};
+    call->lead[LEAD_KEY_ROWS] =
+        shared ? (op_extents){2, {s[S_T], s[S_DI]}} : (op_extents){3, {s[S_T], s[S_HS], s[S_DI]}};
+    return QUERN_OK;
+}
+
 /* Queries, keys and values give the extents: of each, the first that the operation uses. */
 static quern_status derive(op_call *call)
 {
@@ -266,6 +293,7 @@ static quern_status derive(op_call *call)
     if (status == QUERN_OK && q != OP_NONE && k != OP_NONE) status = view_check_heads(s[S_H], s[S_HKV], n);
     if (status != QUERN_OK) return status;
     derive_extents(call, n);
+    if ((status = derive_indexer(call)) != QUERN_OK) return status;
     return check_products(call);
 }
 
@@ -325,6 +353,7 @@ const op_family nsa_family = {
     .tensors_init = "QUERN_NSA_TENSORS_INIT",
     .preset = preset,
     .symbols = symbols,
+    .leads = leads,
     .group = "nsa",
     .entries = ops,
     .modes = modes,

@@ -51,8 +51,12 @@ typedef enum nsa_symbol {
     S_ROWS,
     S_K,
     S_C,
+    S_DI,
     S_SYMBOLS
 } nsa_symbol;
+
+/* Shapes of k_index, fixed length and varlen. */
+enum { LEAD_KEYS, LEAD_KEY_ROWS };
 
 extern const op_family nsa_family;
 

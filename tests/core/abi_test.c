@@ -54,6 +54,7 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NSA_VISIBLE_STARTED, 1);
     assert_int_equal(QUERN_NSA_GATE_GIVEN, 2);
     assert_int_equal(QUERN_NSA_LIST_GIVEN, 1);
+    assert_int_equal(QUERN_NSA_LIST_INDEXED, 2);
     assert_int_equal(QUERN_NSA_BRANCH_ALL, 7);
     assert_int_equal(QUERN_DSV4_HCA, 1);
     assert_int_equal(QUERN_DSV4_ROW584, 4);
@@ -114,7 +115,7 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_exec, status), 16);
     assert_int_equal(sizeof(quern_attention_params), 40);
     assert_int_equal(sizeof(quern_attention_tensors), 96);
-    assert_int_equal(sizeof(quern_nsa_params), 120);
+    assert_int_equal(sizeof(quern_nsa_params), 128);
     assert_int_equal(sizeof(quern_dsv4_compress_params), 72);
     assert_int_equal(offsetof(quern_dsv4_compress_params, rope_last), 48);
     assert_int_equal(sizeof(quern_dsv4_compress_tensors), 400);
@@ -148,7 +149,7 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(core.start_abs_pos, -1);
     assert_int_equal(offsetof(quern_nsa_params, compress), 56);
     assert_int_equal(offsetof(quern_nsa_params, branches), 104);
-    assert_int_equal(sizeof(quern_nsa_tensors), 376);
+    assert_int_equal(sizeof(quern_nsa_tensors), 392);
     assert_int_equal(sizeof(quern_nsa_list_params), 32);
     assert_int_equal(sizeof(quern_nsa_list_tensors), 32);
     assert_int_equal(sizeof(quern_nsa_index_params), 48);
@@ -191,7 +192,7 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_context_params, parallel_for_arg);
     ENDS(quern_exec, status);
     ENDS(quern_attention_params, query_offset);
-    ENDS(quern_nsa_params, groups);
+    ENDS(quern_nsa_params, reserved);
     ENDS(quern_nsa_list_params, n);
     ENDS(quern_nsa_index_params, query_offset);
     ENDS(quern_cache_params, step);

@@ -112,6 +112,18 @@ static void make_lists(nsa_case *c, test_random *random)
     }
 }
 
+static void make_indexer(nsa_case *c, test_random *random)
+{
+    const nsa_config *f = &c->config;
+    if (f->d_index == 0) return;
+    const int64_t keys[] = {f->batch, f->n, f->d_index}, rows[] = {c->rows, f->d_index};
+    make_activation(c, random, NSA_Q_INDEX, f->dtype, f->n, c->rows,
+                    f->params.scope == QUERN_NSA_SCOPE_HEAD ? f->h : f->hkv, f->d_index);
+    make(c, random, NSA_K_INDEX, f->dtype, f->varlen ? 2 : 3, f->varlen ? rows : keys);
+    test_tensor_normal(&c->tensor[NSA_Q_INDEX], random, 1);
+    test_tensor_normal(&c->tensor[NSA_K_INDEX], random, 1);
+}
+
 static void make_sequences(nsa_case *c, test_random *random, oracle_nsa one)
 {
     const nsa_config *f = &c->config;
@@ -193,6 +205,7 @@ nsa_case *nsa_case_new(const nsa_config *config, test_random *random)
     free(gates);
     make_weights(c, random);
     make_lists(c, random);
+    make_indexer(c, random);
     return c;
 }
 
@@ -218,7 +231,7 @@ static nsa_set slots(nsa_slot first, nsa_slot last)
 
 /* The tensors that the active branches use; a call ignores the others. */
 typedef struct uses {
-    bool cmp, slc, win, compresses, k, groups, selects;
+    bool cmp, slc, win, compresses, k, groups, selects, indexes;
 } uses;
 
 static uses uses_of(const nsa_case *c)
@@ -228,7 +241,8 @@ static uses uses_of(const nsa_case *c)
               .slc = p->branches & QUERN_NSA_BRANCH_SLC,
               .win = p->branches & QUERN_NSA_BRANCH_WIN};
     u.selects = u.slc && p->selection == QUERN_NSA_LIST_COMPUTED;
-    u.compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && (u.cmp || u.slc);
+    u.indexes = u.slc && p->selection == QUERN_NSA_LIST_INDEXED;
+    u.compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && (u.cmp || u.selects);
     u.k = u.compresses || (u.slc && !c->config.separate_slc) || (u.win && !c->config.separate_win);
     u.groups = u.cmp && p->max_compressed_groups > 0;
     return u;
@@ -272,6 +286,7 @@ nsa_set nsa_forward_inputs(const nsa_case *c)
     if (u.k) set |= slots(NSA_K, NSA_V);
     if (u.compresses) set |= slots(NSA_W_K, NSA_PE_V);
     else if (u.cmp || u.selects) set |= slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP);
+    if (u.indexes) set |= slots(NSA_Q_INDEX, NSA_K_INDEX);
     set |= NSA_BIT(NSA_W_GATE);
     if (p->gate == QUERN_NSA_GATE_GIVEN) set |= NSA_BIT(NSA_GATES);
     if (u.slc && p->selection == QUERN_NSA_LIST_GIVEN) set |= NSA_BIT(NSA_BLOCK_IDX);
@@ -282,16 +297,17 @@ nsa_set nsa_forward_inputs(const nsa_case *c)
 nsa_set nsa_forward_outputs(const nsa_case *c)
 {
     const uses u = uses_of(c);
-    nsa_set set = nsa_attend_outputs(c) | NSA_BIT(NSA_O) | NSA_BIT(NSA_GATES);
+    nsa_set set = nsa_attend_outputs(c) | NSA_BIT(NSA_O);
+    if (!c->config.params.ungated) set |= NSA_BIT(NSA_GATES);
     if (u.compresses) set |= slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP);
-    if (u.selects) set |= NSA_BIT(NSA_BLOCK_IDX) | NSA_BIT(NSA_BLOCK_COUNT);
+    if (u.selects || u.indexes) set |= NSA_BIT(NSA_BLOCK_IDX) | NSA_BIT(NSA_BLOCK_COUNT);
     if (u.groups) set |= NSA_BIT(NSA_GROUP_IDX);
     return nsa_present(c, set & ~nsa_forward_inputs(c));
 }
 
 nsa_set nsa_backward_inputs(const nsa_case *c)
 {
-    const nsa_set none = NSA_BIT(NSA_O) | NSA_BIT(NSA_BLOCK_COUNT);
+    const nsa_set none = NSA_BIT(NSA_O) | NSA_BIT(NSA_BLOCK_COUNT) | slots(NSA_Q_INDEX, NSA_K_INDEX);
     return (nsa_forward_inputs(c) | nsa_forward_outputs(c) | NSA_BIT(NSA_D_O)) & ~none;
 }
 

@@ -59,6 +59,8 @@ typedef enum nsa_slot {
     NSA_D_PE_V,
     NSA_D_W_GATE,
     NSA_D_GATES,
+    NSA_Q_INDEX,
+    NSA_K_INDEX,
     NSA_SLOTS
 } nsa_slot;
 
@@ -82,6 +84,7 @@ typedef struct nsa_config {
     bool project_k, project_v; /* mean: with w_k, w_v */
     bool pe_k, pe_v;           /* linear: with position encodings */
     bool separate_slc, separate_win;
+    int64_t d_index;   /* of the block indexer, where params.selection is INDEXED; its lists share a key */
     bool forward_only; /* without gradients, and results are not drawn */
 } nsa_config;
 

@@ -23,7 +23,7 @@ typedef struct run_options {
 
 #define AT(member) offsetof(run_options, member)
 static const option_row rows[] = {
-    {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset that is set before the other options: tile256"},
+    {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset, set before the other options: tile256, msa"},
     {"save-branches", OPTION_FLAG, AT(save_branches), NULL, "nsa: also write O_cmp, O_slc, O_win"},
     {"without", OPTION_TEXT, AT(without), NULL, "NAME,...: act as if the file lacked these tensors"},
     {"list", OPTION_FLAG, AT(list), NULL, "print every operation with its tensors and options"},
