@@ -287,11 +287,12 @@ static int open_job(bench_run *r, quern_context *ctx)
     }
     job_init(j, c->op, &params);
     j->device = c->device;
+    j->without = s->without;
     r->once = run_job;
     int code = s->inputs != NULL ? bench_row_inputs(j, c, &r->symbols, ctx) : bench_inputs(j, c);
     if (code == EXIT_DONE && s->prepare != NULL) code = s->prepare(r, ctx);
     if (s->inputs != NULL) {
-        j->aside = c->op->info.aside != NULL;
+        j->aside = s->count_again;
         j->dtype = c->dtype == QUERN_U8 ? JOB_DTYPE_USUAL : c->dtype;
     }
     if (code == EXIT_DONE) code = job_prepare(j, ctx);

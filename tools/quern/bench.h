@@ -225,7 +225,8 @@ struct bench_subject {
      * b (bytes of an activation), backward, and codes or values: which the activations are. */
     const char *symbols[WORDS_MAX][2];
     void (*count)(const bench_case *c, const job *ran, formula_symbols *to); /* more; NULL: none */
-    bool count_again;                                                        /* after a first run */
+    const char *without; /* results that are not written; NULL: none */
+    bool count_again;    /* after a first run, which has written what is written on request */
     const input_row *inputs;
     int (*prepare)(bench_run *r, quern_context *ctx); /* changes inputs; NULL: nothing */
     int (*open)(bench_run *r, quern_context *ctx);    /* instead of inputs; NULL: by inputs */

@@ -206,11 +206,20 @@ static bool is_result(quern_op_role role)
     return role == QUERN_OP_RESULT || role == QUERN_OP_OPTIONAL_RESULT;
 }
 
+static bool is_left_out(const job *j, const char *name)
+{
+    const size_t length = strlen(name);
+    for (const char *at = j->without; at != NULL && (at = strstr(at, name)) != NULL; at += length)
+        if ((at == j->without || at[-1] == ' ') && (at[length] == ' ' || at[length] == '\0')) return true;
+    return false;
+}
+
 /* A result that is written only on request is also wanted if the backward pass reads it. */
 static bool wanted(const job *j, int tensor, const quern_op_role *backward)
 {
     const bool read =
         j->backward && (backward[tensor] == QUERN_OP_NEEDED || backward[tensor] == QUERN_OP_OPTIONAL);
+    if (is_left_out(j, j->op->tensors[tensor].name)) return false;
     return !j->op->tensors[tensor].aside || j->aside || read;
 }
 

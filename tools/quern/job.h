@@ -17,12 +17,13 @@ typedef struct job {
     const operation *op;
     any_params params;
     any_tensors tensors;
-    bool aside;         /* write results that are written only on request */
-    bool backward;      /* an input that triggers the backward pass is given */
-    bool plan;          /* reserve addresses instead of memory, to query sizes; nothing can run */
-    int device;         /* quern_device of the tensors; inputs of a file are copied there */
-    int dtype;          /* quern_dtype of results that may be f32, f16 or bf16; JOB_DTYPE_USUAL */
-    int64_t asked[4];   /* extents, as quern_op_expect() takes them */
+    bool aside;          /* write results that are written only on request */
+    const char *without; /* forward results that are not written: "pooled scores"; NULL: none */
+    bool backward;       /* an input that triggers the backward pass is given */
+    bool plan;           /* reserve addresses instead of memory, to query sizes; nothing can run */
+    int device;          /* quern_device of the tensors; inputs of a file are copied there */
+    int dtype;           /* quern_dtype of results that may be f32, f16 or bf16; JOB_DTYPE_USUAL */
+    int64_t asked[4];    /* extents, as quern_op_expect() takes them */
     /* Sets parameters that the inputs, or options of a scenario, decide; job_read() calls it before it checks
      * the parameters. NULL: none. Returns an exit code after a message. */
     int (*set_params)(struct job *j);
@@ -30,7 +31,7 @@ typedef struct job {
     quern_tensor storage[QUERN_OP_TENSORS_MAX];
     bool input[QUERN_OP_TENSORS_MAX];
     void *narrowed[QUERN_OP_TENSORS_MAX]; /* i32 copies of a file's i64 */
-    void *owned[QUERN_OP_TENSORS_MAX]; /* memory of the job: outputs, and inputs that no file holds */
+    void *owned[QUERN_OP_TENSORS_MAX];    /* memory of the job: outputs, and inputs that no file holds */
     size_t owned_bytes[QUERN_OP_TENSORS_MAX];
     const char *added_names[JOB_ADDED_MAX]; /* outputs of a scenario */
     quern_tensor added[JOB_ADDED_MAX];
