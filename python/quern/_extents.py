@@ -109,6 +109,8 @@ class Extents:
         elif name in ("tiles", "rows"):
             for tile in (stated["tile"],) if "tile" in stated else (1, 256):  # the preset's
                 yield _ceil(self["N"], tile) if name == "tiles" else self["T"] // tile + self["B+1"] - 1
+        elif name == "blocks":
+            yield _ceil(self["S"], stated["select_block"])
         elif name == "k":
             yield from (stated[each] for each in ("num_selected", "top_k") if each in stated)
         elif name == "c":

@@ -121,6 +121,7 @@ DYNAMIC = {
     "swizzle": (lambda x: nvfp4.swizzle(nvfp4.quantize(x)[1]), ROWS),
     "nsa": (lambda x: quern.nsa(*_heads(x), block_size=8, num_selected=4, window=8), TOKENS),
     "nsa parts": (lambda x: _parts(*_heads(x)), TOKENS),
+    "nsa index": (lambda x: quern.nsa_index(x[:, :, None], x, select_block=8, return_scores=True), TOKENS),
     "nsa tiles": (lambda x: quern.nsa_select(*_tiles(x), preset="tile256", block_size=8), TOKENS),
     "convert_blocks": (
         lambda x: quern.convert_blocks(x[..., :2].int().clamp(0, 1), 8, 4, x.shape[1]),

@@ -58,7 +58,7 @@ static const char *const symbols[] = {"",
                                       [S_LISTS] = "Hs",
                                       [S_WIDTH] = "D_I",
                                       [S_BLOCKS] = "blocks",
-                                      [S_LIST_ROWS] = "T+B",
+                                      [S_LIST_ROWS] = "rows",
                                       [S_CHOSEN] = "k",
                                       NULL};
 static const char *const leads[] = {"B S D_I|B S Hs D_I...", "Tkv D_I|Tkv Hs D_I...", NULL};
