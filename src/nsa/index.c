@@ -76,12 +76,13 @@ static const op_entry ops[] = {
 static quern_status check_params(op_call *call)
 {
     const quern_nsa_index_params *p = &((const index_call *)call)->params;
-    if (p->num_selected >= p->forced_first + p->forced_local) return QUERN_OK;
+    const int64_t forced = p->forced_first + p->forced_local;
+    if (p->num_selected >= forced) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
                      "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld) are "
                      "accepted",
-                     (long long)p->num_selected, (long long)(p->forced_first + p->forced_local),
-                     (long long)p->forced_first, (long long)p->forced_local);
+                     (long long)p->num_selected, (long long)forced, (long long)p->forced_first,
+                     (long long)p->forced_local);
 }
 
 static void roles(op_call *call)
