@@ -100,7 +100,8 @@ static pooling pooling_make(test_random *random, quern_dtype dtype, int64_t n, i
                            rows,
                            p.bias.view.data,
                            n,
-                           test_random_one_in(random, 2) ? 1 << 12 : 0};
+                           test_random_one_in(random, 2) ? 1 << 12 : 0,
+                           test_random_one_in(random, 2)};
     p.sums = (pool_sums){p.max.view.data, p.sum.view.data, p.weighted.view.data};
     return p;
 }
@@ -182,7 +183,8 @@ static void merge(const pool_kernels *kernels, test_random *random)
                                        1,
                                        p.source.bias + r * p.n + from,
                                        p.n,
-                                       0};
+                                       0,
+                                       false};
                 const pool_sums place = {steps.max + from, steps.sum + from, steps.weighted + from};
                 kernels->merge(&one, count, &place);
             }
