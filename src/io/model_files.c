@@ -259,7 +259,7 @@ static quern_status compare_index(const model_files *m, const index_file *index,
     }
     for (size_t i = 0; i < m->count; i++) {
         const placed key = {m->tensors[i].name, NULL};
-        if (bsearch(&key, index->placed, index->count, sizeof key, by_tensor) == NULL)
+        if (index->count == 0 || bsearch(&key, index->placed, index->count, sizeof key, by_tensor) == NULL)
             return explain(why, QUERN_ERR_FORMAT, "index '%s': it lacks tensor '%s' of shard '%s'",
                            TEXT_NAME(m->index), TEXT_NAME(key.tensor),
                            TEXT_NAME(m->shards[m->tensors[i].shard].name));
