@@ -6,6 +6,7 @@
  */
 #include "command.h"
 
+#include <quern/op.h>
 #include <quern/safetensors.h>
 
 /* Copies tensors of a golden file under other names: "W=gate Q=Q" becomes a file with gate and Q. */
@@ -46,6 +47,29 @@ static void every_verb_has_help(void **state)
         snprintf(arguments, sizeof arguments, "%s --no-such-option", verbs[i]);
         expect(2, arguments, "--no-such-option");
     }
+}
+
+static void every_operation_has_help_of_its_own(void **state)
+{
+    quern_op_info info;
+    (void)state;
+    for (size_t i = 0; quern_op_at(i) != NULL; i++) {
+        char arguments[64], usage[96], line[80];
+        quern_op_tensor tensors[QUERN_OP_TENSORS_MAX];
+        assert_int_equal(quern_op_get(quern_op_at(i), &info), QUERN_OK);
+        assert_int_equal(quern_op_get_tensors(quern_op_at(i), tensors), QUERN_OK);
+        snprintf(arguments, sizeof arguments, "run %s --help", info.name);
+        snprintf(usage, sizeof usage, "usage: quern run %s IN.safetensors OUT.safetensors", info.name);
+        int32_t first = 0;
+        while (!tensors[first].input) first++;
+        snprintf(line, sizeof line, "\n    %s", tensors[first].name);
+        expect(0, arguments, usage);
+        assert_non_null(strstr(output, "\ntensors:\n    "));
+        assert_non_null(strstr(output, line));
+        assert_non_null(strstr(output, "\n  --threads INT"));
+        assert_null(strstr(output, " \n"));
+    }
+    expect(0, "run nsa-decode --help", "cache_bytes");
 }
 
 static void wrong_command_lines_are_usage_errors(void **state)
@@ -382,6 +406,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_verb_has_help),
+        cmocka_unit_test(every_operation_has_help_of_its_own),
         cmocka_unit_test(wrong_command_lines_are_usage_errors),
         cmocka_unit_test(a_missing_device_or_level_is_reported),
         cmocka_unit_test(info_says_what_this_is),

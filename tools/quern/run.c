@@ -76,35 +76,56 @@ static bool subject_named(const char *name, subject *s)
     return true;
 }
 
-static void print_help(const subject *s)
+/* What the help of `run` and of an operation share: the options of every operation, then how it may end. */
+static void print_common_help(const char *examples)
 {
     run_options defaults = {0};
     machine_options machine = {0};
+    printf("\noptions of every operation:\n");
+    print_options(&(option_group){rows, ROWS, &defaults});
+    print_options(&(option_group){machine_rows, machine_row_count, &machine});
+    printf("\nexamples:\n%s\n"
+           "exit codes: 0 done, 2 wrong command line, 3 a file, tensor or parameter is not accepted,\n"
+           "4 the machine lacks what is needed, 5 a defect.\n",
+           examples);
+}
+
+static void print_help(void)
+{
     printf(
         "usage: quern run OP IN.safetensors OUT.safetensors [--key value ...]\n"
+        "       quern run OP --help\n"
         "       quern run --list [--markdown]\n\n"
         "Reads the operation's tensors from IN, computes, and writes its outputs to OUT. The dtype is that\n"
         "of the tensors. OUT is written whole or not at all.\n\noperations:\n");
     run_names();
-    if (s->op != NULL) {
-        any_params params = params_init(s->op);
-        printf("\noptions of %s:\n", s->name);
-        if (s->scenario != NULL)
-            print_options(&(option_group){s->scenario->rows, s->scenario->row_count, s->scenario->options});
-        print_options(&(option_group){s->params, s->param_count, &params});
-        print_options(&(option_group){s->results, s->result_count, &defaults});
-    }
-    printf("\noptions of every operation:\n");
-    print_options(&(option_group){rows, ROWS, &defaults});
-    print_options(&(option_group){machine_rows, machine_row_count, &machine});
     printf(
-        "\nThe parameters of an operation: quern run OP --help, quern run --list, or "
-        "docs/run.md.\n\nexamples:\n"
+        "\nquern run OP --help tells an operation's tensors and parameters, quern run --list or docs/run.md "
+        "those of all.\n");
+    print_common_help(
         "  quern run attention in.safetensors out.safetensors --window 512\n"
         "  quern run nsa in.safetensors out.safetensors --profile tile256 --block-size 128 --num-selected 8\n"
-        "  quern run nsa-select in.safetensors out.safetensors --tile 64 --metric mean-logit --json\n\n"
-        "exit codes: 0 done, 2 wrong command line, 3 a file, tensor or parameter is not accepted,\n"
-        "4 the machine lacks what is needed, 5 a defect.\n");
+        "  quern run nsa-select in.safetensors out.safetensors --tile 64 --metric mean-logit --json\n");
+}
+
+static void print_subject_help(const subject *s)
+{
+    run_options defaults = {0};
+    any_params params = params_init(s->op);
+    char examples[160];
+    printf("usage: quern run %s IN.safetensors OUT.safetensors [--key value ...]\n\n%s.\n\ntensors:\n",
+           s->name, s->scenario != NULL && s->scenario->help != NULL ? s->scenario->help : s->op->info.help);
+    run_tensors(s->op, s->scenario);
+    printf("\noptions of %s:\n", s->name);
+    if (s->scenario != NULL)
+        print_options(&(option_group){s->scenario->rows, s->scenario->row_count, s->scenario->options});
+    print_options(&(option_group){s->params, s->param_count, &params});
+    print_options(&(option_group){s->results, s->result_count, &defaults});
+    snprintf(examples, sizeof examples,
+             "  quern run %s in.safetensors out.safetensors\n"
+             "  quern run %s in.safetensors out.safetensors --threads 2 --json\n",
+             s->name, s->name);
+    print_common_help(examples);
 }
 
 static json_t *tensor_json(const quern_tensor *t)
@@ -195,7 +216,8 @@ int verb_run(int argc, char **argv)
     int code = parse_options(argc, argv, groups, GROUPS, &first, &help);
     if (code != EXIT_DONE) return code;
     if (help) {
-        print_help(&s);
+        if (s.op != NULL) print_subject_help(&s);
+        else print_help();
         return EXIT_DONE;
     }
     if (options.list) {

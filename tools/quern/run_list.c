@@ -2,8 +2,6 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "run_list.h"
 
-#include "scenario.h"
-
 #include <stdio.h>
 #include <string.h>
 
@@ -69,7 +67,7 @@ static void print_tensor(bool markdown, const char *name, const char *role, cons
         printf("| `%s` | %s | %s | `[%s]` | %s%s%s |\n", name, role, dtype, shape, other ? "`[" : "", rows,
                other ? "]`" : "");
     else
-        printf("    %-16s %-14s %-7s [%s] %s%s%s\n", name, role, dtype, shape, other ? "or [" : "", rows,
+        printf("    %-16s %-14s %-7s [%s]%s%s%s\n", name, role, dtype, shape, other ? " or [" : "", rows,
                other ? "]" : "");
 }
 
@@ -137,6 +135,11 @@ static void print_scenario(const scenario *s, bool markdown)
     print_tensors(op, s->outputs, markdown);
     if (!markdown) printf("  options:\n");
     print_params(op, s, markdown);
+}
+
+void run_tensors(const operation *op, const scenario *s)
+{
+    print_tensors(op, s != NULL ? s->outputs : NULL, false);
 }
 
 void run_names(void)

@@ -4,7 +4,7 @@
 #ifndef QUERN_TOOLS_RUN_LIST_H
 #define QUERN_TOOLS_RUN_LIST_H
 
-#include <stdbool.h>
+#include "scenario.h"
 
 /* What options of results do, in --help and in the list. */
 #define RESULT_EXTENT_HELP "extent of a result that no input says"
@@ -13,5 +13,7 @@
 void run_list(bool markdown);
 /* A line an operation, for the help. */
 void run_names(void);
+/* The tensors of one operation, a line each. s NULL: it has no scenario. */
+void run_tensors(const operation *op, const scenario *s);
 
 #endif
