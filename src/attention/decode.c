@@ -1,23 +1,19 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* decode.c - dense attention of the newest tokens over a cache: checks, then the decode stage. */
+/* decode.c - dense attention of the newest tokens over a cache. */
 #include "cache/cache.h"
 
-#include "runtime/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
-#include "core/op.h"
 #include "core/view.h"
 
 #include <math.h>
 
 typedef struct decode_call {
-    const quern_backend *backend;
-    stage_exec exec;
+    cache_call call;
     quern_attention_params params;
     quern_decode_tensors t;
-    cache_call call;
-    decode_args decode;
+    _Alignas(op_step) char program[OP_STEP_BYTES(decode)];
 } decode_call;
 
 static quern_status check_params(const quern_attention_params *given, quern_attention_params *p)
@@ -40,9 +36,9 @@ static quern_status check_params(const quern_attention_params *given, quern_atte
     return QUERN_OK;
 }
 
-static quern_status check_tensors(const quern_cache *cache, const decode_call *c, bool run)
+static quern_status check_tensors(const decode_call *c, bool run)
 {
-    const quern_cache_params *p = &cache->layout.params;
+    const quern_cache_params *p = &c->call.cache->layout.params;
     const quern_decode_tensors *t = &c->t;
     const uint32_t act = 1u << (unsigned)p->dtype;
     const quern_tensor *sparse[] = {t->w_gate, t->gates, t->block_idx, t->block_count};
@@ -62,44 +58,42 @@ static quern_status check_tensors(const quern_cache *cache, const decode_call *c
     return status == QUERN_OK ? view_check_heads(heads, p->kv_heads, c->call.tokens) : status;
 }
 
-static void fill(const quern_cache *cache, decode_call *c)
+static void build(op_build *b)
 {
-    const quern_cache_params *p = &cache->layout.params;
-    const quern_tensor q = view_canonical(c->t.q), o = view_canonical(c->t.o);
-    c->decode = (decode_args){.tokens = cache_plane_of(cache, CACHE_TOKENS, c->call.batch.table),
-                              .queries = cache_queries_of(cache, &c->call),
-                              .capacity = p->capacity,
-                              .window = c->params.window,
-                              .q = view_with_batch(&q),
-                              .o = view_with_batch(&o)};
-    c->decode.scale = c->params.scale > 0.0f ? c->params.scale : 1.0f / sqrtf((float)p->dim);
-    if (c->t.lse == NULL) return;
-    const quern_tensor lse = view_canonical(c->t.lse);
-    c->decode.lse = view_with_batch(&lse);
+    const decode_call *c = (const decode_call *)b->call;
+    const quern_cache_params *p = &c->call.cache->layout.params;
+    const stage_step step = cache_step(b);
+    if (c->call.tokens == 0 || c->t.q->shape[1] == 0) return;
+    *OP_ADD(b, decode) =
+        (decode_args){.tokens = cache_steps_plane(&c->call, CACHE_TOKENS),
+                      .step = step,
+                      .capacity = p->capacity,
+                      .window = c->params.window,
+                      .scale = c->params.scale > 0.0f ? c->params.scale : 1.0f / sqrtf((float)p->dim),
+                      .q = op_known_view(c->t.q, true),
+                      .o = op_known_view(c->t.o, true),
+                      .lse = op_known_view(c->t.lse, true)};
 }
+
+static const char *const operations[] = {"attention_decode"};
+static const op_family family = {
+    .operations = operations,
+    .operation_count = 1,
+    .call_size = sizeof(decode_call),
+    .program_at = offsetof(decode_call, program),
+    .build = build,
+};
 
 static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
                          const quern_cache *cache, const quern_cache_batch *batch,
                          const quern_decode_tensors *tensors, bool run, decode_call *c)
 {
-    quern_exec how;
-    quern_status status;
-    *c = (decode_call){.t = QUERN_DECODE_TENSORS_INIT};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = check_params(params, &c->params)) != QUERN_OK ||
-        (status = cache_check_batch(cache, batch, false, &c->call)) != QUERN_OK ||
-        (status = op_exec(exec, &how)) != QUERN_OK ||
-        (status = op_struct(&c->t, tensors, "tensors", "QUERN_DECODE_TENSORS_INIT")) != QUERN_OK ||
-        (status = check_tensors(cache, c, run)) != QUERN_OK)
-        return status;
-    if (c->t.q->device != QUERN_CPU)
-        return error_set(QUERN_ERR_UNSUPPORTED, "q is on device %d: the cpu keeps caches",
-                         (int)c->t.q->device);
-    c->backend = context_backend(ctx, QUERN_CPU, 0, how.stream, &c->exec);
-    if (c->backend == NULL) return error_status();
-    fill(cache, c);
-    return QUERN_OK;
+    c->t = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
+    quern_status status = cache_begin(&c->call, ctx, exec, cache, batch, false);
+    if (status == QUERN_OK) status = check_params(params, &c->params);
+    if (status == QUERN_OK) status = op_struct(&c->t, tensors, "tensors", "QUERN_DECODE_TENSORS_INIT");
+    if (status == QUERN_OK) status = check_tensors(c, run);
+    return status == QUERN_OK ? cache_build(&c->call, ctx, &family, "q", c->t.q) : status;
 }
 
 quern_status quern_attention_decode_workspace(quern_context *ctx, const quern_attention_params *params,
@@ -109,11 +103,7 @@ quern_status quern_attention_decode_workspace(quern_context *ctx, const quern_at
     DEFAULT_FLOAT_STATE; /* a plan resolves the scale */
     decode_call c;
     const quern_status status = plan(ctx, NULL, params, cache, batch, tensors, false, &c);
-    if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    *bytes = STAGE_WORKSPACE(c.backend->decode, &c.exec, &c.decode);
-    return QUERN_OK;
+    return status == QUERN_OK ? cache_workspace(&c.call, bytes) : status;
 }
 
 quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec,
@@ -124,11 +114,6 @@ quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec,
     DEFAULT_FLOAT_STATE;
     decode_call c;
     quern_status status = plan(ctx, exec, params, cache, batch, tensors, true, &c);
-    if (status != QUERN_OK) return status;
-    const size_t needed = STAGE_WORKSPACE(c.backend->decode, &c.exec, &c.decode);
-    if ((status = view_check_workspace(workspace, workspace_bytes, needed, c.t.q)) != QUERN_OK ||
-        (status = cache_check_pages(cache, &c.call, false)) != QUERN_OK || c.call.tokens == 0 ||
-        c.t.q->shape[1] == 0)
-        return status;
-    return c.backend->decode.run(&c.exec, &c.decode, workspace);
+    if (status == QUERN_OK) status = cache_check_run(&c.call, workspace, workspace_bytes);
+    return status == QUERN_OK ? cache_run(&c.call, workspace, NULL) : status;
 }

@@ -12,29 +12,28 @@
  */
 #include "cache/cache.h"
 
-#include "core/arena.h"
-#include "runtime/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
-#include "core/op.h"
 #include "core/view.h"
 
+/* Rows of a sequence from number `first` on, which are rows of the call's tensors from `row` on. */
+typedef struct row_run {
+    int64_t first, row, count;
+} row_run;
+
 typedef struct append_call {
-    const quern_backend *backend;
-    stage_exec exec;
-    quern_cache_tensors t;
     cache_call call;
-    cache_run *runs, *spans, *news; /* [batch]: tokens; tokens of blocks that become whole; their entries */
-    int32_t *cu_tokens, *cu_entries;
+    quern_cache_tensors t;
+    bool most; /* the program is laid out for the most that the counts can need, wherever sequences stand */
     int64_t span_tokens, span_entries;
-    quern_tensor k, v; /* the spans' tokens, [1, T, Hkv, D] */
-    compress_args compress;
-    void *scratch;
+    /* i32: of the tokens of blocks that become whole, then of their entries, as in stage_step */
+    quern_tensor cu_tokens, cu_entries, span_positions, new_positions, new_rows;
+    _Alignas(op_step) char program[5 * OP_STEP_BYTES(cache_copy) + OP_STEP_BYTES(compress)];
 } append_call;
 
-static quern_status check_tensors(const quern_cache *cache, const append_call *c, bool run)
+static quern_status check_tensors(const append_call *c, bool run)
 {
-    const quern_cache_params *p = &cache->layout.params;
+    const quern_cache_params *p = &c->call.cache->layout.params;
     const quern_cache_tensors *t = &c->t;
     const uint32_t act = 1u << (unsigned)p->dtype, weight = act | VIEW_F32;
     const bool linear = p->block_size > 0 && p->compress == QUERN_NSA_COMPRESS_LINEAR;
@@ -74,107 +73,160 @@ static quern_status check_tensors(const quern_cache *cache, const append_call *c
     return view_check_all(rules, sizeof rules / sizeof *rules, t->k, run);
 }
 
-/* The entries that the compress stage computes, from a run's first to its last, and their tokens. `most`:
- * the upper bound for so many tokens, at any position. */
-static void span_of(const quern_cache *cache, const cache_run *run, bool most, cache_run *span,
-                    cache_run *new)
+/* The entries that the compress stage computes, from the first to the last that become whole, and their
+ * tokens. `most`: the upper bound for so many tokens, at any position. */
+static void span_of(const cache_layout *layout, int64_t tokens, int64_t count, bool most, row_run *span,
+                    row_run *new)
 {
-    const quern_cache_params *p = &cache->layout.params;
-    const int64_t first = cache_entries(&cache->layout, run->first),
-                  end = cache_entries(&cache->layout, run->first + run->count);
+    const quern_cache_params *p = &layout->params;
+    const int64_t first = cache_entries(layout, tokens), end = cache_entries(layout, tokens + count);
     const int64_t parts =
         p->compress == QUERN_NSA_COMPRESS_MEAN && p->stride > 0 ? p->block_size / p->stride : 1;
-    *span = *new = (cache_run){run->sequence, 0, 0, 0};
-    if (most && p->block_size > 0 && run->count > 0) {
-        new->count = (run->count + p->stride - 1) / p->stride;
+    *span = *new = (row_run){0, 0, 0};
+    if (most && p->block_size > 0 && count > 0) {
+        new->count = (count + p->stride - 1) / p->stride;
         span->count = (new->count + parts - 2) * p->stride + p->block_size;
         new->count += parts - 1;
         return;
     }
     if (first == end) return;
     const int64_t from = first - first % parts;
-    *new = (cache_run){run->sequence, first, 0, end - first};
-    *span = (cache_run){run->sequence, from * p->stride, 0, (end - 1 - from) * p->stride + p->block_size};
+    *new = (row_run){first, 0, end - first};
+    *span = (row_run){from * p->stride, 0, (end - 1 - from) * p->stride + p->block_size};
 }
 
-/* Lays out the workspace; `most`: for the most that the call's counts can need. */
-static void carve(const quern_cache *cache, append_call *c, bool most, arena *a)
+/* Where the spans stand that the compress stage gets. */
+typedef struct span_place {
+    row_run span, new;
+    int64_t i, tokens, entries; /* of the spans before */
+} span_place;
+
+/* From {.i = -1} on, the next sequence of the batch; false past the last, where the sums are the call's. */
+static bool next_span(const append_call *c, span_place *s)
 {
-    const quern_cache_params *p = &cache->layout.params;
-    const int64_t batch = c->call.batch.batch;
-    c->runs = arena_take(a, (size_t)batch * sizeof(cache_run));
-    c->spans = arena_take(a, (size_t)batch * sizeof(cache_run));
-    c->news = arena_take(a, (size_t)batch * sizeof(cache_run));
-    c->cu_tokens = arena_take(a, (size_t)(batch + 1) * sizeof(int32_t));
-    c->cu_entries = arena_take(a, (size_t)(batch + 1) * sizeof(int32_t));
-    c->span_tokens = c->span_entries = 0;
-    for (int64_t i = 0, row = 0; i < batch; row += c->call.batch.counts[i++]) {
-        const int64_t tokens = cache->sequences[c->call.batch.sequences[i]].tokens;
-        const cache_run run = {c->call.batch.sequences[i], tokens, row, c->call.batch.counts[i]};
-        cache_run span, new;
-        span_of(cache, &run, most, &span, &new);
-        span.row = c->span_tokens;
-        c->span_tokens += span.count;
-        const int64_t entries = most ? new.count : cache_entries(&cache->layout, span.count);
-        new.row = c->span_entries + entries - new.count;
-        if (a->base != NULL) {
-            c->runs[i] = run;
-            c->spans[i] = span;
-            c->news[i] = new;
-            c->cu_tokens[i] = (int32_t)span.row;
-        }
-        c->span_entries += entries;
+    const cache_layout *l = &c->call.cache->layout;
+    const quern_cache_batch *b = &c->call.batch;
+    if (s->i >= 0) {
+        s->tokens += s->span.count;
+        s->entries += c->most ? s->new.count : cache_entries(l, s->span.count);
     }
-    if (a->base != NULL) c->cu_tokens[batch] = (int32_t)c->span_tokens;
-    if (c->span_tokens == 0) return;
-    const size_t size = quern_dtype_size(p->dtype);
-    const int64_t rows[] = {c->span_tokens, c->span_tokens, c->span_entries, c->span_entries},
-                  dims[] = {p->dim, p->dim_v, p->dim, p->dim_v};
-    quern_tensor views[4];
-    for (int i = 0; i < 4; i++) {
-        const int64_t shape[] = {1, rows[i], p->kv_heads, dims[i]};
-        views[i] = quern_tensor_contiguous(arena_take(a, (size_t)(shape[1] * shape[2] * shape[3]) * size),
-                                           p->dtype, 4, shape);
-    }
-    const int64_t cu[] = {batch + 1};
-    c->k = views[0];
-    c->v = views[1];
-    c->compress = (compress_args){.seqs = {.batch = batch, .n_q = c->span_tokens, .n_kv = c->span_entries},
-                                  .kind = (compress_kind)p->compress,
-                                  .block_size = p->block_size,
-                                  .stride = p->stride,
-                                  .k = c->k,
-                                  .v = c->v,
-                                  .k_cmp = views[2],
-                                  .v_cmp = views[3]};
-    c->compress.seqs.cu_q = quern_tensor_contiguous(c->cu_tokens, QUERN_I32, 1, cu);
-    c->compress.seqs.cu_kv = quern_tensor_contiguous(c->cu_entries, QUERN_I32, 1, cu);
-    const quern_tensor *weights[] = {c->t.w_k, c->t.w_v, c->t.pe_k, c->t.pe_v};
-    quern_tensor *places[] = {&c->compress.w_k, &c->compress.w_v, &c->compress.pe_k, &c->compress.pe_v};
-    for (int i = 0; i < 4; i++)
-        if (weights[i] != NULL) *places[i] = view_canonical(weights[i]);
-    c->scratch = arena_take(a, STAGE_WORKSPACE(c->backend->compress_forward, &c->exec, &c->compress));
+    if (++s->i >= b->batch) return false;
+    span_of(l, c->call.cache->sequences[b->sequences[s->i]].tokens, b->counts[s->i], c->most, &s->span,
+            &s->new);
+    s->new.row = s->entries + cache_entries(l, s->span.count) - s->new.count;
+    return true;
 }
+
+/* Writes what the steps read of the spans. */
+static void write_spans(const cache_call *call, const op_frame *frame)
+{
+    const append_call *c = (const append_call *)call;
+    span_place s = {.i = -1};
+    if (c->span_tokens == 0) return;
+    int32_t *cu_tokens = op_placed(c->cu_tokens.data, frame),
+            *cu_entries = op_placed(c->cu_entries.data, frame),
+            *from = op_placed(c->span_positions.data, frame), *to = op_placed(c->new_positions.data, frame),
+            *rows = op_placed(c->new_rows.data, frame);
+    while (next_span(c, &s)) {
+        cu_tokens[s.i] = (int32_t)s.tokens;
+        cu_entries[s.i] = (int32_t)s.entries;
+        from[s.i] = (int32_t)s.span.first;
+        to[s.i] = (int32_t)s.new.first;
+        rows[2 * s.i] = (int32_t)s.new.row;
+        rows[2 * s.i + 1] = (int32_t)(s.new.row + s.new.count);
+    }
+    cu_tokens[s.i] = (int32_t)s.tokens;
+    cu_entries[s.i] = (int32_t)s.entries;
+}
+
+/* Copies rows of a step between a kind of the cache and k, v [T, heads, dim]. */
+static void add_copy(op_build *b, cache_kind kind, const stage_step *step, const quern_tensor *k,
+                     const quern_tensor *v, bool from_cache)
+{
+    const cache_call *c = (const cache_call *)b->call;
+    *OP_ADD(b, cache_copy) = (cache_copy_args){
+        .plane = cache_steps_plane(c, kind), .step = *step, .k = *k, .v = *v, .from_cache = from_cache};
+}
+
+static void add_pair(op_build *b, cache_kind kind, const stage_step *step, const quern_tensor *k,
+                     const quern_tensor *v)
+{
+    const quern_tensor all_k = op_known_view(k, true), all_v = op_known_view(v, true);
+    if (k != NULL) add_copy(b, kind, step, &all_k, &all_v, false);
+}
+
+/* Computes the entries of blocks that become whole. */
+static void add_entries(op_build *b, const stage_step *step)
+{
+    append_call *c = (append_call *)b->call;
+    const quern_cache_params *p = &c->call.cache->layout.params;
+    const int64_t batch = c->call.batch.batch, more = batch + 1, pairs[] = {batch, 2};
+    const int64_t shapes[][4] = {{1, c->span_tokens, p->kv_heads, p->dim},
+                                 {1, c->span_tokens, p->kv_heads, p->dim_v},
+                                 {1, c->span_entries, p->kv_heads, p->dim},
+                                 {1, c->span_entries, p->kv_heads, p->dim_v}};
+    c->cu_tokens = op_room(b, QUERN_I32, 1, &more);
+    c->cu_entries = op_room(b, QUERN_I32, 1, &more);
+    c->span_positions = op_room(b, QUERN_I32, 1, &batch);
+    c->new_positions = op_room(b, QUERN_I32, 1, &batch);
+    c->new_rows = op_room(b, QUERN_I32, 2, pairs);
+    quern_tensor rows[4];
+    for (int i = 0; i < 4; i++) rows[i] = op_room(b, p->dtype, 4, shapes[i]);
+    const stage_step spans = {step->slots, c->span_positions, cache_ranges(&c->cu_tokens)},
+                     news = {step->slots, c->new_positions, c->new_rows};
+    add_copy(b, CACHE_TOKENS, &spans, &rows[0], &rows[1], true);
+    *OP_ADD(b, compress_forward) = (compress_args){.seqs = {.batch = batch,
+                                                            .n_q = c->span_tokens,
+                                                            .n_kv = c->span_entries,
+                                                            .cu_q = c->cu_tokens,
+                                                            .cu_kv = c->cu_entries},
+                                                   .kind = (compress_kind)p->compress,
+                                                   .block_size = p->block_size,
+                                                   .stride = p->stride,
+                                                   .k = rows[0],
+                                                   .v = rows[1],
+                                                   .w_k = op_known_view(c->t.w_k, false),
+                                                   .w_v = op_known_view(c->t.w_v, false),
+                                                   .pe_k = op_known_view(c->t.pe_k, false),
+                                                   .pe_v = op_known_view(c->t.pe_v, false),
+                                                   .k_cmp = rows[2],
+                                                   .v_cmp = rows[3]};
+    add_copy(b, CACHE_ENTRIES, &news, &rows[2], &rows[3], false);
+}
+
+static void build(op_build *b)
+{
+    append_call *c = (append_call *)b->call;
+    const stage_step step = cache_step(b);
+    span_place s = {.i = -1};
+    while (next_span(c, &s)) continue;
+    c->span_tokens = s.tokens;
+    c->span_entries = s.entries;
+    add_pair(b, CACHE_TOKENS, &step, c->t.k, c->t.v);
+    add_pair(b, CACHE_SLC, &step, c->t.k_slc, c->t.v_slc);
+    add_pair(b, CACHE_WIN, &step, c->t.k_win, c->t.v_win);
+    if (s.tokens > 0) add_entries(b, &step);
+}
+
+static const char *const operations[] = {"cache_append"};
+static const op_family family = {
+    .operations = operations,
+    .operation_count = 1,
+    .call_size = sizeof(append_call),
+    .program_at = offsetof(append_call, program),
+    .build = build,
+};
 
 static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_cache *cache,
                          const quern_cache_batch *batch, const quern_cache_tensors *tensors, bool run,
                          append_call *c)
 {
-    quern_exec how;
-    quern_status status;
-    *c = (append_call){.t = QUERN_CACHE_TENSORS_INIT};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = cache_check_batch(cache, batch, true, &c->call)) != QUERN_OK ||
-        (status = op_exec(exec, &how)) != QUERN_OK ||
-        (status = op_struct(&c->t, tensors, "tensors", "QUERN_CACHE_TENSORS_INIT")) != QUERN_OK ||
-        (status = check_tensors(cache, c, run)) != QUERN_OK)
-        return status;
-    if (c->t.k->device != QUERN_CPU)
-        return error_set(QUERN_ERR_UNSUPPORTED, "k is on device %d: the cpu keeps caches",
-                         (int)c->t.k->device);
-    c->backend = context_backend(ctx, QUERN_CPU, 0, how.stream, &c->exec);
-    return c->backend != NULL ? QUERN_OK : error_status();
+    c->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
+    c->most = !run;
+    quern_status status = cache_begin(&c->call, ctx, exec, cache, batch, true);
+    if (status == QUERN_OK) status = op_struct(&c->t, tensors, "tensors", "QUERN_CACHE_TENSORS_INIT");
+    if (status == QUERN_OK) status = check_tensors(c, run);
+    return status == QUERN_OK ? cache_build(&c->call, ctx, &family, "k", c->t.k) : status;
 }
 
 quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache *cache,
@@ -183,46 +235,7 @@ quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache 
 {
     append_call c;
     const quern_status status = plan(ctx, NULL, cache, batch, tensors, false, &c);
-    if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    arena a = {NULL, 0};
-    carve(cache, &c, true, &a);
-    *bytes = arena_size(&a);
-    return QUERN_OK;
-}
-
-/* Copies the rows of one pair into their plane. */
-static quern_status append_pair(const quern_cache *cache, const append_call *c, cache_kind kind,
-                                const quern_tensor *k, const quern_tensor *v)
-{
-    const quern_tensor flat[] = {view_canonical(k), view_canonical(v)};
-    const cache_copy_args copy = {.plane = cache_plane_of(cache, kind, c->call.batch.table),
-                                  .runs = c->runs,
-                                  .count = c->call.batch.batch,
-                                  .k = view_with_batch(&flat[0]),
-                                  .v = view_with_batch(&flat[1])};
-    return c->backend->cache_copy.run(&c->exec, &copy, NULL);
-}
-
-/* Computes the entries of blocks that became whole. */
-static quern_status append_entries(const quern_cache *cache, const append_call *c)
-{
-    const int32_t *table = c->call.batch.table;
-    const cache_copy_args gather = {.plane = cache_plane_of(cache, CACHE_TOKENS, table),
-                                    .runs = c->spans,
-                                    .count = c->call.batch.batch,
-                                    .k = c->k,
-                                    .v = c->v,
-                                    .from_cache = true};
-    const cache_copy_args scatter = {.plane = cache_plane_of(cache, CACHE_ENTRIES, table),
-                                     .runs = c->news,
-                                     .count = c->call.batch.batch,
-                                     .k = c->compress.k_cmp,
-                                     .v = c->compress.v_cmp};
-    quern_status status = c->backend->cache_copy.run(&c->exec, &gather, NULL);
-    if (status == QUERN_OK) status = c->backend->compress_forward.run(&c->exec, &c->compress, c->scratch);
-    return status == QUERN_OK ? c->backend->cache_copy.run(&c->exec, &scatter, NULL) : status;
+    return status == QUERN_OK ? cache_workspace(&c.call, bytes) : status;
 }
 
 quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quern_cache *cache,
@@ -232,24 +245,13 @@ quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quer
     DEFAULT_FLOAT_STATE;
     append_call c;
     quern_status status = plan(ctx, exec, cache, batch, tensors, true, &c);
-    if (status != QUERN_OK) return status;
-    arena size = {NULL, 0}, a = arena_on(workspace);
-    carve(cache, &c, false, &size);
-    if (c.span_tokens > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "counts come to %lld tokens with those of their blocks: %d are accepted",
-                         (long long)c.span_tokens, INT32_MAX);
-    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), c.t.k)) != QUERN_OK ||
-        (status = cache_check_pages(cache, &c.call, true)) != QUERN_OK ||
-        (status = cache_claim_pages(cache, &c.call)) != QUERN_OK || c.call.tokens == 0)
-        return status;
-    carve(cache, &c, false, &a);
-    status = append_pair(cache, &c, CACHE_TOKENS, c.t.k, c.t.v);
-    if (status == QUERN_OK && c.t.k_slc != NULL)
-        status = append_pair(cache, &c, CACHE_SLC, c.t.k_slc, c.t.v_slc);
-    if (status == QUERN_OK && c.t.k_win != NULL)
-        status = append_pair(cache, &c, CACHE_WIN, c.t.k_win, c.t.v_win);
-    if (status == QUERN_OK && c.span_tokens > 0) status = append_entries(cache, &c);
+    if (status == QUERN_OK && c.span_tokens > INT32_MAX)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT,
+                           "counts come to %lld tokens with those of their blocks: %d are accepted",
+                           (long long)c.span_tokens, INT32_MAX);
+    if (status == QUERN_OK) status = cache_check_run(&c.call, workspace, workspace_bytes);
+    if (status == QUERN_OK) status = cache_claim_pages(cache, &c.call);
+    if (status == QUERN_OK) status = cache_run(&c.call, workspace, write_spans);
     if (status != QUERN_OK) return status;
     for (int64_t i = 0; i < c.call.batch.batch; i++) {
         cache_length *s = &cache->sequences[c.call.batch.sequences[i]];

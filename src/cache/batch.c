@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* batch.c - checks a call's sequences, and puts them into the form that stages take. */
+/* batch.c - checks a call's sequences. */
 #include "cache/cache.h"
 
 #include "core/error.h"
@@ -38,7 +38,8 @@ static quern_status check_count(const quern_cache *cache, const quern_cache_batc
 quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends,
                                cache_call *call)
 {
-    *call = (cache_call){.batch = QUERN_CACHE_BATCH_INIT};
+    call->batch = (quern_cache_batch)QUERN_CACHE_BATCH_INIT;
+    call->tokens = 0;
     quern_cache_batch *b = &call->batch;
     quern_status status = cache_check(cache);
     if (status == QUERN_OK) status = op_struct(b, given, "batch", "QUERN_CACHE_BATCH_INIT");
@@ -64,9 +65,4 @@ quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch
         call->tokens += b->counts[i];
     }
     return QUERN_OK;
-}
-
-cache_queries cache_queries_of(const quern_cache *cache, const cache_call *call)
-{
-    return (cache_queries){call->batch.batch, call->batch.sequences, call->batch.counts, cache->sequences};
 }

@@ -255,20 +255,21 @@ cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int3
 {
     const cache_layout *l = &cache->layout;
     const quern_cache_params *p = &l->params;
-    cache_plane plane = {
-        .data = cache->rows, .dim = p->dim, .dim_v = p->dim_v, .kv_heads = p->kv_heads, .dtype = p->dtype};
-    plane.ring = kind == CACHE_WIN ? l->ring : 0;
+    const int64_t block = CACHE_BLOCK * (p->dim + p->dim_v), size = (int64_t)quern_dtype_size(p->dtype),
+                  pool[] = {p->pages, p->kv_heads, block},
+                  rows[] = {p->sequences, p->kv_heads, l->blocks[kind], block},
+                  columns[] = {p->sequences, l->blocks[kind]};
+    cache_plane plane = {.dim = p->dim, .dim_v = p->dim_v, .ring = kind == CACHE_WIN ? l->ring : 0};
     if (p->page != 0) {
-        plane.table = table + l->column[kind];
-        plane.columns = l->columns;
-        plane.head_step = l->block_bytes;
-        plane.block_step = p->kv_heads * l->block_bytes;
+        plane.blocks = quern_tensor_contiguous(cache->rows, p->dtype, 3, pool);
+        plane.table =
+            quern_tensor_contiguous((int32_t *)(uintptr_t)(table + l->column[kind]), QUERN_I32, 2, columns);
+        plane.table.strides[0] = l->columns;
         return plane;
     }
-    plane.data += l->column[kind] * p->kv_heads * l->block_bytes;
-    plane.block_step = l->block_bytes;
-    plane.head_step = l->blocks[kind] * l->block_bytes;
-    plane.sequence_step = l->columns * p->kv_heads * l->block_bytes;
+    plane.blocks = quern_tensor_contiguous(cache->rows + l->column[kind] * p->kv_heads * block * size,
+                                           p->dtype, 4, rows);
+    plane.blocks.strides[0] = l->columns * p->kv_heads * block;
     return plane;
 }
 

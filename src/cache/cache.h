@@ -5,7 +5,7 @@
 #ifndef QUERN_CACHE_CACHE_H
 #define QUERN_CACHE_CACHE_H
 
-#include "backend.h"
+#include "core/op.h"
 
 #include <quern/cache.h>
 
@@ -21,6 +21,11 @@ typedef struct cache_layout {
     size_t memory_bytes, rows_bytes;
 } cache_layout;
 
+/* Tokens of a sequence, and the most it ever had. */
+typedef struct cache_length {
+    int64_t tokens, most;
+} cache_length;
+
 struct quern_cache {
     uint64_t magic;
     cache_layout layout;
@@ -31,11 +36,18 @@ struct quern_cache {
     int64_t *owner, *claim;
 };
 
-/* A call's batch: checked, with the runs of its tokens. */
+/* A call over a cache, the head of a family's own struct. What a cache holds is no tensor yet, so its tensors
+ * are checked by hand; its steps are a program's. */
 typedef struct cache_call {
+    op_call head;
+    const quern_cache *cache;
     quern_cache_batch batch;
     int64_t tokens;
+    bool appends;                      /* counts are new tokens, else tokens that are in the cache */
+    quern_tensor slots, positions, cu; /* i32 [B], [B], [B + 1], symbolic: in the workspace */
 } cache_call;
+/* Writes what else a call's steps read into the workspace. */
+typedef void cache_fill(const cache_call *call, const op_frame *frame);
 
 quern_status cache_layout_of(const quern_cache_params *params, cache_layout *layout);
 quern_status cache_check(const quern_cache *cache);
@@ -49,11 +61,11 @@ int64_t cache_blocks(const cache_layout *layout, cache_kind kind, int64_t n);
 /* The rows of a kind as stages see them. */
 cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int32_t *table);
 
-/* Checks the batch. `appends`: counts are new tokens, else tokens that are in the cache. */
+/* In batch.c: checks the batch and sets the call's. */
 quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends,
                                cache_call *call);
 /* Checks that the pages of the batch's sequences are in the pool. */
-quern_status cache_check_pages(const quern_cache *cache, const cache_call *call, bool appends);
+quern_status cache_check_pages(const cache_call *call);
 /* The same for one sequence of so many tokens. */
 quern_status cache_check_table(const quern_cache *cache, int64_t sequence, int64_t tokens,
                                const int32_t *table);
@@ -70,7 +82,21 @@ bool cache_is_shared(const quern_cache *cache, const cache_written *w, const int
                      int64_t block);
 /* Makes the sequence own the pages that are written, other than shared ones. */
 quern_status cache_claim(quern_cache *cache, const cache_written *w, const int32_t *table);
-/* The call's queries as stages see them. */
-cache_queries cache_queries_of(const quern_cache *cache, const cache_call *call);
+
+/* In call.c, in the order of a call. Checks the context, the batch and exec. */
+quern_status cache_begin(cache_call *call, quern_context *ctx, const quern_exec *exec,
+                         const quern_cache *cache, const quern_cache_batch *batch, bool appends);
+/* Builds the program. `name` is the tensor that the device is of. */
+quern_status cache_build(cache_call *call, quern_context *ctx, const op_family *family, const char *name,
+                         const quern_tensor *like);
+quern_status cache_workspace(const cache_call *call, size_t *bytes);
+/* The last checks, then the run; `fill` may be NULL. */
+quern_status cache_check_run(const cache_call *call, const void *workspace, size_t bytes);
+quern_status cache_run(const cache_call *call, void *workspace, cache_fill *fill);
+
+/* For a family's build(): the call's step, the rows of a kind, and cu_seqlens as ranges of rows. */
+stage_step cache_step(op_build *b);
+cache_plane cache_steps_plane(const cache_call *call, cache_kind kind);
+quern_tensor cache_ranges(const quern_tensor *cu);
 
 #endif

@@ -34,11 +34,12 @@ quern_status cache_check_table(const quern_cache *cache, int64_t sequence, int64
     return QUERN_OK;
 }
 
-quern_status cache_check_pages(const quern_cache *cache, const cache_call *call, bool appends)
+quern_status cache_check_pages(const cache_call *call)
 {
+    const quern_cache *cache = call->cache;
     quern_status status = QUERN_OK;
     for (int64_t i = 0; cache->layout.params.page != 0 && i < call->batch.batch && status == QUERN_OK; i++) {
-        const int64_t sequence = call->batch.sequences[i], more = appends ? call->batch.counts[i] : 0;
+        const int64_t sequence = call->batch.sequences[i], more = call->appends ? call->batch.counts[i] : 0;
         status =
             cache_check_table(cache, sequence, cache->sequences[sequence].tokens + more, call->batch.table);
     }

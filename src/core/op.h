@@ -260,6 +260,9 @@ quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
 quern_tensor op_status_view(const op_call *call);
 /* The symbolic pointer of an address that is known already: memory of a cache. */
 void *op_address(const void *p);
+/* The view of a checked tensor that no family describes, at its address; absent for NULL. `batch`: with a
+ * leading extent of 1. */
+quern_tensor op_known_view(const quern_tensor *t, bool batch);
 /* The address that a symbolic pointer stands for. */
 void *op_placed(const void *p, const op_frame *frame);
 /* An arena over the symbolic workspace. */

@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "stages/step.h"
 
 static inline int64_t round_up(int64_t n, int64_t to)
 {
@@ -87,6 +88,20 @@ static inline void zero_rows(const quern_tensor *t, int64_t first)
             char *p = row_at(t, 0, n, h);
             for (size_t i = 0; i < (size_t)t->shape[3] * quern_dtype_size(t->dtype); i++) p[i] = 0;
         }
+}
+
+/* Sequence b of a step: number `sequence` of the cache, whose rows from `first` on are the `count` rows from
+ * `row` on of the call. */
+typedef struct step_run {
+    int64_t sequence, first, row, count;
+} step_run;
+
+static inline step_run step_run_at(const stage_step *s, int64_t b)
+{
+    const int32_t *rows = (const int32_t *)s->rows.data + b * s->rows.strides[0];
+    const int64_t sequence = ((const int32_t *)s->slots.data)[b * s->slots.strides[0]],
+                  first = ((const int32_t *)s->positions.data)[b * s->positions.strides[0]];
+    return (step_run){sequence, first, rows[0], sequence >= 0 ? rows[1] - rows[0] : 0};
 }
 
 /* Whether a row of n elements can take non-temporal stores: it fills lines of 64 bytes. */

@@ -9,22 +9,16 @@
 #include "cache/cache.h"
 #include "nsa/call.h"
 
-#include "core/arena.h"
-#include "runtime/context.h"
 #include "core/error.h"
 #include "core/float_state.h"
-#include "core/op.h"
 #include "core/view.h"
 
 typedef struct decode_call {
-    const quern_backend *backend;
-    stage_exec exec;
+    cache_call call;
     quern_nsa_params params; /* defaults resolved */
     quern_decode_tensors t;
-    cache_call call;
     int64_t heads, list_heads;
-    nsa_decode_args decode;
-    void *scratch;
+    _Alignas(op_step) char program[OP_STEP_BYTES(nsa_decode)];
 } decode_call;
 
 static quern_status refuse(const char *what, const char *accepted)
@@ -54,9 +48,8 @@ static quern_status check_kind(const quern_nsa_params *p)
 }
 
 /* Checks that the cache holds what the parameters ask for. */
-static quern_status check_cache(const quern_cache *cache, const quern_nsa_params *p)
+static quern_status check_cache(const quern_cache_params *has, const quern_nsa_params *p)
 {
-    const quern_cache_params *has = &cache->layout.params;
     if (has->block_size != p->block_size || has->stride != p->stride)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
@@ -73,10 +66,9 @@ static quern_status check_cache(const quern_cache *cache, const quern_nsa_params
 }
 
 /* Checks the parameters' own rules and q's heads; sets params and list_heads. */
-static quern_status check_params(quern_context *ctx, const quern_cache *cache, const quern_nsa_params *given,
-                                 decode_call *c)
+static quern_status check_params(quern_context *ctx, const quern_nsa_params *given, decode_call *c)
 {
-    const quern_cache_params *has = &cache->layout.params;
+    const quern_cache_params *has = &c->call.cache->layout.params;
     c->params = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
     quern_status status = op_struct(&c->params, given, "params", "QUERN_NSA_PARAMS_INIT");
     if (status == QUERN_OK) status = check_kind(&c->params);
@@ -108,12 +100,12 @@ static quern_status check_params(quern_context *ctx, const quern_cache *cache, c
     p->select_block = select.params.select_block;
     p->scale = select.params.scale;
     c->list_heads = idx_shape[1];
-    return check_cache(cache, p);
+    return check_cache(has, p);
 }
 
-static quern_status check_tensors(const quern_cache *cache, const decode_call *c, bool run)
+static quern_status check_tensors(const decode_call *c, bool run)
 {
-    const quern_cache_params *has = &cache->layout.params;
+    const quern_cache_params *has = &c->call.cache->layout.params;
     const quern_decode_tensors *t = &c->t;
     const quern_nsa_params *p = &c->params;
     const uint32_t act = 1u << (unsigned)has->dtype;
@@ -139,37 +131,31 @@ static quern_status check_tensors(const quern_cache *cache, const decode_call *c
     return view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
 }
 
-/* A view with a leading extent of 1, or none. */
-static quern_tensor batch_of_one(const quern_tensor *t)
+/* Lists that the caller did not ask for are in the workspace. */
+static void build(op_build *b)
 {
-    if (t == NULL) return (quern_tensor){0};
-    const quern_tensor v = view_canonical(t);
-    return view_with_batch(&v);
-}
-
-/* The stage's arguments; lists that the caller did not ask for are in the workspace. */
-static void carve(const quern_cache *cache, decode_call *c, arena *a)
-{
+    const decode_call *c = (const decode_call *)b->call;
+    const cache_call *call = &c->call;
+    const quern_cache_params *has = &call->cache->layout.params;
     const quern_nsa_params *p = &c->params;
-    const int32_t *table = c->call.batch.table;
-    const int64_t lists[] = {1, c->list_heads, c->call.tokens, p->num_selected};
-    const cache_kind slc = cache->layout.params.separate_slc ? CACHE_SLC : CACHE_TOKENS,
-                     win = cache->layout.params.separate_win ? CACHE_WIN : CACHE_TOKENS;
-    nsa_decode_args *d = &c->decode;
-    *d = (nsa_decode_args){.queries = cache_queries_of(cache, &c->call),
-                           .capacity = cache->layout.params.capacity,
-                           .window = p->window,
-                           .branches = p->branches,
-                           .gate = (gate_kind)p->gate,
-                           .q = batch_of_one(c->t.q),
-                           .o = batch_of_one(c->t.o),
-                           .gates = batch_of_one(c->t.gates),
-                           .blocks = batch_of_one(c->t.block_idx),
-                           .block_count = batch_of_one(c->t.block_count)};
-    if (p->gate == QUERN_NSA_GATE_WEIGHTS) d->w_gate = view_canonical(c->t.w_gate);
-    d->plane[NSA_CMP] = cache_plane_of(cache, CACHE_ENTRIES, table);
-    d->plane[NSA_SLC] = cache_plane_of(cache, slc, table);
-    d->plane[NSA_WIN] = cache_plane_of(cache, win, table);
+    const int64_t lists[] = {1, c->list_heads, call->tokens, p->num_selected};
+    const stage_step step = cache_step(b);
+    if (call->tokens == 0 || c->heads == 0) return;
+    nsa_decode_args *d = OP_ADD(b, nsa_decode);
+    d->step = step;
+    d->capacity = has->capacity;
+    d->window = p->window;
+    d->branches = p->branches;
+    d->gate = (gate_kind)p->gate;
+    d->q = op_known_view(c->t.q, true);
+    d->o = op_known_view(c->t.o, true);
+    d->gates = op_known_view(c->t.gates, true);
+    d->blocks = op_known_view(c->t.block_idx, true);
+    d->block_count = op_known_view(c->t.block_count, true);
+    if (p->gate == QUERN_NSA_GATE_WEIGHTS) d->w_gate = op_known_view(c->t.w_gate, false);
+    d->plane[NSA_CMP] = cache_steps_plane(call, CACHE_ENTRIES);
+    d->plane[NSA_SLC] = cache_steps_plane(call, has->separate_slc ? CACHE_SLC : CACHE_TOKENS);
+    d->plane[NSA_WIN] = cache_steps_plane(call, has->separate_win ? CACHE_WIN : CACHE_TOKENS);
     d->scale = p->scale;
     d->block_size = p->block_size;
     d->stride = p->stride;
@@ -180,44 +166,37 @@ static void carve(const quern_cache *cache, decode_call *c, arena *a)
     d->scorer = (select_scorer)p->metric;
     d->scope = (list_scope)p->scope;
     if (c->t.block_idx == NULL && (p->branches & QUERN_NSA_BRANCH_SLC))
-        d->blocks = quern_tensor_contiguous(
-            arena_take(a, (size_t)(lists[1] * lists[2] * lists[3]) * sizeof(int32_t)), QUERN_I32, 4, lists);
-    c->scratch = arena_take(a, STAGE_WORKSPACE(c->backend->nsa_decode, &c->exec, d));
+        d->blocks = op_room(b, QUERN_I32, 4, lists);
 }
+
+static const char *const operations[] = {"nsa_decode"};
+static const op_family family = {
+    .operations = operations,
+    .operation_count = 1,
+    .call_size = sizeof(decode_call),
+    .program_at = offsetof(decode_call, program),
+    .build = build,
+};
 
 static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                          const quern_cache *cache, const quern_cache_batch *batch,
                          const quern_decode_tensors *tensors, bool run, decode_call *c)
 {
-    quern_exec how;
-    quern_status status;
-    *c = (decode_call){.t = QUERN_DECODE_TENSORS_INIT};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = cache_check_batch(cache, batch, false, &c->call)) != QUERN_OK ||
-        (status = op_exec(exec, &how)) != QUERN_OK ||
-        (status = op_struct(&c->t, tensors, "tensors", "QUERN_DECODE_TENSORS_INIT")) != QUERN_OK)
-        return status;
-    const view_rule q = {"q",
-                         c->t.q,
-                         1u << (unsigned)cache->layout.params.dtype,
-                         3,
-                         {c->call.tokens, VIEW_ANY, cache->layout.params.dim},
-                         false,
-                         false};
+    c->t = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
+    quern_status status = cache_begin(&c->call, ctx, exec, cache, batch, false);
+    if (status == QUERN_OK) status = op_struct(&c->t, tensors, "tensors", "QUERN_DECODE_TENSORS_INIT");
+    if (status != QUERN_OK) return status;
+    const quern_cache_params *has = &cache->layout.params;
+    const view_rule q = {"q",   c->t.q, 1u << (unsigned)has->dtype, 3, {c->call.tokens, VIEW_ANY, has->dim},
+                         false, false};
     if ((status = view_check_order(c->t.q, c->t.o)) != QUERN_OK ||
         (status = view_check(&q, c->t.q, run)) != QUERN_OK)
         return status;
     c->heads = c->t.q->shape[1];
-    if ((status = view_check_heads(c->heads, cache->layout.params.kv_heads, c->call.tokens)) != QUERN_OK ||
-        (status = check_params(ctx, cache, params, c)) != QUERN_OK ||
-        (status = check_tensors(cache, c, run)) != QUERN_OK)
+    if ((status = view_check_heads(c->heads, has->kv_heads, c->call.tokens)) != QUERN_OK ||
+        (status = check_params(ctx, params, c)) != QUERN_OK || (status = check_tensors(c, run)) != QUERN_OK)
         return status;
-    if (c->t.q->device != QUERN_CPU)
-        return error_set(QUERN_ERR_UNSUPPORTED, "q is on device %d: the cpu keeps caches",
-                         (int)c->t.q->device);
-    c->backend = context_backend(ctx, QUERN_CPU, 0, how.stream, &c->exec);
-    return c->backend != NULL ? QUERN_OK : error_status();
+    return cache_build(&c->call, ctx, &family, "q", c->t.q);
 }
 
 quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params,
@@ -227,13 +206,7 @@ quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_para
     DEFAULT_FLOAT_STATE; /* a plan resolves the scale */
     decode_call c;
     const quern_status status = plan(ctx, NULL, params, cache, batch, tensors, false, &c);
-    if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    arena a = {NULL, 0};
-    carve(cache, &c, &a);
-    *bytes = arena_size(&a);
-    return QUERN_OK;
+    return status == QUERN_OK ? cache_workspace(&c.call, bytes) : status;
 }
 
 quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
@@ -243,12 +216,6 @@ quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const 
     DEFAULT_FLOAT_STATE;
     decode_call c;
     quern_status status = plan(ctx, exec, params, cache, batch, tensors, true, &c);
-    if (status != QUERN_OK) return status;
-    arena size = {NULL, 0}, a = arena_on(workspace);
-    carve(cache, &c, &size);
-    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), c.t.q)) != QUERN_OK ||
-        (status = cache_check_pages(cache, &c.call, false)) != QUERN_OK || c.call.tokens == 0 || c.heads == 0)
-        return status;
-    carve(cache, &c, &a);
-    return c.backend->nsa_decode.run(&c.exec, &c.decode, c.scratch);
+    if (status == QUERN_OK) status = cache_check_run(&c.call, workspace, workspace_bytes);
+    return status == QUERN_OK ? cache_run(&c.call, workspace, NULL) : status;
 }

@@ -7,83 +7,60 @@
 
 #include "stages/gate.h"
 #include "stages/select.h"
+#include "stages/step.h"
 
 enum { CACHE_BLOCK = 64 };
 
 /* One kind of rows of all sequences: tokens, compressed entries, a branch's own tokens. A block holds 64 rows
  * of one head: keys [64, dim], then values [64, dim_v]. */
 typedef struct cache_plane {
-    char *data;
-    int64_t dim, dim_v, kv_heads;
-    /* bytes; with a table, block_step is that of a page and sequence_step 0 */
-    int64_t sequence_step, head_step, block_step;
-    const int32_t
-        *table; /* block b of sequence s stands in page table[s * columns + b]; NULL: block b is the b-th */
-    int64_t columns;
+    quern_tensor blocks; /* [S, heads, blocks, 64 (dim + dim_v)]; with a table the pool that it points into,
+                          * [pages, heads, 64 (dim + dim_v)] */
+    quern_tensor table;  /* i32 [S, columns]: the page of block b of sequence s; or absent */
+    int64_t dim, dim_v;
     int64_t ring; /* blocks of the ring; 0: no ring, rows stay */
-    quern_dtype dtype;
 } cache_plane;
-
+/* A block of a sequence, once the views have addresses that the caller may read. */
 static inline char *cache_block(const cache_plane *p, int64_t sequence, int64_t head, int64_t block)
 {
+    const quern_tensor *t = &p->blocks;
+    const int32_t *table = p->table.data;
     if (p->ring > 0) block %= p->ring;
-    if (p->table != NULL) block = p->table[sequence * p->columns + block];
-    return p->data + sequence * p->sequence_step + head * p->head_step + block * p->block_step;
+    const int64_t at = table != NULL ? table[sequence * p->table.strides[0] + block] * t->strides[0]
+                                     : sequence * t->strides[0] + block * t->strides[2];
+    return (char *)t->data + (at + head * t->strides[1]) * (int64_t)quern_dtype_size(t->dtype);
 }
 
-/* Rows first ... first + count - 1 of a sequence are rows row ... row + count - 1 of the call's tensors. */
-typedef struct cache_run {
-    int64_t sequence, first, row, count;
-} cache_run;
-
-/* Copies runs between k, v [T, heads, dim] and a plane. */
+/* Copies the rows of a step between k, v [T, heads, dim] and a plane. */
 typedef struct cache_copy_args {
     cache_plane plane;
-    const cache_run *runs;
-    int64_t count;
+    stage_step step;
     quern_tensor k, v;
     bool from_cache;
 } cache_copy_args;
 STAGE_DECLARE(cache_copy);
-#define CACHE_COPY_TENSORS(IN, OUT, GRAD) OUT(k) OUT(v)
-#define CACHE_COPY_VALUES(F) F(plane) F(runs) F(count) F(from_cache)
+#define CACHE_COPY_TENSORS(IN, OUT, GRAD)                                                                    \
+    OUT(plane.blocks) IN(plane.table) STAGE_STEP_TENSORS(IN) OUT(k) OUT(v)
+#define CACHE_COPY_VALUES(F) F(plane.dim) F(plane.dim_v) F(plane.ring) F(from_cache)
 
-/* Tokens of a sequence, and the most it ever had. */
-typedef struct cache_length {
-    int64_t tokens, most;
-} cache_length;
-
-/* Queries of `batch` sequences: the newest counts[i] tokens of sequences[i], which follow each other in the
- * call's tensors. Host memory. */
-typedef struct cache_queries {
-    int64_t batch;
-    const int32_t *sequences;
-    const int64_t *counts;
-    const cache_length *lengths; /* of all sequences */
-} cache_queries;
-
-static inline cache_run cache_queries_at(const cache_queries *q, int64_t i, int64_t row)
-{
-    return (cache_run){q->sequences[i], q->lengths[q->sequences[i]].tokens - q->counts[i], row, q->counts[i]};
-}
-
-/* Dense attention of queries over all tokens of the plane up to them. */
+/* Dense attention of a step's tokens, which the plane holds already, over all tokens up to them. */
 typedef struct decode_args {
     cache_plane tokens;
-    cache_queries queries;
+    stage_step step;
     int64_t capacity; /* most tokens of a sequence */
     int64_t window;   /* 0: none */
     float scale;
     quern_tensor q, o, lse; /* [1, T, H, D]; lse f32 [1, H, T] or absent */
 } decode_args;
 STAGE_DECLARE(decode);
-#define DECODE_TENSORS(IN, OUT, GRAD) IN(q) OUT(o) OUT(lse)
-#define DECODE_VALUES(F) F(tokens) F(queries) F(capacity) F(window) F(scale)
+#define DECODE_TENSORS(IN, OUT, GRAD)                                                                        \
+    IN(tokens.blocks) IN(tokens.table) STAGE_STEP_TENSORS(IN) IN(q) OUT(o) OUT(lse)
+#define DECODE_VALUES(F) F(tokens.dim) F(tokens.dim_v) F(tokens.ring) F(capacity) F(window) F(scale)
 
 /* The same over three branches, with their selection and gate. */
 typedef struct nsa_decode_args {
     cache_plane plane[3]; /* compressed entries; tokens of the selected and of the window branch */
-    cache_queries queries;
+    stage_step step;
     int64_t capacity; /* most tokens of a sequence */
     int64_t window;
     float scale;
@@ -98,13 +75,14 @@ typedef struct nsa_decode_args {
     quern_tensor blocks, block_count; /* [1, Hs, T, k]; the count may be absent */
 } nsa_decode_args;
 STAGE_DECLARE(nsa_decode);
-#define NSA_DECODE_TENSORS(IN, OUT, GRAD) IN(q) OUT(o) IN(w_gate) OUT(gates) OUT(blocks) OUT(block_count)
+#define NSA_DECODE_TENSORS(IN, OUT, GRAD)                                                                    \
+    IN(plane[0].blocks)                                                                                      \
+    IN(plane[0].table) IN(plane[1].blocks) IN(plane[1].table) IN(plane[2].blocks) IN(plane[2].table)         \
+        STAGE_STEP_TENSORS(IN) IN(q) OUT(o) IN(w_gate) OUT(gates) OUT(blocks) OUT(block_count)
 #define NSA_DECODE_VALUES(F)                                                                                 \
-    F(plane)                                                                                                 \
-    F(queries)                                                                                               \
-    F(capacity)                                                                                              \
-    F(window)                                                                                                \
-    F(scale) F(block_size) F(stride) F(select_block) F(k) F(forced_first) F(forced_local) F(scorer) F(scope) \
-        F(branches) F(gate)
+    F(plane[0].dim)                                                                                          \
+    F(plane[0].dim_v) F(plane[0].ring) F(plane[1].dim) F(plane[1].dim_v) F(plane[1].ring) F(plane[2].dim)    \
+        F(plane[2].dim_v) F(plane[2].ring) F(capacity) F(window) F(scale) F(block_size) F(stride)            \
+            F(select_block) F(k) F(forced_first) F(forced_local) F(scorer) F(scope) F(branches) F(gate)
 
 #endif

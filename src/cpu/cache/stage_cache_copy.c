@@ -14,20 +14,20 @@ typedef struct copy_job {
     int64_t pieces; /* of the longest run */
 } copy_job;
 
-static int64_t blocks_of(const cache_run *run)
+static int64_t blocks_of(const step_run *run)
 {
     return run->count > 0 ? (run->first + run->count - 1) / CACHE_BLOCK - run->first / CACHE_BLOCK + 1 : 0;
 }
 
-static void copy_rows(const cache_copy_args *args, const cache_run *run, int64_t block)
+static void copy_rows(const cache_copy_args *args, const step_run *run, int64_t block)
 {
     const cache_plane *p = &args->plane;
     const int64_t from = run->first > block * CACHE_BLOCK ? run->first : block * CACHE_BLOCK;
     const int64_t last = run->first + run->count,
                   end = (block + 1) * CACHE_BLOCK < last ? (block + 1) * CACHE_BLOCK : last;
-    const size_t size = quern_dtype_size(p->dtype), key = (size_t)p->dim * size,
+    const size_t size = quern_dtype_size(p->blocks.dtype), key = (size_t)p->dim * size,
                  value = (size_t)p->dim_v * size;
-    for (int64_t h = 0; h < p->kv_heads; h++) {
+    for (int64_t h = 0; h < p->blocks.shape[1]; h++) {
         char *keys = cache_block(p, run->sequence, h, block) + (size_t)(from % CACHE_BLOCK) * key;
         char *values =
             keys + (size_t)(CACHE_BLOCK - from % CACHE_BLOCK) * key + (size_t)(from % CACHE_BLOCK) * value;
@@ -44,17 +44,20 @@ static void copy_piece(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const copy_job *job = arg;
-    const cache_run *run = &job->args->runs[index / job->pieces];
+    const step_run run = step_run_at(&job->args->step, index / job->pieces);
     const int64_t piece = index % job->pieces;
-    if (piece < blocks_of(run)) copy_rows(job->args, run, run->first / CACHE_BLOCK + piece);
+    if (piece < blocks_of(&run)) copy_rows(job->args, &run, run.first / CACHE_BLOCK + piece);
 }
 
 quern_status cpu_cache_copy(const stage_exec *exec, const cache_copy_args *args, void *workspace)
 {
     (void)workspace;
     copy_job job = {args, 0};
-    for (int64_t i = 0; i < args->count; i++)
-        if (blocks_of(&args->runs[i]) > job.pieces) job.pieces = blocks_of(&args->runs[i]);
-    parallel_for(exec, args->count * job.pieces, copy_piece, &job);
+    const int64_t batch = args->step.slots.shape[0];
+    for (int64_t b = 0; b < batch; b++) {
+        const step_run run = step_run_at(&args->step, b);
+        if (blocks_of(&run) > job.pieces) job.pieces = blocks_of(&run);
+    }
+    parallel_for(exec, batch * job.pieces, copy_piece, &job);
     return QUERN_OK;
 }

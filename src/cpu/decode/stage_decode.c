@@ -30,7 +30,7 @@ enum {
 
 /* A run's first task and tile, and its shares' results in the workspace. */
 typedef struct run_place {
-    cache_run run;
+    step_run run;
     int64_t task, tile, part; /* part: in rows */
 } run_place;
 
@@ -42,7 +42,7 @@ typedef struct decode_space {
 typedef struct decode_job {
     const decode_args *args;
     decode_shape shape;
-    int64_t group, tile_queries, shares_most, together;
+    int64_t batch, group, tile_queries, shares_most, together;
     run_place *places; /* [batch + 1] */
     float *parts;      /* [rows][value_width + 2]: o, maximum, sum */
     decode_space *spaces;
@@ -59,49 +59,48 @@ static int64_t shares_of(int64_t keys)
     return shares < 1 ? 1 : lesser(shares, SHARES_MOST);
 }
 
-static int64_t tiles_of(const decode_job *job, const cache_run *run)
+static int64_t tiles_of(const decode_job *job, const step_run *run)
 {
     return (run->count + job->tile_queries - 1) / job->tile_queries;
 }
 
 /* The number of tasks for each of a run's tiles; 1: a task computes a whole tile. */
-static int64_t shares_laid_out(const decode_job *job, const cache_run *run)
+static int64_t shares_laid_out(const decode_job *job, const step_run *run)
 {
     return run->count <= QUERIES_SPLIT ? job->shares_most : 1;
 }
 
 /* Query rows of a full tile of the run. */
-static int64_t tile_rows(const decode_job *job, const cache_run *run)
+static int64_t tile_rows(const decode_job *job, const step_run *run)
 {
     return lesser(run->count, job->tile_queries) * job->group;
+}
+
+/* The most rows of parts that the call can need: a tile that is not full takes the room of a full one. */
+static int64_t part_rows(const decode_job *job)
+{
+    const int64_t batch = job->args->step.slots.shape[0], queries = job->args->q.shape[1],
+                  split = lesser(queries, batch * QUERIES_SPLIT),
+                  spare = job->tile_queries < QUERIES_SPLIT ? batch * (job->tile_queries - 1) : 0;
+    return job->shares_most > 1 ? (split + spare) * job->args->q.shape[2] * job->shares_most : 0;
 }
 
 static void carve(const stage_exec *exec, const decode_args *args, arena *a, decode_job *job)
 {
     const cache_plane *plane = &args->tokens;
-    *job = (decode_job){.args = args,
-                        .shape = decode_shape_of(exec, plane->dtype, plane->dim, plane->dim_v, args->scale)};
-    job->group = args->q.shape[2] / plane->kv_heads;
+    *job = (decode_job){
+        .args = args,
+        .shape = decode_shape_of(exec, plane->blocks.dtype, plane->dim, plane->dim_v, args->scale)};
+    job->batch = args->step.slots.shape[0];
+    job->group = args->q.shape[2] / plane->blocks.shape[1];
     job->tile_queries = job->group < ROWS_MOST ? ROWS_MOST / job->group : 1;
     job->shares_most =
         shares_of(args->window > 0 ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity)
                                    : args->capacity);
-    job->places = arena_take(a, (size_t)(args->queries.batch + 1) * sizeof *job->places);
-    run_place at = {.task = 0};
-    int64_t most = 0;
-    for (int64_t i = 0, row = 0; i < args->queries.batch; row += args->queries.counts[i++]) {
-        at.run = cache_queries_at(&args->queries, i, row);
-        const cache_run *run = &at.run;
-        const int64_t tiles = tiles_of(job, run) * plane->kv_heads, shares = shares_laid_out(job, run);
-        if (a->base != NULL) job->places[i] = at;
-        at.task += tiles * shares;
-        at.tile += tiles;
-        if (shares > 1) at.part += tiles * shares * tile_rows(job, run);
-        if (tile_rows(job, run) > most) most = tile_rows(job, run);
-    }
-    if (a->base != NULL) job->places[args->queries.batch] = at;
-    job->parts = arena_take(a, (size_t)(at.part * (job->shape.value_width + 2)) * sizeof(float));
+    job->places = arena_take(a, (size_t)(job->batch + 1) * sizeof *job->places);
+    job->parts = arena_take(a, (size_t)(part_rows(job) * (job->shape.value_width + 2)) * sizeof(float));
     job->spaces = arena_take(a, sizeof *job->spaces * (size_t)exec->threads);
+    const int64_t most = lesser(args->q.shape[1], job->tile_queries) * job->group;
     for (int32_t i = 0; i < exec->threads; i++) {
         decode_space space;
         decode_rows_carve(&job->shape, most, a, &space.rows);
@@ -110,9 +109,25 @@ static void carve(const stage_exec *exec, const decode_args *args, arena *a, dec
     }
 }
 
+static void find_places(const decode_job *job)
+{
+    run_place at = {.task = 0};
+    for (int64_t b = 0; b < job->batch; b++) {
+        at.run = step_run_at(&job->args->step, b);
+        const step_run *run = &at.run;
+        const int64_t tiles = tiles_of(job, run) * job->args->tokens.blocks.shape[1],
+                      shares = shares_laid_out(job, run);
+        job->places[b] = at;
+        at.task += tiles * shares;
+        at.tile += tiles;
+        if (shares > 1) at.part += tiles * shares * tile_rows(job, run);
+    }
+    job->places[job->batch] = at;
+}
+
 /* A tile of a run's queries and the keys that they see. */
 typedef struct query_tile {
-    const cache_run *run;
+    const step_run *run;
     int64_t head, first, queries; /* the first query's number in the run */
     int64_t start, end;           /* of the keys */
     int64_t share_keys, shares;
@@ -123,7 +138,7 @@ static int64_t low_of(const decode_args *args, int64_t position)
     return mask_window_first(position, args->window);
 }
 
-static query_tile tile_at(const decode_job *job, const cache_run *run, int64_t tile)
+static query_tile tile_at(const decode_job *job, const step_run *run, int64_t tile)
 {
     query_tile t = {.run = run, .head = tile / tiles_of(job, run)};
     t.first = tile % tiles_of(job, run) * job->tile_queries;
@@ -196,7 +211,7 @@ static void store(const decode_job *job, const query_tile *t, decode_rows *rows)
 /* The run whose tasks (or, by_tile, tiles) hold `index`. */
 static int64_t run_of(const decode_job *job, int64_t index, bool by_tile)
 {
-    int64_t low = 0, high = job->args->queries.batch;
+    int64_t low = 0, high = job->batch;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
         if ((by_tile ? job->places[middle].tile : job->places[middle].task) <= index) low = middle;
@@ -221,7 +236,7 @@ typedef struct key_share {
 static key_share share_at(const decode_job *job, int64_t index)
 {
     key_share k = {.b = run_of(job, index, false)};
-    const cache_run *run = &job->places[k.b].run;
+    const step_run *run = &job->places[k.b].run;
     const int64_t laid_out = shares_laid_out(job, run);
     k.task = index - job->places[k.b].task;
     k.tile = tile_at(job, run, k.task / laid_out);
@@ -259,7 +274,7 @@ static void run_tasks(void *arg, int64_t index, int32_t thread)
 {
     const decode_job *job = arg;
     const int64_t first = index * job->together,
-                  end = lesser(first + job->together, job->places[job->args->queries.batch].task);
+                  end = lesser(first + job->together, job->places[job->batch].task);
     key_share now, next = share_at(job, first);
     for (int64_t i = first; i < end; i++) {
         decode_panel after = {NULL, NULL, 0};
@@ -281,7 +296,7 @@ static void run_combine(void *arg, int64_t index, int32_t thread)
     const decode_job *job = arg;
     const int64_t b = run_of(job, index, true), tile = index - job->places[b].tile,
                   width = job->shape.value_width;
-    const cache_run *run = &job->places[b].run;
+    const step_run *run = &job->places[b].run;
     const int64_t laid_out = shares_laid_out(job, run);
     if (laid_out == 1) return;
     const query_tile t = tile_at(job, run, tile);
@@ -318,11 +333,11 @@ quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *w
     arena a = arena_on(workspace);
     decode_job job;
     carve(exec, args, &a, &job);
-    const int64_t tasks = job.places[args->queries.batch].task,
+    find_places(&job);
+    const int64_t tasks = job.places[job.batch].task,
                   share = tasks / ((int64_t)exec->threads * CHUNKS_A_THREAD);
     job.together = share < 1 ? 1 : lesser(share, TOGETHER_MOST);
     parallel_for(exec, (tasks + job.together - 1) / job.together, run_tasks, &job);
-    if (job.places[args->queries.batch].part > 0)
-        parallel_for(exec, job.places[args->queries.batch].tile, run_combine, &job);
+    if (job.places[job.batch].part > 0) parallel_for(exec, job.places[job.batch].tile, run_combine, &job);
     return QUERN_OK;
 }

@@ -54,14 +54,15 @@ typedef struct nsa_job {
     bool cmp, slc, win, softmax;
     int64_t group, lists, width; /* lists: of a key/value head */
     int32_t threads;
-    cache_run *runs; /* [batch] */
+    int64_t batch;
+    step_run *runs;  /* [batch] */
     int64_t *tasks;  /* [batch + 1]: each run's first task */
     nsa_space *spaces;
 } nsa_job;
 
 /* A task's query and head. */
 typedef struct nsa_query {
-    const cache_run *run;
+    const step_run *run;
     int64_t head, row, position, seen; /* seen: entries */
 } nsa_query;
 
@@ -87,14 +88,14 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
 {
     const cache_plane *plane = &args->plane[SLC];
     const int64_t entries = mask_entries(args->capacity, args->block_size, args->stride);
-    const int64_t keys[] = {1, entries, plane->kv_heads, plane->dim};
+    const int64_t heads = plane->blocks.shape[1], keys[] = {1, entries, heads, plane->dim};
     *job = (nsa_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .threads = exec->threads};
-    job->shape = decode_shape_of(exec, plane->dtype, plane->dim, plane->dim_v, args->scale);
+    job->shape = decode_shape_of(exec, plane->blocks.dtype, plane->dim, plane->dim_v, args->scale);
     job->cmp = (args->branches & 1u << CMP) != 0;
     job->slc = (args->branches & 1u << SLC) != 0;
     job->win = (args->branches & 1u << WIN) != 0;
     job->softmax = args->scorer == SELECT_PROBABILITY;
-    job->group = args->q.shape[2] / plane->kv_heads;
+    job->group = args->q.shape[2] / heads;
     job->lists = args->scope == LIST_BY_HEAD ? job->group : 1;
     job->gate = (gate_args){
         .kind = args->gate, .q = args->q, .w_gate = args->w_gate, .gates = args->gates, .o = args->o};
@@ -102,7 +103,7 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
                                 .causal = true,
                                 .tile = 1,
                                 .q = args->q,
-                                .keys = quern_tensor_contiguous(NULL, plane->dtype, 4, keys),
+                                .keys = quern_tensor_contiguous(NULL, plane->blocks.dtype, 4, keys),
                                 .blocks = args->blocks,
                                 .count = args->block_count};
     job->select.scorer = args->scorer;
@@ -118,20 +119,23 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
     select_plan_make(exec, &job->select, &job->plan);
     job->plan.tiles = 1;
     job->width = round_up16(entries + 1) + STEP_KEYS;
-    const cache_queries *queries = &args->queries;
-    job->runs = arena_take(a, (size_t)queries->batch * sizeof *job->runs);
-    job->tasks = arena_take(a, (size_t)(queries->batch + 1) * sizeof *job->tasks);
-    for (int64_t i = 0, row = 0; i <= queries->batch && a->base != NULL; i++) {
-        job->tasks[i] = row * plane->kv_heads;
-        if (i == queries->batch) break;
-        job->runs[i] = cache_queries_at(queries, i, row);
-        row += queries->counts[i];
-    }
+    job->batch = args->step.slots.shape[0];
+    job->runs = arena_take(a, (size_t)job->batch * sizeof *job->runs);
+    job->tasks = arena_take(a, (size_t)(job->batch + 1) * sizeof *job->tasks);
     job->spaces = arena_take(a, sizeof *job->spaces * (size_t)exec->threads);
     for (int32_t i = 0; i < exec->threads; i++) {
         nsa_space space;
         carve_space(job, a, &space);
         if (a->base != NULL) job->spaces[i] = space;
+    }
+}
+
+static void find_runs(const nsa_job *job)
+{
+    job->tasks[0] = 0;
+    for (int64_t b = 0; b < job->batch; b++) {
+        job->runs[b] = step_run_at(&job->args->step, b);
+        job->tasks[b + 1] = job->tasks[b] + job->runs[b].count * job->args->plane[SLC].blocks.shape[1];
     }
 }
 
@@ -342,13 +346,13 @@ static void run_window(const nsa_job *job, const nsa_query *q, nsa_space *s)
 static nsa_query query_at(const nsa_job *job, int64_t index)
 {
     const nsa_decode_args *args = job->args;
-    int64_t b = 0, high = args->queries.batch;
+    int64_t b = 0, high = job->batch;
     while (high - b > 1) {
         const int64_t middle = (b + high) / 2;
         if (job->tasks[middle] <= index) b = middle;
         else high = middle;
     }
-    const cache_run *run = &job->runs[b];
+    const step_run *run = &job->runs[b];
     const int64_t task = index - job->tasks[b], query = task % run->count, position = run->first + query;
     return (nsa_query){.run = run,
                        .head = task / run->count,
@@ -361,7 +365,7 @@ static nsa_query query_at(const nsa_job *job, int64_t index)
 static decode_panel first_of_next(const nsa_job *job, int64_t index)
 {
     const int64_t next = index + job->threads;
-    if (next >= job->tasks[job->args->queries.batch]) return (decode_panel){NULL, NULL, 0};
+    if (next >= job->tasks[job->batch]) return (decode_panel){NULL, NULL, 0};
     const nsa_query q = query_at(job, next);
     if ((job->cmp || job->slc) && q.seen > 0) return peek(&job->args->plane[CMP], &q, 0, q.seen);
     return after_entries(job, &q);
@@ -403,6 +407,7 @@ quern_status cpu_nsa_decode(const stage_exec *exec, const nsa_decode_args *args,
     arena a = arena_on(workspace);
     nsa_job job;
     carve(exec, args, &a, &job);
-    parallel_for(exec, job.tasks[args->queries.batch], run_task, &job);
+    find_runs(&job);
+    parallel_for(exec, job.tasks[job.batch], run_task, &job);
     return QUERN_OK;
 }
