@@ -44,3 +44,19 @@ compare() {
             exit bad
         }' "$2" <(echo "$1")
 }
+
+# find_disassembler: puts cuobjdump and nvdisasm on PATH: those beside nvcc, else PyPI's in build/sass-venv.
+find_disassembler() {
+    local venv=build/sass-venv nvcc tools
+    nvcc=$(readlink -f "$(command -v nvcc || echo nvcc)")
+    export PATH=$PATH:${nvcc%/*}
+    if command -v cuobjdump >/dev/null && command -v nvdisasm >/dev/null; then return; fi
+    if [[ ! -e $venv/done ]]; then
+        python3 -m venv "$venv" >/dev/null &&
+            "$venv/bin/pip" install -q --disable-pip-version-check 'nvidia-cuda-cuobjdump>=13,<14' \
+                'nvidia-cuda-nvdisasm>=13,<14' && touch "$venv/done" ||
+            { echo "no cuobjdump: machine code is not looked at"; return 1; }
+    fi
+    tools=("$PWD/$venv"/lib/python3*/site-packages/nvidia/cu13/bin)
+    export PATH=$PATH:${tools[0]}
+}

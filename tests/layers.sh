@@ -44,8 +44,10 @@ forbid "the backends' tables name a backend" '(cpu|cuda)/' "${own_headers[@]/#/s
 forbid "a backend names a family" "$any_family" src/cpu src/cuda
 forbid "one backend names the other" 'cuda/' src/cpu
 forbid "one backend names the other" 'cpu/' src/cuda
-forbid "what CUDA's kernels share names a stage's kernels" '(any|sm90)/|stages\.cuh' src/cuda/common src/cuda/hopper
-forbid "any GPU's kernels name Hopper's" '(sm90|hopper)/|common/(wgmma|tma|barrier)\.cuh' src/cuda/any
+stages=$(cd src/cuda && printf '%s\n' */ | grep -vxE '(common|hopper|stages)/' | paste -sd'|')
+mapfile -t any_gpu < <(find src/cuda -mindepth 2 -type f ! -path '*/sm90*' ! -path 'src/cuda/hopper/*')
+forbid "what CUDA's kernels share names a stage's kernels" "($stages)|variants\\.cuh" src/cuda/common src/cuda/hopper
+forbid "any GPU's kernels name Hopper's" 'hopper/|([a-z0-9_]+/)*sm90' "${any_gpu[@]}"
 for f in "${families[@]}"; do
     others=$(printf '%s\n' "${families[@]}" | grep -vx "$f" | paste -sd'|')
     forbid "family $f names a backend" '(cpu|cuda)/' "src/$f"

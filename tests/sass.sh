@@ -1,27 +1,15 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# The machine code of the kernels in src/cuda/sm90, against src/cuda/sass.txt: of each instance how many products of
-# warpgroups it has (HGMMA), how many instructions reach local memory, and in its shortest loop with products how many
+# The machine code of the kernels in folders sm90* of src/cuda, against src/cuda/sass.txt: of each instance how many
+# products of warpgroups it has (HGMMA), how many instructions reach local memory, and in its shortest loop with products how many
 # move a value from a vector register to a uniform one (R2UR). It may not have fewer of the first, nor more of the others.
 # Needs cuobjdump and nvdisasm: those on PATH or beside nvcc, else PyPI's in build/sass-venv, else nothing is looked at.
 #   tests/sass.sh [--print] [BUILD]: the table as measured; the build's folder (build/release)
 set -eu
 cd "$(dirname "$0")/.."
 . tests/kernels.sh
-venv=build/sass-venv
-nvcc=$(readlink -f "$(command -v nvcc || echo nvcc)")
-export PATH=$PATH:${nvcc%/*}
-if ! command -v cuobjdump >/dev/null || ! command -v nvdisasm >/dev/null; then
-    if [[ ! -e $venv/done ]]; then
-        python3 -m venv "$venv" >/dev/null &&
-            "$venv/bin/pip" install -q --disable-pip-version-check 'nvidia-cuda-cuobjdump>=13,<14' \
-                'nvidia-cuda-nvdisasm>=13,<14' && touch "$venv/done" ||
-            { echo "no cuobjdump: machine code is not looked at"; exit 0; }
-    fi
-    tools=("$PWD/$venv"/lib/python3*/site-packages/nvidia/cu13/bin)
-    export PATH=$PATH:${tools[0]}
-fi
+find_disassembler || exit 0
 
 # instances OBJECT...: a line for each kernel: its mangled name, products, accesses to local memory, moves.
 instances() {
@@ -49,7 +37,7 @@ instances() {
         }
         END { finish() }'
 }
-objects=("$build"/cuda/sm90_*.o)
+objects=("$build"/cuda/*_sm90_*.o)
 [[ -e ${objects[0]} ]] || { echo "no kernels for sm_90a in $build/cuda"; exit 1; }
 measured=$(printf '%s\n' "${objects[@]}" | xargs -P "$(nproc)" -n 4 bash -c "$(declare -f instances); instances \"\$@\"" _ |
     kernel_names | LC_ALL=C sort)

@@ -14,7 +14,7 @@ trap 'rm -rf "$dir"' EXIT
 there="$dir/a path with spaces"
 mkdir "$there"
 cp -r CMakeLists.txt cmake src include "$there"
-smallest=$(find src/cuda -name '*.cu' ! -path '*/sm90/*' -printf '%s %P\n' | sort -n | sed -n '1s/^[0-9]* //p')
+smallest=$(find src/cuda -name '*.cu' ! -path '*/sm90*' -printf '%s %P\n' | sort -n | sed -n '1s/^[0-9]* //p')
 find "$there/src/cuda" -name '*.cu' ! -path "*/src/cuda/$smallest" -delete
 build="$there/build"
 cmake -S "$there" -B "$build" -DQUERN_TOOLS=OFF -DQUERN_EXAMPLES=OFF -DQUERN_CUDA_ONE_DTYPE=ON \

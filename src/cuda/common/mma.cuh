@@ -180,9 +180,9 @@ __device__ __forceinline__ void load_chunk16(uint32_t tile, char *tile_ptr, uint
 }
 
 /* Products of 16 rows a warp by mma.sync. A kernel takes the kind of its products as a parameter, so that one
- * text runs on Hopper's warpgroup products, too (sm90/attend/products.cuh). Those ask for more: show() before
- * the barrier after which shared memory that threads filled is an operand, start() before registers become
- * operands or accumulators, finish() before accumulators are read. */
+ * text runs on Hopper's warpgroup products, too (attend/sm90_wgmma/products.cuh). Those ask for more: show()
+ * before the barrier after which shared memory that threads filled is an operand, start() before registers
+ * become operands or accumulators, finish() before accumulators are read. */
 struct warp_products {
     static __device__ __forceinline__ void show() {}
     static __device__ __forceinline__ void start() {}

@@ -5,7 +5,7 @@
 #ifndef QUERN_CUDA_HOPPER_RING_CUH
 #define QUERN_CUDA_HOPPER_RING_CUH
 
-#include "common/barrier.cuh"
+#include "hopper/barrier.cuh"
 #include "common/mma.cuh"
 
 template <int STAGES> struct ring_place {

@@ -1,9 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-#include "any/attend/attend_any.cuh"
-#include "any/attend/attend_forward.cuh"
-
-quern_status attend_forward_bf16_256(const attend_args *args, const attend_launch &l, const launcher &to)
-{
-    return forward_by_warps<bf16, 256>(args, l, to);
-}

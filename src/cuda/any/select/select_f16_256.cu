@@ -1,8 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-#include "any/select/select.cuh"
-
-quern_status select_softmax_f16_256(const select_kernel &s, int64_t views, const launcher &to)
-{
-    return select_softmax<f16, 256>(s, views, to);
-}

@@ -1,8 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-#include "any/select/select_mean.cuh"
-
-quern_status select_mean_f32(const select_kernel &s, int64_t views, const launcher &to)
-{
-    return select_by_mean::run<float>(s, views, to);
-}

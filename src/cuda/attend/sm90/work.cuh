@@ -1,0 +1,255 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * work.cuh - what a persistent block of the Hopper attention kernels does next: which rows
+ * (attend/attend.cuh), and which key slots they walk. One warp plans and leaves the plan of a turn in
+ * shared memory for the others.
+ *
+ * A piece is up to M / hs queries with their hs heads, so that its rows are one box of Q. Pieces are numbered
+ * section after section of SECTION units, whose keys and values L2 serves to many blocks at once, and in a
+ * section the longest causal ones of all units first, so that short ones fill what is left at the end. A
+ * block begins with the one of its own number and then takes whichever is next, by a counter: no result
+ * depends on who computes it.
+ */
+#ifndef QUERN_CUDA_ATTEND_SM90_WORK_CUH
+#define QUERN_CUDA_ATTEND_SM90_WORK_CUH
+
+#include "attend/attend.cuh"
+
+enum { SECTION = 8 };
+
+struct work_plan {
+    int32_t pieces, total; /* of a unit, of all */
+    int32_t queries;       /* of a piece, at most */
+    int32_t per_tile;      /* listed: pieces of a tile of queries */
+    int32_t box;           /* keys of a bulk copy */
+    int32_t *taken;        /* pieces taken beyond each block's first; NULL: every block has one at most */
+};
+
+/* One turn's piece, by one sequence: `view` in dim 0 of the views, rows q0 ... and k0 ... in dim 1. */
+struct work {
+    int32_t view, q0, nq, k0, nk;
+    int32_t unit, kvh, head0;
+    int32_t query, queries; /* the first, and how many; 0: no piece */
+    int32_t base, slots;    /* the first key (range); slots, 0: no row sees a key */
+    int32_t lo, hi;         /* keys that every row sees: [lo, hi) */
+    int32_t end;            /* no row sees keys at or past it */
+    int32_t list_row;
+};
+
+/* What the numbers of pieces are divided by, as it is, or as the host has prepared it, which takes a tenth of
+ * the instructions: pieces of a section and of a tile, units, queries, heads, pieces of a view. */
+struct plain_divisions {
+    __device__ __forceinline__ int32_t section(int32_t x, int32_t pieces) const { return x / pieces; }
+    __device__ __forceinline__ int32_t units(int32_t x, int32_t width) const { return x / width; }
+    __device__ __forceinline__ int32_t part(int32_t x, int32_t per_tile) const { return x / per_tile; }
+    __device__ __forceinline__ int32_t tile(int32_t x, int32_t queries) const { return x / queries; }
+    __device__ __forceinline__ int32_t head(int32_t x, int32_t group) const { return x / group; }
+    __device__ __forceinline__ int32_t view(int32_t x, int32_t n, int32_t queries) const
+    {
+        return x / ((n + queries - 1) / queries);
+    }
+};
+
+struct work_divisions {
+    fast_div by_section, by_units, by_last_units, by_part, by_tile, by_head, by_view;
+    __device__ __forceinline__ int32_t section(int32_t x, int32_t) const { return of(x, by_section); }
+    __device__ __forceinline__ int32_t units(int32_t x, int32_t width) const
+    {
+        return width == (int32_t)by_units.d ? of(x, by_units) : of(x, by_last_units);
+    }
+    __device__ __forceinline__ int32_t part(int32_t x, int32_t) const { return of(x, by_part); }
+    __device__ __forceinline__ int32_t tile(int32_t x, int32_t) const { return of(x, by_tile); }
+    __device__ __forceinline__ int32_t head(int32_t x, int32_t) const { return of(x, by_head); }
+    __device__ __forceinline__ int32_t view(int32_t x, int32_t, int32_t) const { return of(x, by_view); }
+    static __device__ __forceinline__ int32_t of(int32_t x, const fast_div &by)
+    {
+        return (int32_t)quotient((uint32_t)x, by);
+    }
+};
+
+__device__ __forceinline__ sequence sequence_of(const work &w)
+{
+    return {0, w.view, w.q0, w.nq, w.k0, w.nk};
+}
+
+/* Sets the sequence of piece `i` of those cut by `unit` queries; `tiles`: how many tiles of `tile` queries
+ * the sequences before it have; `number`: the sequence's. All lanes of the warp call. */
+template <typename DIV = plain_divisions>
+__device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t unit, work *w, int32_t *first,
+                                           int32_t tile = 0, int32_t *tiles = NULL, int32_t *number = NULL,
+                                           const DIV &by = {})
+{
+    const int32_t n_q = (int32_t)s.n_q, n_kv = (int32_t)s.n_kv, batch = (int32_t)s.batch;
+    if (s.cu_q == NULL) {
+        const int32_t per = (n_q + unit - 1) / unit, b = by.view(i, n_q, unit);
+        *first = (i - b * per) * unit;
+        if (tiles != NULL) *tiles = 0; /* of a view of its own */
+        if (number != NULL) *number = b;
+        w->view = b;
+        w->q0 = 0;
+        w->nq = n_q;
+        w->k0 = 0;
+        w->nk = n_kv;
+        return b < batch;
+    }
+    const int32_t *ck = s.cu_kv != NULL ? s.cu_kv : s.cu_q;
+    const int lane = threadIdx.x & 31;
+    int32_t before = 0; /* tiles, of the sequences lane, lane + 32 ... */
+    for (int32_t b0 = 0; b0 < batch; b0 += 32) {
+        int32_t n = 0, own_tiles = 0;
+        if (b0 + lane < batch) {
+            n = (int32_t)(cu_seqlens_at(s.cu_q, b0 + lane + 1, n_q) - cu_seqlens_at(s.cu_q, b0 + lane, n_q));
+            if (tiles != NULL && n > 0) own_tiles = (n + tile - 1) / tile;
+            n = n > 0 ? (n + unit - 1) / unit : 0;
+        }
+        int32_t sum = n;
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t left = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += left;
+        }
+        const uint32_t past = __ballot_sync(~0u, i < sum);
+        if (past != 0) {
+            const int owner = __ffs((int)past) - 1, b = b0 + owner;
+            *first = (i - __shfl_sync(~0u, sum - n, owner)) * unit;
+            if (number != NULL) *number = b;
+            w->view = 0;
+            w->q0 = (int32_t)cu_seqlens_at(s.cu_q, b, n_q);
+            w->nq = (int32_t)cu_seqlens_at(s.cu_q, b + 1, n_q) - w->q0;
+            w->k0 = (int32_t)cu_seqlens_at(ck, b, n_kv);
+            w->nk = (int32_t)cu_seqlens_at(ck, b + 1, n_kv) - w->k0;
+            w->nk = w->nk > 0 ? w->nk : 0;
+            if (tiles != NULL)
+                *tiles = (int32_t)__reduce_add_sync(~0u, before + (lane < owner ? own_tiles : 0));
+            return true;
+        }
+        before += own_tiles;
+        i -= __shfl_sync(~0u, sum, 31);
+    }
+    return false;
+}
+
+/* A plan's divisors, where sections have `section` units. */
+static inline work_divisions divisions_of(const attend_kernel &a, const work_plan &plan, int section,
+                                          bool listed)
+{
+    const int32_t queries = listed ? a.tile : plan.queries, n = (int32_t)a.sq.n_q,
+                  per = (n + queries - 1) / queries, last = a.units % section;
+    const auto by = [](int32_t d) { return fast_div_by((uint32_t)(d > 0 ? d : 1)); };
+    return {by(plan.pieces * section),
+            by(section),
+            by(last),
+            by(plan.per_tile),
+            by(a.tile),
+            by(a.group),
+            by(per)};
+}
+
+/* The next piece that nobody has taken; all lanes of the warp call. */
+__device__ __forceinline__ int32_t next_piece(const work_plan &plan)
+{
+    int32_t next = plan.total;
+    if (plan.taken != NULL && (threadIdx.x & 31) == 0) next = (int32_t)gridDim.x + atomicAdd(plan.taken, 1);
+    return __shfl_sync(~0u, next, 0);
+}
+
+/* Fills in piece `index`: 0 queries where a varlen batch has no such piece. SHARED: a piece has several
+ * tiles, list_row is the first one's, and a section is one unit, whose keys all find room in L2, or as many
+ * as UNITS says. Without KEYS it leaves out which keys the rows see, but sets the number of their sequence.
+ * All lanes of the warp call. */
+template <bool LISTED, bool SHARED = false, int UNITS = SHARED ? 1 : SECTION, bool KEYS = true,
+          typename DIV = plain_divisions>
+__device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index,
+                                          work *w, int32_t *number = NULL, const DIV &by = {})
+{
+    w->queries = w->slots = 0;
+    const int32_t unit0 = by.section(index, plan.pieces * UNITS) * UNITS,
+                  width = a.units - unit0 < UNITS ? a.units - unit0 : UNITS;
+    const int32_t in_section = index - unit0 * plan.pieces, before = by.units(in_section, width),
+                  u = unit0 + in_section - before * width, piece = plan.pieces - 1 - before;
+    const int32_t tile = LISTED ? by.part(piece, plan.per_tile) : piece;
+    int32_t query, tiles;
+    if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query, a.tile, SHARED ? &tiles : NULL,
+                    number, by))
+        return;
+    if (SHARED) w->list_row = tiles + by.tile(query, a.tile);
+    int32_t end = w->nq;
+    if (LISTED) {
+        w->list_row = a.sq.cu_q == NULL ? by.tile(query, a.tile) : tile;
+        if (end - query > a.tile) end = query + a.tile;
+        query += (piece - tile * plan.per_tile) * plan.queries;
+    }
+    if (query >= end) return;
+    const bool by_head = a.units == a.heads;
+    w->unit = u;
+    w->kvh = by_head ? by.head(u, a.group) : u;
+    w->head0 = by_head ? u : u * a.group;
+    w->query = query;
+    w->queries = end - query < plan.queries ? end - query : plan.queries;
+    if (!KEYS) return;
+    int last_hi;
+    row_keys(a, sequence_of(*w), query, &w->base, &w->hi);
+    row_keys(a, sequence_of(*w), query + w->queries - 1, &w->lo, &last_hi);
+    w->slots = last_hi > w->base ? last_hi - w->base : 0;
+    w->end = last_hi;
+}
+
+/* Copies a list into `clean`, ascending and without padding, repeats and blocks that start at or past key
+ * `end`; returns how many are left. One warp calls; `scratch` has room for k. */
+__device__ __forceinline__ int clean_by_warp(const int32_t *list, int k, int block, int end, int32_t *clean,
+                                             int32_t *scratch)
+{
+    const int lane = threadIdx.x & 31;
+    uint32_t again = 0; /* bit j: entry 32 j + lane stands before, too */
+    int kept = 0;
+    __syncwarp();
+    for (int e = lane; e < k; e += 32) {
+        const int32_t x = list[e];
+        scratch[e] = x >= 0 && (int64_t)x * block < end ? x : INT32_MAX;
+    }
+    __syncwarp();
+    for (int e = lane; e < k; e += 32) {
+        const int32_t mine = scratch[e];
+        bool found = false;
+        for (int i = 0; i < e; i++) found = found || scratch[i] == mine;
+        again |= (uint32_t)found << (e >> 5);
+    }
+    __syncwarp();
+    for (int e = lane; e < k; e += 32)
+        if (again >> (e >> 5) & 1) scratch[e] = INT32_MAX;
+    __syncwarp();
+    for (int e0 = 0; e0 < k; e0 += 32) {
+        const int32_t mine = e0 + lane < k ? scratch[e0 + lane] : INT32_MAX;
+        int at = 0;
+        for (int i = 0; i < k; i++) at += scratch[i] < mine;
+        if (mine != INT32_MAX) clean[at] = mine;
+        kept += __popc(__ballot_sync(~0u, mine != INT32_MAX));
+    }
+    __syncwarp();
+    return kept;
+}
+
+/* The tiles of KEYS slots whose every key is seen by every row: of a range [from, to); of a list, which
+ * rises, those that end before key `to`. */
+struct seen_tiles {
+    int from, to;
+};
+
+template <int KEYS, bool LISTED> __device__ __forceinline__ seen_tiles find_seen(const work &w)
+{
+    if (LISTED) return {0, w.hi};
+    const int end = w.hi - w.base < w.slots ? w.hi - w.base : w.slots;
+    return {(w.lo - w.base + KEYS - 1) / KEYS, end > 0 ? end / KEYS : 0};
+}
+
+template <int KEYS, bool LISTED>
+__device__ __forceinline__ bool tile_seen(const attend_kernel &a, const work &w, const seen_tiles &seen,
+                                          const int32_t *list, int t)
+{
+    if (!LISTED) return t >= seen.from && t < seen.to;
+    const int end = (t + 1) * KEYS;
+    return end <= w.slots &&
+           (int64_t)(list[quotient((uint32_t)(end - 1), a.by_block)] + 1) * a.list_block <= seen.to;
+}
+
+#endif

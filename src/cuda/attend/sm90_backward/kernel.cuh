@@ -1,0 +1,154 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * kernel.cuh - attention's backward on Hopper for bf16 and f16, where keys are a range; after
+ * FlashAttention-3 (arXiv 2407.08608).
+ *
+ *   P = exp(S - lse) recomputed, dP = dO V^T, dS = P (row_scale dP - delta)
+ *   dV = P^T row_scale dO, dK = scale dS^T Q, dQ = scale dS K: five products.
+ * A block owns 128 keys, 64 each of two computing warpgroups, and walks the rows that see them: tiles of 64
+ * queries from the last to the first, each with the heads of the group one after another. S and dP are
+ * transposed: S^T = K Q^T leaves P^T and dS^T in registers as the A operands of dV and dK, which stay in
+ * registers. dS^T also goes to shared memory, of which dQ is made. Above D = 64 dQ has a warpgroup of its own
+ * (dq_apart.cuh); at D = 64 the two take turns, and each makes half of dQ's columns
+ * (turns.cuh).
+ *
+ * With lists of blocks, a block of threads owns 128 slots of one list: its rows are those of the list's tile,
+ * all of which chose these keys. What it makes of dK and dV is that list's share (lists.cu adds them).
+ *
+ * Every key block adds its share of dQ to f32 sums in global memory: in d_q by boxes of TMA, in workspace a
+ * tile at once (dq_sums.cuh). A counter for each tile and head says how many key blocks have added, and a
+ * block waits until all before it have: the order is that of the keys, whoever computes them. A block waits
+ * only for blocks that took a lower ticket, so some block can always go on. First keys, which see most rows,
+ * go first. Blocks that start together walk the rows from the end, one step apart; those that follow
+ * (sm90_backward_plan's wave) begin one after the other, at their diagonals, and walk the other way: so they
+ * stay beside each other, too, and L2 serves them all. Sums in workspace are stored in d_q by blocks without
+ * keys (dq_sums.cuh); above D = 64, a tile to which one block of keys alone comes is stored by that block.
+ *
+ * Above D = 64, where no row of a tile sees one half of the keys, as at both ends of a window, that half's
+ * warpgroup leaves zeros for dQ and has nothing else to do.
+ *
+ * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics, a step ahead
+ * of their stage, and looks for what is not finite in rows that may hold it and do not see all of these keys;
+ * warps 2 and 3 add dQ's two buffers. What is not finite in Q and dO becomes 0 between the products that read
+ * it for S and dP and those for dK and dV, and the keys that such a row sees get it (NaN in dK). K that is
+ * not finite becomes 0 for dQ's product, and the rows that see it get NaN.
+ *
+ * Shared memory at D = 128: K, V 64 KB, Q, dO 64 KB, dS 32 KB, dQ 64 KB. Limit: the tensor cores; shared
+ * memory comes close behind.
+ */
+#ifndef QUERN_CUDA_ATTEND_SM90_BACKWARD_KERNEL_CUH
+#define QUERN_CUDA_ATTEND_SM90_BACKWARD_KERNEL_CUH
+
+#include "common/launch.cuh"
+#include "attend/sm90_backward/dq_apart.cuh"
+#include "attend/sm90_backward/turns.cuh"
+
+namespace sm90_backward
+{
+
+/* Offsets into shared memory. */
+template <int DK, int DV> struct layout {
+    static constexpr int DIM_K = DK, DIM_V = DV, KEYS = sm90_backward::KEYS, ROWS = sm90_backward::ROWS,
+                         STAGES = DK > 64 ? 2 : 4,
+                         DS_BUFFERS = STAGES; /* in turns, one ahead and one behind */
+    static constexpr int Q_BYTES = ROWS * DK * 2, DO_BYTES = ROWS * DV * 2, DS_BYTES = KEYS * ROWS * 2,
+                         DQ_BYTES = ROWS * DK * 4;
+    static constexpr int K = 0, V = K + KEYS * DK * 2, Q = V + KEYS * DV * 2, DO = Q + STAGES * Q_BYTES,
+                         DS = DO + STAGES * DO_BYTES;
+    static constexpr int DQ = DS + DS_BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
+                         BARS = STAT + STAGES * (int)sizeof(statistics);
+    static constexpr bool APART = DK > 64; /* dQ has a warpgroup of its own */
+    static constexpr int DQ_THREADS = APART ? 128 : 128 * GROUPS, THREADS = 128 * (1 + GROUPS + APART);
+    static constexpr int FEED = APART ? 32 : 40, COMPUTE = APART ? 208 : 232,
+                         MAKE_DQ = 64; /* registers a thread */
+    static_assert(FEED + GROUPS * COMPUTE + (APART ? MAKE_DQ : 0) <= 512, "more registers than there are");
+    static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
+                         STAT_FULL = FREE + 8 * STAGES;
+    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, DS_FREE = CLEAN + 8,
+                         KEYS_BACK = DS_FREE + 8 * DS_BUFFERS, DS_PART = KEYS_BACK + 8,
+                         BLOCK = DS_PART + 4 * DS_BUFFERS;
+    static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
+    static constexpr bool RATIO = APART;         /* its delta is of rows without row_scale */
+    static constexpr bool KEYS_OF_ROWS = !APART; /* its first step masks by them, and steps with a part do */
+    static constexpr bool HALVES = DK > 64;      /* at D 64 steps are too short for it to pay */
+    static constexpr bool ALONE = APART; /* dQ's warpgroup stores tiles that no other block comes to */
+    static_assert(store_ring<DK, THREADS / 128 - 1>::BYTES <= BLOCK, "the ring reaches into key_block");
+    static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
+};
+
+template <typename T, int DK, int DV>
+__global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
+    attend_backward_sm90(const __grid_constant__ attend_kernel a,
+                         const __grid_constant__ sm90_backward_plan plan, const __grid_constant__ maps m)
+{
+#ifdef QUERN_WGMMA
+    typedef layout<DK, DV> at;
+    extern __shared__ __align__(1024) char smem[];
+    const uint32_t base = smem_address(smem);
+    key_block &b = *(key_block *)(smem + at::BLOCK);
+    if (threadIdx.x < 32) {
+        const int ticket = take_ticket(plan);
+        const bool stores = ticket >= plan.blocks,
+                   found = !stores && find_keys<KEYS, ROWS>(a, plan, ticket, &b);
+        if (threadIdx.x == 0 && !found) {
+            b.tiles = -1;
+            b.stores = stores;
+        }
+    }
+    if (threadIdx.x == 0) {
+        mbar_init(base + at::OWN_FULL, 1);
+        for (int i = 0; i < at::STAGES; i++) {
+            mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
+            mbar_init(base + at::STAT_FULL + 8 * i, WARP_ARRIVALS);
+        }
+        for (int i = 0; i < BUFFERS; i++) mbar_init(base + at::DQ_FREE + 8 * i, 1);
+        mbar_init(base + at::CLEAN, 128 * GROUPS);
+        for (int i = 0; i < at::DS_BUFFERS; i++) mbar_init(base + at::DS_FREE + 8 * i, at::DQ_THREADS);
+        mbar_init(base + at::KEYS_BACK, at::DQ_THREADS);
+        mbar_init_done();
+    }
+    __syncthreads();
+    if (b.tiles < 0) {
+        if (b.stores) store_tiles<T, DK, at::THREADS / 128 - 1>(a, plan, smem, base);
+        else if (plan.done != NULL && threadIdx.x == 0) add_release(plan.done, ADDERS);
+        return;
+    }
+    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    if (group == 0) {
+        registers_down<at::FEED>();
+        if (warp == 0) feed<at>(a, plan, b, m, base);
+        else if (warp == 1) fetch_statistics<T, at>(a, plan, b, smem, base);
+        else add_rows<at>(a, plan, b, m, base, warp - 2);
+    } else if (group <= GROUPS) {
+        registers_up<at::COMPUTE>();
+        if constexpr (at::APART) compute_apart<T, at>(a, plan, b, smem, base, group - 1);
+        else compute_in_turns<T, at>(a, plan, b, smem, base, group - 1);
+    } else if constexpr (at::APART) {
+        registers_down<at::MAKE_DQ>();
+        make_dq<T, at>(a, plan, b, smem, base);
+    }
+#endif
+}
+
+template <typename T, int DK, int DV>
+static quern_status run(const attend_args *args, const attend_launch &l, const sm90_backward_plan &plan,
+                        const quern_tensor &d_q, cudaStream_t stream)
+{
+    const int box = plan.lists.box > 0 ? plan.lists.box : KEYS;
+    maps m = {};
+    quern_status status = tma_describe(&m.q, args->q, 1, ROWS);
+    if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, 1, ROWS);
+    if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, box);
+    if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, box);
+    if (status == QUERN_OK && plan.sums == NULL) status = tma_describe(&m.d_q, d_q, 1, ROWS);
+    if (status != QUERN_OK) return status;
+    const unsigned blocks = (unsigned)plan.blocks + plan.beside + plan.behind;
+    return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks),
+                         layout<DK, DV>::THREADS, layout<DK, DV>::BYTES, "attend_backward_sm90", l.kernel,
+                         plan, m);
+}
+
+} // namespace sm90_backward
+
+#endif

@@ -1,0 +1,431 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * dq.cuh - dQ of attention on Hopper for bf16 and f16, where keys are a range and a head
+ * dim exceeds 128: P = exp(S - lse) recomputed, dP = dO V^T, dS = P (row_scale dP - delta), dQ = scale dS K.
+ * dK and dV are dkv.cuh's: two kernels compute S and dP twice (seven products for five), and
+ * every sum has one owner and one order. One kernel has no room for dQ's tile beside dK and dV.
+ *
+ * Blocks, pieces and turns are the forward's (sm90_forward/kernel.cuh, sm90/work.cuh): a persistent block
+ * owns 128 rows, 64 each of two computing warpgroups, and walks their keys from the last to the first. The
+ * next tile's S and dP are issued behind this tile's dQ, so the tensor cores have work while dS is made of
+ * the one warpgroup's or the other's.
+ *
+ * What is not finite in K would reach dQ of rows that do not see it. Warps 1 and 2 of the feeder look for it
+ * in tiles that are not seen whole; if there is any, the computing warpgroups together set it to 0 between
+ * the products that read it for S and for dQ, and the rows that see it get NaN. A row that sees nothing, by
+ * its lse, makes all tiles of its block such.
+ *
+ * Registers: 192/128: dQ 96, S 40, dP 40, dS 20; 256: dQ 128, S 24, dP 24, dS 12. Shared memory: 192/128: Q,
+ * dO 80 KB, K, V of 80 keys in two stages 100 KB; 256: 128 KB, and 96 KB of 48 keys. Limit: the tensor cores,
+ * and at 256 shared memory, 2560 clocks a tile where the products take 2304.
+ */
+#ifndef QUERN_CUDA_ATTEND_SM90_DQ_DKV_DQ_CUH
+#define QUERN_CUDA_ATTEND_SM90_DQ_DKV_DQ_CUH
+
+#include "attend/backward/params.cuh"
+#include "hopper/barrier.cuh"
+#include "common/launch.cuh"
+#include "hopper/tma.cuh"
+#include "attend/sm90/attend.cuh"
+#include "attend/sm90/work.cuh"
+
+namespace sm90_rows
+{
+
+enum { STAGES = 2, GROUPS = 2, M = 64 * GROUPS, SEARCHERS = 2, CLEANING = 1, FEED = 40, COMPUTE = 232 };
+
+struct maps {
+    CUtensorMap q, d_o, k, v;
+};
+
+/* Of a row of the piece. lse2: times log2 e, +inf where it sees nothing. */
+struct row_state {
+    float lse2, delta, row_scale;
+    int32_t lo, hi;
+};
+
+/* Offsets into shared memory. */
+template <int DK, int DV> struct layout {
+    static constexpr int KEYS = DV <= 128 ? 80 : 48;
+    static constexpr int Q = 0, DO = Q + M * DK * 2, K = DO + M * DV * 2, K_BYTES = KEYS * DK * 2,
+                         V_BYTES = KEYS * DV * 2;
+    static constexpr int V = K + STAGES * K_BYTES, BARS = V + STAGES * V_BYTES; /* 8 bytes each */
+    static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, FULL = Q_FREE + 8, FREE = FULL + 8 * STAGES,
+                         SEARCHED = FREE + 8 * STAGES;
+    static constexpr int TURN_FULL = SEARCHED + 8 * STAGES, TURN_FREE = TURN_FULL + 16;
+    /* [STAGES][SEARCHERS]: some rows do not see all keys: 1; and something in these is not finite: 3 */
+    static constexpr int FOUND = TURN_FREE + 16;
+    static constexpr int TURN = FOUND + 4 * STAGES * SEARCHERS; /* [2] plans */
+    static constexpr int ROW = TURN + 2 * (int)sizeof(work);    /* [M] */
+    static constexpr int BYTES = ROW + M * (int)sizeof(row_state);
+    static_assert(BYTES <= 227 * 1024, "more than a block can have");
+};
+
+template <int DK, int DV>
+__device__ __forceinline__ const work &wait_turn(char *smem, uint32_t base, int turn)
+{
+    typedef layout<DK, DV> at;
+    mbar_wait(base + at::TURN_FULL + 8 * (turn & 1), turn >> 1 & 1);
+    return ((const work *)(smem + at::TURN))[turn & 1];
+}
+
+template <int DK, int DV> __device__ __forceinline__ void free_turn(uint32_t base, int turn)
+{
+    mbar_arrive(base + layout<DK, DV>::TURN_FREE + 8 * (turn & 1)); /* each lane's, for what it read */
+}
+
+/* Warp 3 of the feeder: plans the turns, two ahead at most. The last plan has -1 queries. */
+template <int DK, int DV>
+__device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_plan &plan, char *smem,
+                                           uint32_t base)
+{
+    typedef layout<DK, DV> at;
+    work w = {};
+    int32_t index = (int32_t)blockIdx.x;
+    for (int turn = 0; w.queries >= 0; turn++) {
+        if (index < plan.total) find_work<false>(a, plan, index, &w);
+        else w.queries = -1;
+        mbar_wait(base + at::TURN_FREE + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+        if ((threadIdx.x & 31) == 0) {
+            ((work *)(smem + at::TURN))[turn & 1] = w;
+            mbar_arrive(base + at::TURN_FULL + 8 * (turn & 1));
+        }
+        index = next_piece(plan);
+    }
+}
+
+/* Warp 0 of the feeder: one thread copies. */
+template <int DK, int DV>
+__device__ __forceinline__ void feed(const attend_kernel &a, const work_plan &plan, const maps &m, char *smem,
+                                     uint32_t base)
+{
+    typedef layout<DK, DV> at;
+    const bool lead = (threadIdx.x & 31) == 0;
+    int step = 0, used = 0; /* tiles and pieces so far */
+    for (int turn = 0;; turn++) {
+        const work &w = wait_turn<DK, DV>(smem, base, turn);
+        if (w.queries < 0) return;
+        const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
+        if (tiles > 0 && lead) {
+            mbar_wait(base + at::Q_FREE, (used & 1) ^ 1);
+            mbar_expect(base + at::Q_FULL, (DK + DV) / 64 * plan.queries * a.hs * 128);
+#pragma unroll
+            for (int p = 0; p < DK / 64; p++)
+                tma_load(base + at::Q + p * M * 128, m.q, base + at::Q_FULL, p * 64, w.head0, w.q0 + w.query,
+                         w.view);
+#pragma unroll
+            for (int p = 0; p < DV / 64; p++)
+                tma_load(base + at::DO + p * M * 128, m.d_o, base + at::Q_FULL, p * 64, w.head0,
+                         w.q0 + w.query, w.view);
+            used++;
+        }
+        if (lead)
+            for (int t = tiles - 1; t >= 0; t--, step++) {
+                const int stage = step % STAGES, key = w.k0 + w.base + t * at::KEYS;
+                const uint32_t full = base + at::FULL + 8 * stage;
+                mbar_wait(base + at::FREE + 8 * stage, (step / STAGES & 1) ^ 1);
+                mbar_expect(full, at::K_BYTES + at::V_BYTES);
+#pragma unroll
+                for (int p = 0; p < DK / 64; p++)
+                    tma_load(base + at::K + stage * at::K_BYTES + p * at::KEYS * 128, m.k, full, p * 64,
+                             w.kvh, key, w.view);
+#pragma unroll
+                for (int p = 0; p < DV / 64; p++)
+                    tma_load(base + at::V + stage * at::V_BYTES + p * at::KEYS * 128, m.v, full, p * 64,
+                             w.kvh, key, w.view);
+            }
+        free_turn<DK, DV>(base, turn);
+    }
+}
+
+/* The bits of 16 bytes' values without their signs, two values a word, and the most of them and `most`. */
+__device__ __forceinline__ uint32_t most_of(uint32_t most, const uint4 &x)
+{
+    return __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff),
+                                   __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff)));
+}
+
+/* Whether a row of the piece sees nothing, by its lse; a searcher's lanes look at half of the rows. */
+__device__ __forceinline__ bool some_empty(const attend_kernel &a, const work &w)
+{
+    bool empty = false;
+    for (int row = (int)threadIdx.x - 32; row < w.queries * a.hs; row += 32 * SEARCHERS) {
+        const int n = (int)quotient((uint32_t)row, a.by_hs);
+        float lse2, delta, row_scale;
+        row_statistics(a, sequence_of(w), (int64_t)w.q0 + w.query + n, w.head0 + row - n * a.hs, &lse2,
+                       &delta, &row_scale);
+        empty = empty || lse2 == INFINITY;
+    }
+    return __any_sync(~0u, empty);
+}
+
+/* Warps 1 and 2 of the feeder. They free every stage, so that the others neither overtake them nor are
+ * overtaken. A searcher looks at half of a tile for one of its reasons, at all of it for the other. */
+template <typename T, int DK, int DV>
+__device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint32_t base)
+{
+    typedef layout<DK, DV> at;
+    constexpr uint32_t INFINITE =
+        __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
+    const int lane = threadIdx.x & 31, searcher = (threadIdx.x >> 5) - 1;
+    int step = 0;
+    for (int turn = 0;; turn++) {
+        const work &w = wait_turn<DK, DV>(smem, base, turn);
+        if (w.queries < 0) return;
+        const seen_tiles seen = find_seen<at::KEYS, false>(w);
+        const bool empty = some_empty(a, w);
+        for (int t = (w.slots + at::KEYS - 1) / at::KEYS - 1; t >= 0; t--, step++) {
+            const int stage = step % STAGES;
+            mbar_wait(base + at::FULL + 8 * stage, step / STAGES & 1);
+            const bool whole = tile_seen<at::KEYS, false>(a, w, seen, NULL, t);
+            uint32_t most = 0;
+            if (!whole || empty) {
+                const char *tile = smem + at::K + stage * at::K_BYTES;
+                const int first = empty ? 0 : searcher * 512, by = empty ? 512 : SEARCHERS * 512;
+#pragma unroll 4
+                for (int i = first + lane * 16; i < at::K_BYTES; i += by)
+                    most = most_of(most, *(const uint4 *)(tile + i));
+            }
+            const bool odd = __any_sync(~0u, (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE);
+            if (lane == 0)
+                ((int32_t *)(smem + at::FOUND))[stage * SEARCHERS + searcher] =
+                    (!whole || empty ? 1 : 0) | (odd ? 2 : 0);
+            mbar_arrive(base + at::SEARCHED + 8 * stage); /* each lane's, for what it read */
+            if (lane == 0) mbar_arrive(base + at::FREE + 8 * stage);
+        }
+        free_turn<DK, DV>(base, turn);
+    }
+}
+
+/* A computing warp leaves what is known of its 16 rows, the first of them row `first` of the piece. */
+__device__ __forceinline__ void describe_rows(const attend_kernel &a, const work &w, int first,
+                                              row_state *rows)
+{
+    const int row = first + (threadIdx.x & 31), n = (int)quotient((uint32_t)row, a.by_hs);
+    __syncwarp();
+    if (row < first + 16) {
+        row_state r = {INFINITY, 0.0f, 1.0f, 0, 0};
+        if (n < w.queries) {
+            row_keys(a, sequence_of(w), w.query + n, &r.lo, &r.hi);
+            row_statistics(a, sequence_of(w), (int64_t)w.q0 + w.query + n, w.head0 + row - n * a.hs, &r.lse2,
+                           &r.delta, &r.row_scale);
+            if (r.lse2 == INFINITY) r.hi = 0;
+        }
+        rows[row] = r;
+    }
+    __syncwarp();
+}
+
+/* dS of a tile from P, which stands in `s`, and dP. PART: some pairs do not see each other. `rows`: this
+ * thread's first; its second is 8 further. */
+template <typename T, bool PART, int NT>
+__device__ __forceinline__ void score_gradients(const float (&s)[NT][4], const float (&dp)[NT][4],
+                                                uint32_t (&ds)[NT / 2][4], const row_state *rows, int key0)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float delta = rows[h * 8].delta, row_scale = rows[h * 8].row_scale;
+        const int lo = PART ? rows[h * 8].lo : 0, hi = PART ? rows[h * 8].hi : 0;
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            float x[2];
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                x[c] = s[i][h * 2 + c] * fmaf(dp[i][h * 2 + c], row_scale, -delta);
+                const int key = key0 + i * 8 + c;
+                if (PART && (key < lo || key >= hi)) x[c] = 0.0f;
+            }
+            ds[i >> 1][(i & 1) * 2 + h] = pack2<T>(x[0], x[1]);
+        }
+    }
+}
+
+/* Both computing warpgroups: K of a tile becomes finite, and dQ of the rows that see what was not NaN. */
+template <typename T, int DK, int KEYS, int OT>
+__device__ __forceinline__ void clean_keys(float (&dq)[OT][4], char *tile, const row_state *rows, int key0)
+{
+    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
+    named_sync(CLEANING, 128 * GROUPS); /* nobody multiplies with it */
+    spread_nonfinite<T, KEYS>(dq, tile, 0, KEYS, true, [&](int j, int h) {
+        return key0 + j >= rows[h * 8].lo && key0 + j < rows[h * 8].hi;
+    });
+    named_sync(CLEANING, 128 * GROUPS);
+#pragma unroll 1
+    for (int i = (int)(threadIdx.x - 128) * 2; i < KEYS * DK * 2; i += 256 * GROUPS) {
+        uint16_t *x = (uint16_t *)(tile + i);
+        if ((*x & 0x7fff) >= INFINITE) *x = 0;
+    }
+    async_fence();
+    named_sync(CLEANING, 128 * GROUPS);
+}
+
+template <typename T, int OT>
+__device__ __forceinline__ void store_rows(const float (&dq)[OT][4], const attend_kernel &a, const work &w,
+                                           int place)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = place + h * 8, n = (int)quotient((uint32_t)row, a.by_hs),
+                  head = row - n * a.hs + w.head0;
+        if (n >= w.queries) continue;
+        const int64_t to =
+            (int64_t)w.view * a.d_q.s[0] + ((int64_t)w.q0 + w.query + n) * a.d_q.s[1] + head * a.d_q.s[2];
+#pragma unroll
+        for (int i = 0; i < OT; i++) {
+            const int c = i * 8 + (threadIdx.x & 3) * 2;
+            if (c < a.dim_k)
+                store_pair<T>(a.d_q.p, to + c, dq[i][h * 2] * a.scale, dq[i][h * 2 + 1] * a.scale, a.f32_dq,
+                              a.add_q);
+        }
+    }
+}
+
+/* acc = 64 rows of M times KEYS keys. */
+template <typename T, int DIM, int KEYS>
+__device__ __forceinline__ void rows_by_keys(float (&acc)[KEYS / 8][4], uint32_t rows, uint32_t keys)
+{
+    const uint64_t x0 = wg_fresh(wg_tile(rows, 0)), y0 = wg_fresh(wg_tile(keys, 0));
+#pragma unroll
+    for (int c = 0; c < DIM; c += 16) {
+        const uint64_t x = wg_further(x0, (c >> 6) * (M * 128) + (c & 63) * 2),
+                       y = wg_further(y0, (c >> 6) * (KEYS * 128) + (c & 63) * 2);
+        if (c == 0) wg_ss_wide<T, KEYS, false>(acc, x, y);
+        else wg_ss_wide<T, KEYS, true>(acc, x, y);
+    }
+    wg_commit();
+}
+
+/* A computing warpgroup. */
+template <typename T, int DK, int DV>
+__device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint32_t base, int group)
+{
+    typedef layout<DK, DV> at;
+    constexpr int KEYS = at::KEYS, NT = KEYS / 8, OT = DK / 8;
+    const int lane = threadIdx.x & 31, place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
+    const uint32_t rows_q = base + at::Q + group * 64 * 128, rows_do = base + at::DO + group * 64 * 128;
+    const row_state *rows = (const row_state *)(smem + at::ROW) + place;
+    int step = 0, used = 0;
+    auto arrive = [&](uint32_t bar) {
+        if (lane == 0) mbar_arrive(base + bar);
+    };
+    for (int turn = 0;; turn++) {
+        const work &w = wait_turn<DK, DV>(smem, base, turn);
+        if (w.queries < 0) return;
+        const int tiles = (w.slots + KEYS - 1) / KEYS;
+        describe_rows(a, w, place & ~15, (row_state *)(smem + at::ROW));
+        float dq[OT][4] = {}, s[NT][4], dp[NT][4];
+        uint32_t ds[NT / 2][4];
+        auto products = [&](int stage) {
+            wg_start();
+            rows_by_keys<T, DK, KEYS>(s, rows_q, base + at::K + stage * at::K_BYTES);
+            rows_by_keys<T, DV, KEYS>(dp, rows_do, base + at::V + stage * at::V_BYTES);
+        };
+        /* S becomes P while dP is under way. */
+        auto probabilities = [&]() {
+            wg_wait<1>(s);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float lse2 = rows[h * 8].lse2;
+#pragma unroll
+                for (int i = 0; i < NT; i++) {
+                    s[i][h * 2] = exp2_fast(fmaf(s[i][h * 2], a.scale_log2, -lse2));
+                    s[i][h * 2 + 1] = exp2_fast(fmaf(s[i][h * 2 + 1], a.scale_log2, -lse2));
+                }
+            }
+            wg_wait<0>(dp);
+        };
+        if (tiles > 0) {
+            mbar_wait(base + at::Q_FULL, used++ & 1);
+            mbar_wait(base + at::FULL + 8 * (step % STAGES), step / STAGES & 1);
+            products(step % STAGES);
+            probabilities();
+        }
+#pragma unroll 1
+        for (int t = tiles - 1; t >= 0; t--, step++) {
+            const int stage = step % STAGES, key0 = w.base + t * KEYS;
+            mbar_wait(base + at::SEARCHED + 8 * stage, step / STAGES & 1);
+            const int32_t *found = (const int32_t *)(smem + at::FOUND) + stage * SEARCHERS;
+            const int part = found[0] | found[1];
+            if (part == 0) score_gradients<T, false>(s, dp, ds, rows, key0 + (lane & 3) * 2);
+            else score_gradients<T, true>(s, dp, ds, rows, key0 + (lane & 3) * 2);
+            if (part & 2) clean_keys<T, DK, KEYS>(dq, smem + at::K + stage * at::K_BYTES, rows, key0);
+            const uint64_t k = wg_fresh(wg_tile(base + at::K + stage * at::K_BYTES, KEYS * 128));
+            wg_start();
+#pragma unroll
+            for (int c = 0; c < KEYS; c += 16)
+                wg_rs_wide<T, DK, true, true>(dq, ds[c / 16], wg_further(k, c * 128));
+            wg_commit();
+            /* After the last tile the products are of what the stage holds, and nobody reads them. */
+            if (t > 0) mbar_wait(base + at::FULL + 8 * ((step + 1) % STAGES), (step + 1) / STAGES & 1);
+            products((step + 1) % STAGES);
+            wg_wait<2>(dq);
+            mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
+            probabilities();
+        }
+        if (tiles > 0) arrive(at::Q_FREE);
+        if (w.queries > 0) store_rows<T, OT>(dq, a, w, place);
+        free_turn<DK, DV>(base, turn);
+    }
+}
+
+template <typename T, int DK, int DV>
+__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    attend_backward_rows_sm90(const __grid_constant__ attend_kernel a, const __grid_constant__ work_plan plan,
+                              const __grid_constant__ maps m)
+{
+#ifdef QUERN_WGMMA
+    typedef layout<DK, DV> at;
+    extern __shared__ __align__(1024) char smem[];
+    const uint32_t base = smem_address(smem);
+    if (threadIdx.x == 0) {
+        mbar_init(base + at::Q_FULL, 1), mbar_init(base + at::Q_FREE, 4 * GROUPS);
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(base + at::FULL + 8 * i, 1);
+            mbar_init(base + at::FREE + 8 * i, 128 * GROUPS + SEARCHERS);
+            mbar_init(base + at::SEARCHED + 8 * i, SEARCHERS * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < 2; i++)
+            mbar_init(base + at::TURN_FULL + 8 * i, 1),
+                mbar_init(base + at::TURN_FREE + 8 * i, (1 + SEARCHERS + 4 * GROUPS) * WARP_ARRIVALS);
+        mbar_init_done();
+    }
+    __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    if (group == 0) {
+        registers_down<FEED>();
+        if (warp == 0) feed<DK, DV>(a, plan, m, smem, base);
+        else if (warp <= SEARCHERS) search<T, DK, DV>(a, smem, base);
+        else plan_turns<DK, DV>(a, plan, smem, base);
+    } else {
+        registers_up<COMPUTE>();
+        compute<T, DK, DV>(a, smem, base, group - 1);
+    }
+#endif
+}
+
+template <typename T, int DK, int DV>
+static quern_status run(const attend_args *args, const attend_launch &l, const sm90_device &device,
+                        void *workspace, cudaStream_t stream)
+{
+    const attend_kernel &a = l.kernel;
+    work_plan plan = {0, 0, M / a.hs, 1, layout<DK, DV>::KEYS, NULL};
+    const int64_t pieces = piece_bound(args->seqs, plan.queries, 1), total = pieces * a.units;
+    if (total == 0) return QUERN_OK;
+    plan.pieces = (int32_t)pieces;
+    plan.total = (int32_t)total;
+    maps m;
+    quern_status status = tma_describe(&m.q, args->q, a.hs, plan.queries);
+    if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, a.hs, plan.queries);
+    if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, layout<DK, DV>::KEYS);
+    if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, layout<DK, DV>::KEYS);
+    if (status == QUERN_OK) status = sm90_count_from_zero(total, device, workspace, stream, &plan.taken);
+    if (status != QUERN_OK) return status;
+    const unsigned blocks = (unsigned)(total < device.multiprocessors ? total : device.multiprocessors);
+    return launch_shared({stream, NULL}, attend_backward_rows_sm90<T, DK, DV>, dim3(blocks),
+                         128 * (GROUPS + 1), layout<DK, DV>::BYTES, "attend_backward_rows_sm90", a, plan, m);
+}
+
+} // namespace sm90_rows
+
+#endif

@@ -1,0 +1,8 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "attend/sm90_tokens_dkv/kernel.cuh"
+
+quern_status sm90_tokens_keys_bf16_64(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+{
+    return sm90_tokens_keys::run<bf16, 64>(args, l, stream);
+}

@@ -1,0 +1,322 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * kernel.cuh - dK and dV of lists of single tokens on Hopper, for bf16 and f16.
+ *
+ * A block owns 64 keys of a listed block and walks the tokens that chose it (backward/inverse.cu), 64 rows a
+ * stage:
+ *
+ *   P = exp(S - lse), dS = P (row_scale dP - delta), dV = P^T row_scale dO, dK = scale dS^T Q.
+ *
+ * Everything is transposed, as in backward/dkv.cuh, so P^T and dS^T stay in registers as
+ * operands. The feeding warpgroup's warp 0 copies each token's rows of Q and dO by TMA, warp 1 fetches their
+ * statistics; the computing warpgroup runs four products a stage one after another. Two blocks an SM run
+ * one's exponentials beside the other's products.
+ *
+ * At D = 128: dK 64, dV 64, S^T 32, dP^T 32 of 224 registers; shared memory: K, V 32 KB, Q, dO in two stages
+ * 64 KB. Limit: shared memory, of which a stage's products read 96 KB in 1024 clocks of the tensor cores, and
+ * the rows' way from memory: 8 KB for each token and block, 34 GB at 64k tokens of 64/4 heads.
+ */
+#ifndef QUERN_CUDA_ATTEND_SM90_TOKENS_DKV_KERNEL_CUH
+#define QUERN_CUDA_ATTEND_SM90_TOKENS_DKV_KERNEL_CUH
+
+#include "common/launch.cuh"
+
+#include "attend/backward/dkv.cuh"
+#include "hopper/barrier.cuh"
+#include "hopper/tma.cuh"
+#include "attend/sm90/attend.cuh"
+
+namespace sm90_tokens_keys
+{
+
+enum { ROWS = 64, KEYS = 64, STAGES = 2, FEED = 32, COMPUTE = 224 };
+static_assert(FEED + COMPUTE <= 2 * 128, "more registers than the launch gave");
+
+struct maps {
+    CUtensorMap q, d_o;
+};
+
+/* Of a stage's rows. */
+struct statistics {
+    float lse2[ROWS], delta[ROWS], row_scale[ROWS]; /* lse2: in the exp2 domain, + inf for no row */
+    int32_t end[ROWS];                              /* of the keys that the row sees */
+};
+
+template <int DP> struct layout {
+    static constexpr int TILE = ROWS * DP * 2;
+    static constexpr int K = 0, V = K + KEYS * DP * 2, Q = V + KEYS * DP * 2, DO = Q + STAGES * TILE,
+                         STAT = DO + STAGES * TILE, BARS = STAT + STAGES * (int)sizeof(statistics);
+    static constexpr int FULL = BARS, FREE = FULL + 8 * STAGES, BYTES = FREE + 8 * STAGES;
+};
+
+/* The tokens that a block walks: those at [first, end) of `tiles`. */
+struct token_stream {
+    const int32_t *tiles;
+    int first, end, steps, a_stage;
+};
+
+template <typename T>
+__device__ __forceinline__ token_stream find_tokens(const attend_kernel &a, const key_block &b)
+{
+    int64_t before = 0;
+    const row_stream<T> x = find_stream<T, true>(a, b, b.kvh, 0, 0, 0, &before);
+    token_stream s;
+    s.tiles = x.tiles;
+    s.a_stage = ROWS / a.hs;
+    s.first = x.first / a.hs;
+    s.end = x.end / a.hs;
+    s.steps = s.end > s.first ? (s.end - s.first + s.a_stage - 1) / s.a_stage : 0;
+    return s;
+}
+
+/* Copies the rows of the tokens, a lane each. A token past the end lies outside the tensor: zeros arrive. */
+template <int DP>
+__device__ __forceinline__ void feed(const attend_kernel &a, const key_block &b, const token_stream &x,
+                                     const maps &m, uint32_t base)
+{
+    typedef layout<DP> at;
+    const int lane = threadIdx.x & 31, head0 = b.kvh * a.group;
+    auto token_at = [&](int t) {
+        const int i = x.first + t * x.a_stage + lane;
+        return lane < x.a_stage && i < x.end ? (int)b.seq.q0 + x.tiles[i] : (int)a.sq.n_q;
+    };
+    int token = token_at(0);
+    for (int t = 0; t < x.steps; t++) {
+        const int stage = t % STAGES, next = token_at(t + 1);
+        const uint32_t full = base + at::FULL + 8 * stage, to = lane * a.hs * 128;
+        mbar_wait(base + at::FREE + 8 * stage, (t / STAGES & 1) ^ 1);
+        if (lane == 0) mbar_expect(full, 2 * at::TILE);
+        __syncwarp();
+        if (lane < x.a_stage)
+            for (int p = 0; p < DP / 64; p++) {
+                tma_load(base + at::Q + stage * at::TILE + p * ROWS * 128 + to, m.q, full, p * 64, head0,
+                         token, (int)b.seq.view_b);
+                tma_load(base + at::DO + stage * at::TILE + p * ROWS * 128 + to, m.d_o, full, p * 64, head0,
+                         token, (int)b.seq.view_b);
+            }
+        token = next;
+    }
+}
+
+/* A lane's two rows of a stage: row `lane` and that + 32. */
+struct two_rows {
+    float lse2[2], delta[2], row_scale[2];
+    int end[2];
+};
+
+__device__ __forceinline__ two_rows fetch_rows(const attend_kernel &a, const key_block &b,
+                                               const token_stream &x, int t)
+{
+    two_rows r;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = (threadIdx.x & 31) + h * 32, of = (int)quotient((uint32_t)row, a.by_hs),
+                  i = x.first + t * x.a_stage + of;
+        r.lse2[h] = INFINITY, r.delta[h] = 0.0f, r.row_scale[h] = 0.0f, r.end[h] = 0;
+        if (i >= x.end) continue;
+        const int n = x.tiles[i];
+        int lo;
+        row_statistics(a, b.seq, b.seq.q0 + n, b.kvh * a.group + row - of * a.hs, &r.lse2[h], &r.delta[h],
+                       &r.row_scale[h]);
+        row_keys(a, b.seq, n, &lo, &r.end[h]);
+    }
+    return r;
+}
+
+/* Fetches the rows' statistics, a stage ahead. */
+template <int DP>
+__device__ __forceinline__ void fetch(const attend_kernel &a, const key_block &b, const token_stream &x,
+                                      char *smem, uint32_t base)
+{
+    typedef layout<DP> at;
+    const int lane = threadIdx.x & 31;
+    two_rows r = fetch_rows(a, b, x, 0);
+    for (int t = 0; t < x.steps; t++) {
+        const int stage = t % STAGES;
+        statistics *to = (statistics *)(smem + at::STAT) + stage;
+        mbar_wait(base + at::FREE + 8 * stage, (t / STAGES & 1) ^ 1);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            to->lse2[lane + h * 32] = r.lse2[h];
+            to->delta[lane + h * 32] = r.delta[h];
+            to->row_scale[lane + h * 32] = r.row_scale[h];
+            to->end[lane + h * 32] = r.end[h];
+        }
+        mbar_arrive(base + at::FULL + 8 * stage); /* each lane's, for what it wrote */
+        r = fetch_rows(a, b, x, t + 1);
+    }
+}
+
+/* P^T row_scale and dS^T in 16 bits; this thread has keys `key` and that + 8. */
+template <typename T, bool WHOLE>
+__device__ __forceinline__ void find_gradients(const float (&s)[ROWS / 8][4], const float (&dp)[ROWS / 8][4],
+                                               const statistics *st, float scale_log2, int key,
+                                               uint32_t (&fp)[ROWS / 8][2], uint32_t (&fs)[ROWS / 8][2])
+{
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++) {
+        const int r = i * 8 + (threadIdx.x & 3) * 2;
+        const float2 l = *(const float2 *)&st->lse2[r], de = *(const float2 *)&st->delta[r],
+                     rs = *(const float2 *)&st->row_scale[r];
+        const int2 end = WHOLE ? make_int2(0, 0) : *(const int2 *)&st->end[r];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -l.x)),
+                          exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -l.y))},
+                  ds[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -de.x),
+                           p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -de.y)};
+            if (!WHOLE) {
+                if (key + h * 8 >= end.x) p[0] = ds[0] = 0.0f;
+                if (key + h * 8 >= end.y) p[1] = ds[1] = 0.0f;
+            }
+            fs[i][h] = pack2<T>(ds[0], ds[1]);
+            fp[i][h] = pack2<T>(p[0] * rs.x, p[1] * rs.y);
+        }
+    }
+}
+
+/* Whether `x` holds for any thread of the computing warpgroup, which meets here. */
+__device__ __forceinline__ bool any_of_group(bool x)
+{
+    uint32_t any;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, 128, p;\nselp.u32 %0, 1, 0, "
+        "q;\n}"
+        : "=r"(any)
+        : "r"((uint32_t)x)
+        : "memory");
+    return any != 0;
+}
+
+/* What is not finite in a stage, some of whose pairs do not see each other: the keys that see it get it, and
+ * the products find 0. */
+template <typename T, int DP>
+__device__ __forceinline__ void guard(char *q, char *g, const statistics *st, int key, float (&dk)[DP / 8][4],
+                                      float (&dv)[DP / 8][4])
+{
+    if (!any_of_group(any_nonfinite<T, ROWS, 128, DP / 8>(q) || any_nonfinite<T, ROWS, 128, DP / 8>(g)))
+        return;
+    auto sees = [&](int j, int h) { return key + h * 8 < st->end[j]; };
+    spread_nonfinite<T, ROWS>(dk, q, 0, ROWS, true, sees);
+    spread_nonfinite<T, ROWS>(dv, g, 0, ROWS, false, sees);
+    named_sync(1, 128);
+    clear_nonfinite<T, ROWS, 128, DP / 8>(q);
+    clear_nonfinite<T, ROWS, 128, DP / 8>(g);
+    async_fence();
+    named_sync(1, 128);
+}
+
+/* C[64][64] = A[64][.] B[64][.]^T over DP columns of two tiles of 64 rows. */
+template <typename T, int DP>
+__device__ __forceinline__ void multiply(float (&c)[8][4], uint32_t a, uint32_t b)
+{
+    const uint64_t ta = wg_fresh(wg_tile(a, 0)), tb = wg_fresh(wg_tile(b, 0));
+#pragma unroll
+    for (int k = 0; k < DP; k += 16) {
+        const uint32_t at = (k >> 6) * (64 * 128) + (k & 63) * 2;
+        if (k == 0) wg_ss_wide<T, 64, false>(c, wg_further(ta, at), wg_further(tb, at));
+        else wg_ss_wide<T, 64, true>(c, wg_further(ta, at), wg_further(tb, at));
+    }
+    wg_commit();
+}
+
+template <typename T, int DP>
+__device__ __forceinline__ void compute(const attend_kernel &a, const key_block &b, char *smem, uint32_t base)
+{
+    typedef layout<DP> at;
+    constexpr int NT = ROWS / 8, OT = DP / 8;
+    const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16 + (lane >> 2), key = b.key0 + row;
+    const token_stream x = find_tokens<T>(a, b);
+    load_keys<T, KEYS, 128, DP / 8>(a, b, base + at::K, smem + at::K, base + at::V, smem + at::V);
+    float dk[OT][4] = {}, dv[OT][4] = {};
+    cp_async_commit();
+    cp_async_wait<0>();
+    async_fence();
+    named_sync(1, 128);
+    for (int t = 0; t < x.steps; t++) {
+        const int stage = t % STAGES;
+        const statistics *st = (const statistics *)(smem + at::STAT) + stage;
+        const uint32_t q = at::Q + stage * at::TILE, g = at::DO + stage * at::TILE;
+        float s[NT][4], dp[NT][4];
+        uint32_t fp[NT][2], fs[NT][2];
+        mbar_wait(base + at::FULL + 8 * stage, t / STAGES & 1);
+        wg_start();
+        multiply<T, DP>(s, base + at::K, base + q);
+        multiply<T, DP>(dp, base + at::V, base + g);
+        wg_wait<0>(s);
+        wg_wait<0>(dp);
+        if (st->end[0] >= b.key_end) {
+            find_gradients<T, true>(s, dp, st, a.scale_log2, key, fp, fs);
+        } else {
+            find_gradients<T, false>(s, dp, st, a.scale_log2, key, fp, fs);
+            guard<T, DP>(smem + q, smem + g, st, key, dk, dv);
+        }
+        const uint64_t tq = wg_fresh(wg_tile(base + q, ROWS * 128)),
+                       tg = wg_fresh(wg_tile(base + g, ROWS * 128));
+        wg_start();
+#pragma unroll
+        for (int kk = 0; kk < NT; kk += 2) {
+            const uint32_t f[4] = {fp[kk][0], fp[kk][1], fp[kk + 1][0], fp[kk + 1][1]};
+            wg_rs_wide<T, DP, true, true>(dv, f, wg_further(tg, kk * 8 * 128));
+        }
+#pragma unroll
+        for (int kk = 0; kk < NT; kk += 2) {
+            const uint32_t f[4] = {fs[kk][0], fs[kk][1], fs[kk + 1][0], fs[kk + 1][1]};
+            wg_rs_wide<T, DP, true, true>(dk, f, wg_further(tq, kk * 8 * 128));
+        }
+        wg_commit();
+        wg_wait<0>(dv);
+        wg_wait<0>(dk);
+        mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
+    }
+    store_keys<T, true, true, true, OT>(a, b, row, a.list_block, dk, dv);
+}
+
+template <typename T, int DP>
+__global__ void __launch_bounds__(256, 2) attend_tokens_keys(const __grid_constant__ attend_kernel a,
+                                                             int64_t pieces, const __grid_constant__ maps m)
+{
+#ifdef QUERN_WGMMA
+    typedef layout<DP> at;
+    extern __shared__ __align__(1024) char smem[];
+    const uint32_t base = smem_address(smem);
+    key_block b;
+    if (!find_item<KEYS, true>(a, pieces, &b)) return;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++)
+            mbar_init(base + at::FULL + 8 * i, 1 + WARP_ARRIVALS),
+                mbar_init(base + at::FREE + 8 * i, 4 * WARP_ARRIVALS);
+        mbar_init_done();
+    }
+    __syncthreads();
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    if (warp >= 4) {
+        registers_down<FEED>();
+        if (warp == 4) feed<DP>(a, b, find_tokens<T>(a, b), m, base);
+        else if (warp == 5) fetch<DP>(a, b, find_tokens<T>(a, b), smem, base);
+    } else {
+        registers_up<COMPUTE>();
+        compute<T, DP>(a, b, smem, base);
+    }
+#endif
+}
+
+template <typename T, int DP>
+static quern_status run(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+{
+    const attend_kernel &a = l.kernel;
+    const int64_t pieces = backward_pieces(args, KEYS);
+    if (pieces == 0 || a.kv_heads == 0) return QUERN_OK;
+    maps m;
+    quern_status status = tma_describe(&m.q, args->q, a.hs, 1);
+    if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, a.hs, 1);
+    if (status != QUERN_OK) return status;
+    const dim3 grid((unsigned)inverse_items(args), 1, (unsigned)(a.list_block / KEYS));
+    return launch_shared({stream, NULL}, attend_tokens_keys<T, DP>, grid, 256, layout<DP>::BYTES,
+                         "attend_backward_sm90_tokens by keys", a, pieces, m);
+}
+
+} // namespace sm90_tokens_keys
+
+#endif

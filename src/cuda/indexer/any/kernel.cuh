@@ -1,0 +1,191 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * kernel.cuh - the indexer's scores and choice by mma.sync, on any GPU, any number of heads and channels.
+ *
+ * A block of four warps owns a query, whose heads stay in shared memory, and walks its keys, 64 a tile, two
+ * tiles in shared memory. A warp holds 16 keys as operands (rows of the products) and goes through the heads
+ * (columns), so a score is a sum along a row. Warp 0 appends the scores of the tile before to the list while
+ * the others begin the next one.
+ *
+ * Limit: the products; at 64 x 128 a tile takes as long to copy as to multiply once.
+ */
+#ifndef QUERN_CUDA_INDEXER_ANY_KERNEL_CUH
+#define QUERN_CUDA_INDEXER_ANY_KERNEL_CUH
+
+#include "indexer/params.cuh"
+
+namespace any_indexer
+{
+
+enum { KEYS = 64, THREADS = 128, ADDED = 256, WIDTH_MOST = 256 };
+
+/* Shared memory by pieces, whose sizes depend on the call: 16-bit tiles of mma.cuh, `panels` of 64 channels.
+ */
+struct pieces {
+    int panels, heads, room; /* heads: rounded up to 16; room: of a list */
+    __host__ __device__ size_t q_bytes() const { return (size_t)panels * heads * 128; }
+    __host__ __device__ size_t key_bytes() const { return (size_t)panels * KEYS * 128; }
+    __host__ __device__ size_t bytes() const
+    {
+        return q_bytes() + 2 * key_bytes() + (heads + 4 * KEYS + BEST_BINS) * 4 + (size_t)room * 8;
+    }
+};
+
+/* Byte offset of a chunk in a tile of `rows` rows. */
+__device__ __forceinline__ uint32_t chunk_at(int rows, int row, int chunk)
+{
+    return (uint32_t)((chunk >> 3) * rows * 128 + row * 128 + (((chunk & 7) ^ (row & 7)) << 4));
+}
+
+struct block {
+    char *q, *keys; /* keys: of two buffers, as the others */
+    float *w, *scale, *score;
+    best_list best;
+    __device__ block(char *memory, const pieces &p)
+    {
+        q = memory;
+        keys = q + p.q_bytes();
+        w = (float *)(keys + 2 * p.key_bytes());
+        scale = w + p.heads;
+        score = scale + 2 * KEYS;
+        uint32_t *const bins = (uint32_t *)(score + 2 * KEYS);
+        best = {bins + BEST_BINS, (int32_t *)(bins + BEST_BINS + p.room), bins, 0, 0};
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ void load_query(const index_kernel &a, const pieces &p, block &m, int b, int query)
+{
+    const T *const q = (const T *)a.q.p + b * a.q.s[0] + query * a.q.s[1];
+    for (int i = threadIdx.x; i < p.heads * p.panels * 8; i += THREADS) {
+        const int head = i / (p.panels * 8), chunk = i % (p.panels * 8);
+        load_chunk16<T>(smem_address(m.q), m.q, chunk_at(p.heads, head, chunk),
+                        q + head * a.q.s[2] + chunk * 8, head < a.heads && chunk * 8 < a.width, a.q_wide);
+    }
+    for (int h = threadIdx.x; h < p.heads; h += THREADS)
+        m.w[h] = h < a.heads ? index_weight(a, b, query, h) : 0.0f;
+}
+
+/* Keys [first, first + 64) into a buffer; two lanes a row. */
+template <typename T>
+__device__ __forceinline__ void load_keys(const index_kernel &a, const pieces &p, block &m, int b, int first,
+                                          int buffer)
+{
+    const int row = threadIdx.x / 2, key = first + row;
+    const bool here = key < a.entries && row_exists(a.keys, b, key);
+    row_place place = {NULL, NULL};
+    if (here) place = row_at(a.keys, b, key);
+    char *const tile = m.keys + buffer * p.key_bytes();
+    const index_scale scale = index_scale_of(a, place.scales);
+    for (int chunk = threadIdx.x % 2; chunk < p.panels * 8; chunk += 2) {
+        const uint32_t at = chunk_at(KEYS, row, chunk);
+        const bool some = here && chunk * 8 < a.width;
+        if (a.format == ENTRY_ROWS)
+            load_chunk16<T>(smem_address(tile), tile, at, (const T *)place.data + chunk * 8, some,
+                            a.keys.wide);
+        else *(uint4 *)(tile + at) = some ? index_codes(a, place, chunk * 8, scale) : make_uint4(0, 0, 0, 0);
+    }
+    if (threadIdx.x % 2 == 0)
+        m.scale[buffer * KEYS + row] = (here ? scale.score : NAN) * a.scale; /* NaN: chosen last */
+    cp_async_commit();
+}
+
+/* The scores of a warp's 16 keys. */
+template <typename T>
+__device__ __forceinline__ void score_keys(const pieces &p, block &m, int heads_given, int buffer)
+{
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16, steps = p.panels * 4;
+    const uint32_t q = smem_address(m.q), keys = smem_address(m.keys + buffer * p.key_bytes());
+    uint32_t held[WIDTH_MOST / 16][4];
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < WIDTH_MOST / 16; k++)
+        if (k < steps) ldmatrix4(held[k], keys + chunk_at(KEYS, row0 + lane % 16, k * 2 + lane / 16));
+    for (int head = 0; head < p.heads; head += 16) {
+        float c[2][4] = {};
+#pragma unroll
+        for (int k = 0; k < WIDTH_MOST / 16; k++) {
+            if (k >= steps) continue;
+            uint32_t heads[4];
+            ldmatrix4(heads, q + chunk_at(p.heads, head + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+            mma16816<T>(c[0], held[k], heads[0], heads[1]);
+            mma16816<T>(c[1], held[k], heads[2], heads[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int column = head + i * 8 + lane % 4 * 2;
+            const float2 w = *(const float2 *)&m.w[column];
+#pragma unroll
+            for (int h = 0; h < 2; h++) { /* a head that is not there: 0 times infinity would be NaN */
+                if (column < heads_given) sum[h] = fmaf(w.x, relu(c[i][h * 2]), sum[h]);
+                if (column + 1 < heads_given) sum[h] = fmaf(w.y, relu(c[i][h * 2 + 1]), sum[h]);
+            }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int key = row0 + lane / 4 + h * 8;
+        sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+        sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+        if (lane % 4 == 0) m.score[buffer * KEYS + key] = sum[h] * m.scale[buffer * KEYS + key];
+    }
+}
+
+/* Appends a tile's scores to the list; by warp 0. */
+__device__ __forceinline__ void choose(const index_kernel &a, const pieces &p, block &m, int b, int query,
+                                       int first, int seen)
+{
+    float *const scores = a.scores + b * a.scores_row[0] + query * a.scores_row[1];
+    if (m.best.n + KEYS > p.room) best_cut(m.best, a.k);
+    for (int i = threadIdx.x; i < KEYS; i += 32) {
+        const float score = m.score[(first / KEYS & 1) * KEYS + i];
+        const bool here = first + i < seen;
+        if (a.scores != NULL && here) scores[first + i] = score + 0.0f;
+        best_add(m.best, here, rank_of(score), first + i);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    indexer_any(const __grid_constant__ index_kernel a, const __grid_constant__ pieces p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    block m(memory, p);
+    const int b = blockIdx.x / a.queries, query = a.queries - 1 - (blockIdx.x - b * a.queries),
+              seen = index_seen(a, b, query), tiles = (seen + KEYS - 1) / KEYS;
+    load_query<T>(a, p, m, b, query);
+    if (tiles > 0) load_keys<T>(a, p, m, b, 0, 0);
+    for (int t = 0; t < tiles; t++) {
+        if (t + 1 < tiles) load_keys<T>(a, p, m, b, (t + 1) * KEYS, (t + 1) & 1);
+        else cp_async_commit();
+        cp_async_wait<1>();
+        __syncthreads();
+        score_keys<T>(p, m, a.heads, t & 1);
+        __syncthreads();
+        if (threadIdx.x < 32) choose(a, p, m, b, query, t * KEYS, seen);
+    }
+    cp_async_wait<0>();
+    if (threadIdx.x < 32) index_store(a, b, query, m.best);
+}
+
+static inline pieces pieces_of(const indexer_args *args)
+{
+    return {(int)((args->q.shape[3] + 63) / 64), (int)((args->q.shape[2] + 15) / 16 * 16),
+            (int)args->idx.shape[2] + ADDED};
+}
+
+template <typename T> static quern_status launch(const stage_exec *exec, const indexer_args *args)
+{
+    const index_kernel a = index_kernel_of(args);
+    const pieces p = pieces_of(args);
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, indexer_any<T>,
+                         dim3((unsigned)a.batch * (unsigned)a.queries), THREADS, p.bytes(), "indexer", a, p);
+}
+
+typedef quern_status instance(const stage_exec *exec, const indexer_args *args);
+instance indexer_bf16, indexer_f16;
+
+} // namespace any_indexer
+
+#endif

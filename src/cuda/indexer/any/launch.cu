@@ -1,0 +1,26 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* launch.cu - which calls the kernel of any GPU takes. */
+#include "indexer/any/kernel.cuh"
+#include "variants.cuh"
+
+static bool indexer_any_supports(const stage_exec *exec, const indexer_args *args, char why[STAGE_WHY_BYTES])
+{
+    const size_t bytes = any_indexer::pieces_of(args).bytes();
+    if (!index_takes(args, why)) return false;
+    if (args->q.shape[2] <= UINT16_MAX && bytes <= exec->shared_bytes) return true;
+    snprintf(why, STAGE_WHY_BYTES,
+             "%lld heads of %lld channels take %zu bytes of shared memory a block: cuda:%d offers %zu",
+             (long long)args->q.shape[2], (long long)args->q.shape[3], bytes, exec->device_id,
+             exec->shared_bytes);
+    return false;
+}
+
+static quern_status indexer_any_run(const stage_exec *exec, const indexer_args *args, void *)
+{
+    if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
+    return args->q.dtype == QUERN_BF16 ? any_indexer::indexer_bf16(exec, args)
+                                       : any_indexer::indexer_f16(exec, args);
+}
+
+extern const variant<indexer_args> indexer_any = {"indexer_any", indexer_any_supports, NULL, indexer_any_run};

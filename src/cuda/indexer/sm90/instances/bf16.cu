@@ -1,0 +1,9 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bf16.cu - bf16. */
+#include "indexer/sm90/kernel.cuh"
+
+quern_status sm90_indexer::indexer_bf16(const stage_exec *exec, const index_kernel &a)
+{
+    return run<bf16>(exec, a);
+}

@@ -1,0 +1,8 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "select/sm90/kernel.cuh"
+
+quern_status sm90_select_bf16_192(const select_kernel &s, const sm90_select_call &call)
+{
+    return sm90_select_softmax::run<bf16, 192>(s, call);
+}

@@ -1,0 +1,508 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * kernel.cuh - lists by probability on Hopper, for bf16 and f16 and lists of 4, 8 or 16 rows (one
+ * token of as many heads, mostly); the scores stay on the chip.
+ *
+ * A persistent block is a warpgroup whose first warp feeds and three (two above D = 128) that compute, 64
+ * rows each. A warp's 16 rows are one list, two or four, wholly its own: it holds them as the A operand in
+ * registers, so that shared memory carries nothing but entries. It walks the entries 128 at a time: S = Q K^T
+ * (wgmma), p = exp(S - lse), the sum over each list's rows by a butterfly among the lanes, which leaves every
+ * lane its part of the 128 sums. These go to shared memory, and the lists take those of up to four steps at
+ * once (select/lists.cuh), which costs less than one step after another.
+ * Warpgroups wait for nothing but entries, so that one's products run beside the others' exponentials and
+ * lists.
+ *
+ * The feeding warp takes pieces (longest first, by a counter: no result depends on who computes them), leaves
+ * their places in shared memory, and copies their rows and entries by TMA; rows of the next piece as soon as
+ * all warps hold this one's. The warp beside it leaves notes for the next piece: the statistics of its rows
+ * and what its lists choose from.
+ *
+ * Registers at D = 128: Q 32, S 64 of 152. Shared memory: Q 48 KB, entries 96 KB. Limit: the tensor cores
+ * and, as long, the exponentials at 16 a clock and SM.
+ */
+#ifndef QUERN_CUDA_SELECT_SM90_KERNEL_CUH
+#define QUERN_CUDA_SELECT_SM90_KERNEL_CUH
+
+#include "select/lists.cuh"
+#include "hopper/barrier.cuh"
+#include "hopper/tma.cuh"
+#include "hopper/wgmma.cuh"
+#include "common/fold.cuh"
+#include "select/sm90/params.cuh"
+
+namespace sm90_select_softmax
+{
+
+enum { STEP = 128, MOST = SM90_SELECT_MOST };
+
+/* Above D = 128 registers suffice for two warpgroups. */
+template <int DK> struct shape {
+    static constexpr int GROUPS = DK <= 128 ? 3 : 2, ROWS = 64 * GROUPS, COMPUTING = 4 * GROUPS,
+                         THREADS_ALL = 128 * (GROUPS + 1);
+    static constexpr int FEED = GROUPS == 3 ? 56 : 40, COMPUTE = GROUPS == 3 ? 152 : 232; /* registers */
+};
+
+struct maps {
+    CUtensorMap q, k;
+};
+
+/* One turn's piece of one sequence: `view` in dim 0 of the views, rows q0 ... and k0 ... in dim 1. */
+struct piece {
+    int32_t view, q0, nq, k0, nk;
+    int32_t unit, head0, kvh;
+    int32_t query;    /* the first; -1: no more pieces */
+    int32_t list_row; /* of the first list */
+    int32_t steps;    /* of STEP entries */
+};
+
+__device__ __forceinline__ sequence sequence_of(const piece &w)
+{
+    return {0, w.view, w.q0, w.nq, w.k0, w.nk};
+}
+
+/* LIST: rows of a list. Offsets into shared memory. */
+template <int DK, int LIST> struct layout {
+    static constexpr int ROWS = shape<DK>::ROWS, COMPUTING = shape<DK>::COMPUTING;
+    static constexpr int STAGES = 3, LISTS = 16 / LIST; /* LISTS: of a warp */
+    static constexpr int BATCH =
+        LIST == 16 ? 4 : LIST / (DK <= 128 ? 2 : 4); /* steps whose scores a list takes at once */
+    static constexpr int SCORES = SM90_SELECT_HISTORY + BATCH * STEP;
+    static constexpr int Q = 0, K = Q + ROWS * DK * 2, K_STAGE = STEP * DK * 2, BARS = K + STAGES * K_STAGE;
+    static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, K_FULL = Q_FREE + 8,
+                         K_FREE = K_FULL + 8 * STAGES, TURN_FULL = K_FREE + 8 * STAGES,
+                         TURN_FREE = TURN_FULL + 16;
+    static constexpr int NOTE_FULL = TURN_FREE + 16;
+    static constexpr int TURN = NOTE_FULL + 16;                                          /* [2] pieces */
+    static constexpr int LSE = TURN + 2 * (int)sizeof(piece), SEEN = LSE + 2 * ROWS * 4; /* [2][ROWS] each */
+    static constexpr int CONTEST = SEEN + 2 * ROWS * 4;                                  /* [2][lists] */
+    static constexpr int ROOM =
+        (CONTEST + 2 * COMPUTING * LISTS * (int)sizeof(contest) + 15) & ~15; /* [warps][64] */
+    static constexpr int KEYS_AT = ROOM + COMPUTING * 64 * 4;                /* [lists][MOST] */
+    static constexpr int INDICES = KEYS_AT + COMPUTING * LISTS * MOST * 4;
+    static constexpr int SCORES_AT = INDICES + COMPUTING * LISTS * MOST * 4; /* [lists][SCORES] */
+    static constexpr int BYTES = SCORES_AT + COMPUTING * LISTS * SCORES * 4;
+    static_assert(BYTES <= 227 * 1024, "more than a block can have");
+};
+
+/* The sum of x over the lanes of a warp. */
+__device__ __forceinline__ int32_t sum_lanes(int32_t x)
+{
+    for (int w = 16; w > 0; w /= 2) x += __shfl_xor_sync(~0u, x, w);
+    return x;
+}
+
+/* Varlen: the sequence and first query of piece `i`, and its first list row; false past the last, with all
+ * list rows in list_row. All lanes of the warp call. */
+__device__ __forceinline__ bool find_varlen(const select_kernel &s, int32_t i, int32_t queries, piece *w)
+{
+    const seqs &sq = s.a.sq;
+    const int32_t n_q = (int32_t)sq.n_q, n_kv = (int32_t)sq.n_kv, batch = (int32_t)sq.batch;
+    const int32_t *ck = sq.cu_kv != NULL ? sq.cu_kv : sq.cu_q;
+    const int lane = threadIdx.x & 31;
+    w->list_row = 0;
+    for (int32_t b0 = 0; b0 < batch; b0 += 32) {
+        int32_t n = 0;
+        if (b0 + lane < batch)
+            n = (int32_t)(cu_seqlens_at(sq.cu_q, b0 + lane + 1, n_q) -
+                          cu_seqlens_at(sq.cu_q, b0 + lane, n_q));
+        n = n > 0 ? n : 0;
+        const int32_t mine = (n + queries - 1) / queries, lists = (n + s.a.tile - 1) / s.a.tile;
+        int32_t sum = mine;
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t left = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += left;
+        }
+        const uint32_t past = __ballot_sync(~0u, i < sum);
+        const int owner = past != 0 ? __ffs((int)past) - 1 : 32, b = b0 + owner;
+        w->list_row += sum_lanes(lane < owner ? lists : 0);
+        if (past != 0) {
+            w->query = (i - __shfl_sync(~0u, sum - mine, owner)) * queries;
+            w->list_row += w->query / s.a.tile;
+            w->view = 0;
+            w->q0 = (int32_t)cu_seqlens_at(sq.cu_q, b, n_q);
+            w->nq = __shfl_sync(~0u, n, owner);
+            w->k0 = (int32_t)cu_seqlens_at(ck, b, n_kv);
+            w->nk = (int32_t)cu_seqlens_at(ck, b + 1, n_kv) - w->k0;
+            w->nk = w->nk > 0 ? w->nk : 0;
+            return true;
+        }
+        i -= __shfl_sync(~0u, sum, 31);
+    }
+    return false;
+}
+
+/* Piece `index`; its query is -1 where a varlen batch has no such piece. All lanes of the warp call. */
+__device__ __forceinline__ void find_piece(const select_kernel &s, const sm90_select_plan &plan,
+                                           int32_t index, piece *w)
+{
+    const attend_kernel &a = s.a;
+    const int32_t i = plan.pieces - 1 - index / a.units; /* the longest causal ones first */
+    w->unit = index % a.units;
+    w->kvh = a.units == a.heads ? w->unit / a.group : w->unit;
+    w->head0 = a.units == a.heads ? w->unit : w->unit * a.group;
+    if (a.sq.cu_q != NULL) {
+        if (!find_varlen(s, i, plan.queries, w)) {
+            w->query = -1;
+            return;
+        }
+    } else {
+        const int32_t per = ((int32_t)a.sq.n_q + plan.queries - 1) / plan.queries;
+        w->view = i / per;
+        w->query = (i - w->view * per) * plan.queries;
+        w->list_row = w->query / a.tile;
+        w->q0 = w->k0 = 0;
+        w->nq = (int32_t)a.sq.n_q;
+        w->nk = (int32_t)a.sq.n_kv;
+    }
+    int64_t last = (int64_t)w->query + plan.queries - 1;
+    if (last > w->nq - 1) last = w->nq - 1;
+    const int64_t end = mask_blocks_seen(a.causal != 0, w->nq, last, s.select_block) * s.s_over_d;
+    w->steps = (int32_t)((end + STEP - 1) / STEP);
+}
+
+/* Varlen: list rows that no tile has. One warp of each block calls, with all lanes. */
+__device__ __forceinline__ void pad_rest(const select_kernel &s)
+{
+    piece w;
+    if (s.a.sq.cu_q == NULL) return;
+    find_varlen(s, INT32_MAX, 1, &w);
+    for (int64_t row = w.list_row + (int64_t)blockIdx.x; row < s.list_rows; row += gridDim.x)
+        for (int u = 0; u < s.a.units; u++) pad_lists(s, 0, u, row, row + 1);
+}
+
+/* The feeding warp. */
+template <int DK, int LIST>
+__device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_plan &plan, const maps &m,
+                                     char *smem, uint32_t base)
+{
+    typedef layout<DK, LIST> at;
+    const bool lead = (threadIdx.x & 31) == 0;
+    int32_t index = (int32_t)blockIdx.x;
+    int turn = 0, step = 0;
+    piece w = {};
+    pad_rest(s);
+    while (w.query >= 0) {
+        if (index < plan.total) {
+            find_piece(s, plan, index, &w);
+            index = plan.total;
+            if (plan.taken != NULL && lead) index = (int32_t)gridDim.x + atomicAdd(plan.taken, 1);
+            index = __shfl_sync(~0u, index, 0);
+            if (w.query < 0) { /* varlen: other pieces may be there */
+                w.query = 0;
+                continue;
+            }
+        } else {
+            w.query = -1;
+        }
+        mbar_wait(base + at::TURN_FREE + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+        if (lead) {
+            ((piece *)(smem + at::TURN))[turn & 1] = w;
+            mbar_arrive(base + at::TURN_FULL + 8 * (turn & 1));
+        }
+        if (w.query < 0) return;
+        if (lead) {
+            mbar_wait(base + at::Q_FREE, (turn & 1) ^ 1);
+            mbar_expect(base + at::Q_FULL, DK / 64 * plan.queries * s.a.hs * 128);
+            for (int p = 0; p < DK / 64; p++)
+                tma_load(base + at::Q + p * at::ROWS * 128, m.q, base + at::Q_FULL, p * 64, w.head0,
+                         w.q0 + w.query, w.view);
+            for (int t = 0; t < w.steps; t++, step++) {
+                const int stage = step % at::STAGES;
+                const uint32_t full = base + at::K_FULL + 8 * stage;
+                mbar_wait(base + at::K_FREE + 8 * stage, (step / at::STAGES & 1) ^ 1);
+                mbar_expect(full, at::K_STAGE);
+                for (int p = 0; p < DK / 64; p++)
+                    tma_load(base + at::K + stage * at::K_STAGE + p * STEP * 128, m.k, full, p * 64, w.kvh,
+                             w.k0 + t * STEP, w.view);
+            }
+        }
+        __syncwarp();
+        turn++;
+    }
+}
+
+/* The warp that leaves notes on each piece: the lse of its rows, times log2 e, the end of what its queries
+ * see, and what its lists choose from. It waits for its readers and arrives for what it reads itself, though
+ * the feeder's waiting orders both: racecheck follows no chain of barriers. */
+template <int DK, int LIST>
+__device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_select_plan &plan, char *smem,
+                                            uint32_t base)
+{
+    typedef layout<DK, LIST> at;
+    const attend_kernel &a = s.a;
+    const int lane = threadIdx.x & 31;
+    for (int turn = 0;; turn++) {
+        const int slot = turn & 1;
+        mbar_wait(base + at::TURN_FULL + 8 * slot, turn >> 1 & 1);
+        const piece &w = ((const piece *)(smem + at::TURN))[slot];
+        if (w.query < 0) return;
+        mbar_wait(base + at::TURN_FREE + 8 * slot,
+                  (turn >> 1 & 1) ^ 1); /* ends at once: the feeder has waited */
+        float *const lse = (float *)(smem + at::LSE) + slot * at::ROWS;
+        int *const seen = (int *)(smem + at::SEEN) + slot * at::ROWS;
+        contest *const in = (contest *)(smem + at::CONTEST) + slot * at::COMPUTING * at::LISTS;
+        const int left = w.nq - w.query, queries = left < plan.queries ? left : plan.queries;
+        for (int r = lane; r < at::ROWS; r += 32) {
+            const int n = (int)quotient((uint32_t)r, a.by_hs);
+            lse[r] = n < queries
+                         ? 1.4426950408889634f *
+                               a.lse.p[(int64_t)w.view * a.lse.s[0] + (w.head0 + r - n * a.hs) * a.lse.s[1] +
+                                       ((int64_t)w.q0 + w.query + n) * a.lse.s[2]]
+                         : 0.0f;
+        }
+        for (int n = lane; n < queries; n += 32) {
+            int ignore;
+            row_keys(a, sequence_of(w), w.query + n, &ignore, &seen[n]);
+        }
+        for (int l = lane; l * a.tile < queries; l += 32) in[l] = find_contest(s, w.nq, w.query + l * a.tile);
+        mbar_arrive(base + at::NOTE_FULL + 8 * slot);
+        mbar_arrive(base + at::TURN_FREE + 8 * slot);
+    }
+}
+
+/* Sums over the rows of each list, to scores[list][SCORES]. p: probabilities of rows lane / 4 and that + 8,
+ * columns 8 i + 2 (lane % 4) ... */
+template <int LIST, int SCORES>
+__device__ __forceinline__ void sum_rows(const float (&p)[16][4], float *scores)
+{
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int h = 0; h < (LIST == 16 ? 1 : 2); h++) {
+        float x[32];
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            x[i] = LIST == 16 ? p[i / 2][i % 2] + p[i / 2][2 + i % 2] : p[i / 2][h * 2 + i % 2];
+        constexpr int LEFT = LIST == 4 ? 8 : 4; /* values that a lane ends with */
+        if (LIST == 4) {
+            fold<32>(x, 8);
+            fold<16>(x, 4);
+        } else {
+            fold<32>(x, 16);
+            fold<16>(x, 8);
+            fold<8>(x, 4);
+        }
+        const int list = LIST == 16 ? 0 : LIST == 8 ? h : h * 2 + (lane >> 4);
+        const int first = (LIST == 4 ? lane >> 2 & 3 : lane >> 2) * (LEFT / 2) * 8 + (lane & 3) * 2;
+#pragma unroll
+        for (int i = 0; i < LEFT; i += 2)
+            *(float2 *)(scores + list * SCORES + first + i / 2 * 8) = make_float2(x[i], x[i + 1]);
+    }
+}
+
+/* Probabilities in place of the products. `seen`: every row sees all columns from e0 on. */
+__device__ __forceinline__ void exponentiate(float (&x)[16][4], float scale_log2, const float (&lse2)[2],
+                                             const int (&hi)[2], int e0, bool seen)
+{
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) x[i][c] = exp2_fast(fmaf(x[i][c], scale_log2, -lse2[c >> 1]));
+    if (seen) return;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            if (e0 + i * 8 + (int)(threadIdx.x & 3) * 2 + (c & 1) >= hi[c >> 1]) x[i][c] = 0.0f;
+}
+
+/* The notes about this lane's two rows: their statistics and what they see. */
+template <int DK, int LIST>
+__device__ __forceinline__ void read_notes(const attend_kernel &a, const char *smem, int slot, int row,
+                                           int queries, float (&lse2)[2], int (&hi)[2])
+{
+    typedef layout<DK, LIST> at;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int r = row + h * 8, n = (int)quotient((uint32_t)r, a.by_hs);
+        lse2[h] = ((const float *)(smem + at::LSE))[slot * at::ROWS + r];
+        hi[h] = n < queries ? ((const int *)(smem + at::SEEN))[slot * at::ROWS + n] : 0;
+    }
+}
+
+/* A warp's lists. */
+template <int DK, int LIST> struct own_lists {
+    const contest *in;
+    uint32_t *keys;
+    int32_t *indices;
+    uint32_t *room;
+    float *scores; /* of the first entry that they have not taken */
+
+    __device__ __forceinline__ own_lists(char *smem, int warp)
+    {
+        typedef layout<DK, LIST> at;
+        const int first = warp * at::LISTS;
+        in = (const contest *)(smem + at::CONTEST) + first;
+        keys = (uint32_t *)(smem + at::KEYS_AT) + first * MOST;
+        indices = (int32_t *)(smem + at::INDICES) + first * MOST;
+        room = (uint32_t *)(smem + at::ROOM) + warp * 64;
+        scores = (float *)(smem + at::SCORES_AT) + first * at::SCORES + SM90_SELECT_HISTORY;
+    }
+    __device__ __forceinline__ best_list best(int l) const
+    {
+        return {keys + l * MOST, indices + l * MOST, in[l].size};
+    }
+};
+
+/* Empties a warp's lists. */
+template <int DK, int LIST> __device__ __forceinline__ void empty_lists(const own_lists<DK, LIST> &x)
+{
+    constexpr int LISTS = layout<DK, LIST>::LISTS, SCORES = layout<DK, LIST>::SCORES;
+    const int lane = threadIdx.x & 31;
+    for (int l = 0; l < LISTS; l++) {
+        x.keys[l * MOST + lane] = 0;
+        x.scores[l * SCORES - SM90_SELECT_HISTORY + lane] = 0.0f;
+    }
+    __syncwarp();
+}
+
+/* A warp's `lists` lists take the scores of entries [e0, e0 + entries). */
+template <int DK, int LIST>
+__device__ __forceinline__ void take_scores(const select_kernel &s, const own_lists<DK, LIST> &x, int lists,
+                                            int e0, int entries)
+{
+    typedef layout<DK, LIST> at;
+    constexpr int FEW = at::BATCH > 1 ? at::BATCH / 2 : 1; /* steps */
+    const int lane = threadIdx.x & 31;
+    __syncwarp();
+#pragma unroll 1
+    for (int l = 0; l < lists; l++) {
+        float *scores = x.scores + l * at::SCORES;
+        if (entries <= FEW * STEP)
+            close_many<FEW * STEP / 32, true>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
+        else close_many<at::BATCH * STEP / 32, true>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
+        if (s.history == 0) continue;
+        __syncwarp(); /* all have read the history */
+        scores[lane - SM90_SELECT_HISTORY] = scores[lane + entries - SM90_SELECT_HISTORY];
+    }
+    __syncwarp();
+}
+
+/* A computing warpgroup. */
+template <typename T, int DK, int LIST>
+__device__ __forceinline__ void compute(const select_kernel &s, const sm90_select_plan &plan, char *smem,
+                                        uint32_t base, int group)
+{
+    typedef layout<DK, LIST> at;
+    const attend_kernel &a = s.a;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row0 = group * 64 + warp * 16;
+    own_lists<DK, LIST> own(smem, group * 4 + warp);
+    const contest *const contests = own.in;
+    auto arrive = [&](uint32_t bar) {
+        __syncwarp();
+        if (lane == 0) mbar_arrive(base + bar);
+    };
+    int step = 0;
+    for (int turn = 0;; turn++) {
+        mbar_wait(base + at::TURN_FULL + 8 * (turn & 1), turn >> 1 & 1);
+        const piece &w = ((const piece *)(smem + at::TURN))[turn & 1];
+        if (w.query < 0) return;
+        float lse2[2], x[16][4];
+        int hi[2];
+        uint32_t q[DK / 16][4];
+        empty_lists<DK, LIST>(own);
+        own.in = contests + (turn & 1) * at::COMPUTING * at::LISTS;
+        const int left = w.nq - w.query, queries = left < plan.queries ? left : plan.queries;
+        const int ahead = (queries + a.tile - 1) / a.tile - row0 / LIST;
+        const int lists = ahead < 0 ? 0 : ahead < at::LISTS ? ahead : at::LISTS;
+        mbar_wait(base + at::NOTE_FULL + 8 * (turn & 1), turn >> 1 & 1);
+        read_notes<DK, LIST>(a, smem, turn & 1, row0 + (lane >> 2), queries, lse2, hi);
+        mbar_wait(base + at::Q_FULL, turn & 1);
+#pragma unroll
+        for (int c = 0; c < DK / 16; c++) load_a<at::ROWS>(q[c], base + at::Q, row0, c * 16, lane);
+        arrive(at::Q_FREE);
+        const int steps = w.steps;
+        for (int t = 0; t < steps; t++, step++) {
+            const int stage = step % at::STAGES;
+            const uint32_t k = base + at::K + stage * at::K_STAGE;
+            mbar_wait(base + at::K_FULL + 8 * stage, step / at::STAGES & 1);
+            wg_start();
+#pragma unroll
+            for (int c = 0; c < DK; c += 16) {
+                const uint64_t entries = wg_tile(k + (c >> 6) * (STEP * 128) + (c & 63) * 2, 0);
+                if (c == 0) wg_rs_wide<T, STEP, false, false>(x, q[c / 16], entries);
+                else wg_rs_wide<T, STEP, true, false>(x, q[c / 16], entries);
+            }
+            wg_commit();
+            wg_wait<0>(x);
+            arrive(at::K_FREE + 8 * stage);
+            const int e0 = t * STEP, held = t % at::BATCH;
+            exponentiate(x, a.scale_log2, lse2, hi, e0,
+                         __all_sync(~0u, e0 + STEP <= hi[0] && e0 + STEP <= hi[1]));
+            sum_rows<LIST, at::SCORES>(x, own.scores + held * STEP);
+            if (held == at::BATCH - 1 || t + 1 == steps)
+                take_scores<DK, LIST>(s, own, lists, e0 - held * STEP, (held + 1) * STEP);
+        }
+        const int row = w.list_row + row0 / LIST;
+        for (int l = 0; l < lists; l++)
+            if (row + l < s.list_rows) write_blocks(s, own.in[l], own.best(l), w.view, w.unit, row + l);
+        mbar_arrive(base + at::TURN_FREE + 8 * (turn & 1));
+    }
+}
+
+template <typename T, int DK, int LIST>
+__global__ void __launch_bounds__(shape<DK>::THREADS_ALL, 1)
+    select_softmax_sm90(const __grid_constant__ select_kernel s,
+                        const __grid_constant__ sm90_select_plan plan, const __grid_constant__ maps m)
+{
+#ifdef QUERN_WGMMA
+    typedef layout<DK, LIST> at;
+    extern __shared__ __align__(1024) char smem[];
+    const uint32_t base = smem_address(smem);
+    if (threadIdx.x == 0) {
+        mbar_init(base + at::Q_FULL, 1), mbar_init(base + at::Q_FREE, at::COMPUTING);
+        for (int i = 0; i < at::STAGES; i++)
+            mbar_init(base + at::K_FULL + 8 * i, 1), mbar_init(base + at::K_FREE + 8 * i, at::COMPUTING);
+        for (int i = 0; i < 2; i++)
+            mbar_init(base + at::TURN_FULL + 8 * i, 1),
+                mbar_init(base + at::NOTE_FULL + 8 * i, WARP_ARRIVALS),
+                mbar_init(base + at::TURN_FREE + 8 * i, (at::COMPUTING + 1) * WARP_ARRIVALS);
+        mbar_init_done();
+    }
+    __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
+    if (group == shape<DK>::GROUPS) {
+        registers_down<shape<DK>::FEED>();
+        if (warp == 0) feed<DK, LIST>(s, plan, m, smem, base);
+        if (warp == 1) leave_notes<DK, LIST>(s, plan, smem, base);
+    } else {
+        registers_up<shape<DK>::COMPUTE>();
+        compute<T, DK, LIST>(s, plan, smem, base, group);
+    }
+#endif
+}
+
+template <typename T, int DK, int LIST>
+static quern_status launch(const select_kernel &s, const sm90_select_call &call)
+{
+    sm90_select_plan plan = {0, 0, shape<DK>::ROWS / s.a.hs, NULL};
+    const int64_t pieces = piece_bound(call.args->seqs, plan.queries, 1), total = pieces * s.a.units;
+    if (total == 0) return QUERN_OK;
+    plan.pieces = (int32_t)pieces;
+    plan.total = (int32_t)total;
+    maps m;
+    quern_status status = tma_describe(&m.q, call.args->q, s.a.hs, plan.queries);
+    if (status == QUERN_OK) status = tma_describe(&m.k, call.args->keys, 1, STEP);
+    if (status == QUERN_OK && total > call.multiprocessors) {
+        plan.taken = (int32_t *)(((uintptr_t)call.workspace + 3) & ~(uintptr_t)3);
+        status = cuda_report(cudaMemsetAsync(plan.taken, 0, sizeof *plan.taken, call.stream),
+                             "select: the counter of pieces");
+    }
+    if (status != QUERN_OK) return status;
+    const unsigned blocks = (unsigned)(total < call.multiprocessors ? total : call.multiprocessors);
+    return launch_shared({call.stream, NULL}, select_softmax_sm90<T, DK, LIST>, dim3(blocks),
+                         shape<DK>::THREADS_ALL, layout<DK, LIST>::BYTES, "select", s, plan, m);
+}
+
+template <typename T, int DK> static quern_status run(const select_kernel &s, const sm90_select_call &call)
+{
+    const int rows = s.a.tile * s.a.hs;
+    return rows == 16  ? launch<T, DK, 16>(s, call)
+           : rows == 8 ? launch<T, DK, 8>(s, call)
+                       : launch<T, DK, 4>(s, call);
+}
+
+} // namespace sm90_select_softmax
+
+#endif

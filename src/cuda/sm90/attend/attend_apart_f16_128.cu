@@ -1,9 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-#include "sm90/attend/attend_apart.cuh"
-
-quern_status sm90_apart_f16_128(const attend_args *args, const attend_kernel &a, const apart_slice &s,
-                                cudaStream_t stream)
-{
-    return sm90_apart::run<f16, 128>(args, a, s, stream);
-}

@@ -1,9 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-#include "sm90/attend/attend_forward.cuh"
-
-quern_status sm90_forward_bf16_192(const attend_args *args, const attend_launch &l, const sm90_device &device,
-                                   void *workspace, cudaStream_t stream)
-{
-    return sm90_forward::run<bf16, 192, 128>(args, l, device, workspace, stream);
-}

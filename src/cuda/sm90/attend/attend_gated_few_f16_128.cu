@@ -1,9 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-#include "sm90/attend/attend_gated_few.cuh"
-
-quern_status sm90_gated_few_f16_128(const attend_gate_args *args, const sm90_gated &a,
-                                    const sm90_device &device, void *workspace, cudaStream_t stream)
-{
-    return sm90_forward::launch_gated_few<f16, 128>(args, a, device, workspace, stream);
-}

@@ -1,9 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-/* mqa_bf16.cu - bf16, and rows of bytes. */
-#include "sm90/attend_mqa/kernel.cuh"
-
-quern_status sm90_mqa::mqa_bf16(const stage_exec *exec, const mqa_kernel &a)
-{
-    return a.bytes ? launch<bf16, true>(exec, a) : launch<bf16, false>(exec, a);
-}

@@ -1,8 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-#include "sm90/select/select_softmax.cuh"
-
-quern_status sm90_select_f16_128(const select_kernel &s, const sm90_select_call &call)
-{
-    return sm90_select_softmax::run<f16, 128>(s, call);
-}

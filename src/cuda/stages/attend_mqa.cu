@@ -1,0 +1,18 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attend_mqa.cu - the variants of attention whose heads share keys that are values. */
+#include "variants.cuh"
+
+extern const variant<attend_mqa_args> attend_mqa_sm90, attend_mqa_any;
+
+static const variant<attend_mqa_args> *const forward_list[] = {
+#ifdef QUERN_SM90
+    &attend_mqa_sm90,
+#endif
+    &attend_mqa_any,
+};
+static const variants<attend_mqa_args> forward(forward_list);
+
+static const stage_rows rows([](quern_backend &backend) {
+    offer<attend_mqa_args, forward>(backend.attend_mqa_forward);
+});
