@@ -34,6 +34,9 @@ while read -r file; do
     esac
 done < <(find "$prefix" "${plugin[@]}" -path '*/bin/*' -o -name '*.so*' ! -name libquern_dnnl.so)
 if [[ -e $prefix/bin/quern ]]; then "$prefix/bin/quern" info; fi
+for file in LICENSE README.md docs/run.md examples/hello/hello.c; do
+    [[ -e $prefix/share/doc/quern/$file ]] || fail "no $file is installed"
+done
 
 read -ra shared < <(pkg-config --cflags --libs quern)
 read -ra static < <(pkg-config --static --cflags --libs quern)
@@ -43,6 +46,8 @@ compile=(gcc -std=c11 -Wall -Wextra -Wshadow -Wstrict-prototypes -Werror)
 LD_LIBRARY_PATH=$lib "$dir/hello"
 "${compile[@]}" product.c -o "$dir/product" "${shared[@]}" -lm
 LD_LIBRARY_PATH=$lib "$dir/product"
+g++ -std=c++17 -Wall -Wextra -Wshadow -Wpedantic -Werror product.cpp -o "$dir/product_cpp" "${shared[@]}"
+LD_LIBRARY_PATH=$lib "$dir/product_cpp"
 
 # The static library in a program that is not: with oneDNN, to which its references are weak, though the linker drops
 # libraries that nothing needs.
@@ -90,6 +95,8 @@ gcc -std=c11 -Wall -Wextra -Wpedantic -Werror -I"$include" inits.c -o "$dir/init
 "$dir/inits"
 g++ -std=c++17 -Wall -Wextra -Wpedantic -Werror -I"$include" -x c++ inits.c -o "$dir/inits"
 "$dir/inits"
+printf '#include <quern/quern.hpp>\n' >"$dir/alone.cpp"
+g++ -std=c++17 -Wall -Wextra -Wpedantic -Werror -I"$include" -fsyntax-only "$dir/alone.cpp"
 for header in "$include"/quern/*.h; do
     printf '#include <quern/%s>\n' "$(basename "$header")" >"$dir/alone.c"
     gcc -std=c11 -Wall -Wextra -Wstrict-prototypes -Werror -I"$include" -fsyntax-only "$dir/alone.c"
