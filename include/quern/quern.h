@@ -28,6 +28,8 @@
 #define QUERN_VERSION_MAJOR 0
 #define QUERN_VERSION_MINOR 1
 #define QUERN_VERSION_PATCH 0
+/* One number that rises with every release: 0.1.0 is 100. */
+#define QUERN_VERSION (QUERN_VERSION_MAJOR * 10000 + QUERN_VERSION_MINOR * 100 + QUERN_VERSION_PATCH)
 
 #if defined(QUERN_STATIC)
 #define QUERN_API
