@@ -58,8 +58,15 @@ accept-%: all
 	cmake --build build/release --target accept accept_error accept_convert >/dev/null
 	build/release/accept bench/accept/$*.json build/release
 
+# make install PREFIX=/usr/local
 install: all
-	cmake --install build/release
+	cmake --install build/release $(if $(PREFIX),--prefix $(PREFIX))
+
+# A Debian package and an archive of the last commit's sources, in build/packages.
+package: all
+	@cmake/setup.sh --print dpkg-dev
+	cd build/release && cpack
+	git archive --prefix quern/ -o build/release/packages/quern.tar.gz HEAD
 
 format: packages-dev
 	git-clang-format-14 --binary clang-format-14 --extensions c,h,cu,cuh
@@ -71,4 +78,4 @@ clean:
 	rm -rf build
 
 .PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-python test-gpu test-gpu-sanitize bench
-.PHONY: accept install format tidy clean
+.PHONY: accept install package format tidy clean

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# What `make install` lays down: both libraries, the headers, quern.pc, the CMake package, the command.
+# What `make install` lays down: both libraries, the headers, quern.pc, the CMake package, the command, documents and
+# examples; and the Debian package of the same.
 include(CMakePackageConfigHelpers)
 
 # The static library is one object whose hidden symbols are made local, so that only quern_* names can meet
@@ -61,3 +62,19 @@ if(TARGET quern_command)
   set_target_properties(quern_command PROPERTIES INSTALL_RPATH "\$ORIGIN/${bin_to_lib}")
   install(TARGETS quern_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
+install(FILES LICENSE README.md CHANGELOG.md SECURITY.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(DIRECTORY docs examples DESTINATION ${CMAKE_INSTALL_DOCDIR})
+
+set(CPACK_GENERATOR DEB)
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+set(CPACK_PACKAGE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/packages)
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "Kernels for long-context language models")
+set(CPACK_PACKAGE_DESCRIPTION "Library, headers and command: dense and native sparse attention, DeepSeek-V4's compressed
+attention, NVFP4 and mixtures of experts, on CPUs and NVIDIA GPUs.")
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_MAINTAINER "The Quern authors")
+set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
+set(CPACK_STRIP_FILES ON)
+include(CPack)
