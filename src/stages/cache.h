@@ -24,7 +24,7 @@ typedef struct cache_plane {
 static inline char *cache_block(const cache_plane *p, int64_t sequence, int64_t head, int64_t block)
 {
     const quern_tensor *t = &p->blocks;
-    const int32_t *table = p->table.data;
+    const int32_t *table = (const int32_t *)p->table.data;
     if (p->ring > 0) block %= p->ring;
     const int64_t at = table != NULL ? table[sequence * p->table.strides[0] + block] * t->strides[0]
                                      : sequence * t->strides[0] + block * t->strides[2];
