@@ -18,6 +18,15 @@
  *   not causal:  every key, and with window W > 0 those with |p - j| <= W / 2 (integer division)
  * A query that sees no key has o = 0, lse = -inf and takes no part in any gradient.
  *
+ * A sink is a logit of a head that joins the denominator alone: o[t] is multiplied by 1 / (1 + e^(sink -
+ * lse[t])), and lse stays that of the keys. A sink of -inf is none, one of inf leaves nothing to the keys: o and
+ * all gradients are 0. With delta[t] = d_o[t] . o[t], d_sink = -sum_t delta[t] / (1 + e^(lse[t] - sink)).
+ *
+ * kv_first and kv_count say which keys of a sequence exist: those at kv_first ... kv_count - 1, so kv_count
+ * is an end. Batches padded on the left and caches with room are attended without a copy. Positions, and
+ * query_offset, then count from kv_first, and Nkv above is kv_count - kv_first. What other rows of k and v
+ * hold never matters; their gradients are 0.
+ *
  * Source of the maths: Vaswani et al. 2017 (arXiv 1706.03762) eq. 1; the blockwise softmax and its
  * backward are those of FlashAttention-2 (arXiv 2307.08691).
  */
@@ -50,12 +59,14 @@ typedef struct quern_attention_params {
  *               most Tq, Tkv. cu_seqlens_kv may be NULL: the same as cu_seqlens_q. Output rows past the last
  *               offset are written as 0 (lse: -inf). On CUDA only kernels read the offsets. They do not
  *               refuse bad ones: they clamp them into the tensors and set QUERN_STATUS_BAD_OFFSETS.
+ * sink, kv_first and kv_count may be there or not, each for itself; kv_first and kv_count need fixed lengths.
+ * So far the CPU takes them, and a GPU answers QUERN_ERR_UNSUPPORTED.
  *
  * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL
  * that is needed; a size other than quern.h says; a parameter, ndim, extent, dtype or head dim other than
  * stated here; H no multiple of Hkv; more than 2^31 - 1 tokens; a last dimension with gaps; data NULL or not
  * aligned to its element; an output that shares memory with itself or another tensor; offsets other than
- * stated; tensors on two devices (a device without a backend: QUERN_ERR_DEVICE); a workspace that is too
+ * stated; a sequence for which 0 <= kv_first <= kv_count <= Nkv does not hold; tensors on two devices (a device without a backend: QUERN_ERR_DEVICE); a workspace that is too
  * small (QUERN_ERR_WORKSPACE) or NULL.
  */
 typedef struct quern_attention_tensors {
@@ -66,6 +77,9 @@ typedef struct quern_attention_tensors {
     const quern_tensor *lse;             /* f32; written by forward (optional there), read by backward */
     const quern_tensor *d_o;             /* act, like o: gradient of the loss by o; read by backward */
     const quern_tensor *d_q, *d_k, *d_v; /* act, like q, k, v; overwritten by backward */
+    const quern_tensor *sink;            /* f32 [H]; NULL: none */
+    const quern_tensor *kv_first, *kv_count; /* int32 [B]; NULL: 0; Nkv */
+    const quern_tensor *d_sink;              /* f32 [H]; overwritten by backward; may be NULL; needs sink */
 } quern_attention_tensors;
 #define QUERN_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_attention_tensors)
 
@@ -80,14 +94,15 @@ QUERN_API quern_status quern_attention_backward_workspace(quern_context *ctx,
                                                           const quern_attention_tensors *tensors,
                                                           size_t *bytes);
 
-/* Reads q, k, v; writes o and, if given, lse. */
+/* Reads q, k, v and what says which keys exist; writes o and, if given, lse. */
 QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec,
                                                const quern_attention_params *params,
                                                const quern_attention_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
-/* Reads q, k, v, o, lse, d_o; writes d_q, d_k, d_v (all three). lse is that of the call's own keys: where it
- * is large (f32: beyond 20), the CPU takes it from the scores again, which an lse in f32 no longer tells.
- * Scores of f32 may have any size; how far their own rounding goes is in docs/numerics.md. */
+/* Reads what forward reads, o, lse and d_o; writes d_q, d_k, d_v (all three) and, if given, d_sink. lse is that
+ * of the call's own keys: where it is large (f32: beyond 20), the CPU takes it from the scores again, which an
+ * lse in f32 no longer tells. Scores of f32 may have any size; how far their own rounding goes is in
+ * docs/numerics.md. */
 QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec,
                                                 const quern_attention_params *params,
                                                 const quern_attention_tensors *tensors, void *workspace,

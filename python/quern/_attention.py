@@ -9,7 +9,7 @@ from typing import Any
 from ._faces import run, writer
 
 _SETTINGS = ("causal", "window", "scale", "query_offset")
-_INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
+_INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "sink", "kv_first", "kv_count")
 _write = writer("attention", _SETTINGS, (*_INPUTS, "o"))
 
 
@@ -24,6 +24,9 @@ def attention(
     query_offset: int | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    sink: Any = None,
+    kv_first: Any = None,
+    kv_count: Any = None,
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -38,10 +41,15 @@ def attention(
     to the query, and with a window the last `window` of them; else all, or those at most window // 2 away.
     scale None: 1/√D. A query that sees no key gives 0 and lse -inf.
 
-    With torch it is differentiable by q, k and v; lse carries no gradient. out: o's memory, for calls
+    sink f32 [H]: logits that join the denominator alone, o · 1 / (1 + e^(sink − lse)). kv_first, kv_count
+    int32 [B], of fixed lengths: keys kv_first … kv_count − 1 of a sequence exist, and positions count from
+    kv_first (batches padded on the left, caches with room). The CPU takes these three, a GPU does not so far.
+
+    With torch it is differentiable by q, k, v and sink; lse carries no gradient. out: o's memory, for calls
     without gradients.
     """
-    values, inputs = (causal, window, scale, query_offset), (q, k, v, cu_seqlens_q, cu_seqlens_kv)
+    values = causal, window, scale, query_offset
+    inputs = q, k, v, cu_seqlens_q, cu_seqlens_kv, sink, kv_first, kv_count
     if out is not None and not return_lse and _write(values, (None, *inputs, out)):
         return out
     settings, tensors = tuple(zip(_SETTINGS, values)), dict(zip(_INPUTS, inputs))

@@ -62,6 +62,24 @@ def test_lse_and_rows_without_keys(close):
     assert not o[:, :8].any() and lse[:, :, :8].isneginf().all()
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_sinks_and_keys_that_exist(near, dtype):
+    given = inputs(dtype)
+    sink = torch.tensor([0.5, -1, 3, 30, -2, 0], requires_grad=True)
+    settings = {"kv_first": torch.tensor([0, 31]), "kv_count": torch.tensor([90, 84], dtype=torch.int32)}
+    wide = [t.detach().double().requires_grad_() for t in (*given, sink)]
+    o = quern.attention(*given, sink=sink, window=40, **settings)
+    expected = reference.attention(*wide[:3], sink=wide[3], window=40, **settings)
+    near(o, expected, BOUNDS[dtype][0])
+    d_o = torch.randn_like(o)
+    wanted = torch.autograd.grad(expected, wide, d_o.double())
+    for got, want, of in zip(torch.autograd.grad(o, (*given, sink), d_o), wanted, (*given, sink)):
+        assert got.dtype == of.dtype
+        near(got, want, BOUNDS[dtype][1])
+    with pytest.raises(ValueError, match=r"kv_first\[1\] is 85"):
+        quern.attention(*given, kv_first=torch.tensor([0, 85]), kv_count=settings["kv_count"])
+
+
 def test_varlen_is_each_sequence_alone(close):
     torch.manual_seed(1)
     cu = torch.tensor([0, 40, 40, 103], dtype=torch.int32)
@@ -73,15 +91,18 @@ def test_varlen_is_each_sequence_alone(close):
 
 
 def test_opcheck():
-    settings = ("window=5\n", "o lse")
+    none, settings = (None,) * 3, ("window=5\n", "o lse")
     operator = torch.ops.quern.attention.default
-    torch.library.opcheck(operator, (*inputs(nq=8, nkv=8), None, None, *settings))
+    torch.library.opcheck(operator, (*inputs(nq=8, nkv=8), None, None, *none, *settings))
+    sink, some = torch.randn(6, requires_grad=True), torch.tensor([2, 5], dtype=torch.int32)
+    torch.library.opcheck(operator, (*inputs(nq=8, nkv=8), None, None, sink, some, None, *settings))
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
     packed = [t.detach()[0].requires_grad_() for t in inputs(nq=8, nkv=8)]
-    torch.library.opcheck(operator, (*packed, cu, None, *settings))
+    torch.library.opcheck(operator, (*packed, cu, None, *none, *settings))
     plain = [t.detach() for t in inputs(nq=8, nkv=8)]
     outs = torch.empty_like(quern.attention(*plain)), None
-    torch.library.opcheck(torch.ops.quern.attention_out.default, (*plain, None, None, settings[0], *outs))
+    written = torch.ops.quern.attention_out.default
+    torch.library.opcheck(written, (*plain, None, None, *none, settings[0], *outs))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -227,10 +227,10 @@ def test_opcheck_of_open_numbers():
         [5, 7],
         torch.tensor([0.25], dtype=torch.float64),
     )
-    inputs = [t.clone().requires_grad_() for t in (Q[:1, :9], K[:1], V[:1])]
-    torch.library.opcheck(torch.ops.quern.attention.default, (*inputs, None, None, *settings))
-    got = torch.ops.quern.attention(*inputs, None, None, *settings)[0]
-    assert torch.equal(got, quern.attention(*inputs, window=5, scale=0.25, query_offset=7))
+    inputs = [t.clone().requires_grad_() for t in (Q[:1, :9], K[:1], V[:1])] + [None] * 5
+    torch.library.opcheck(torch.ops.quern.attention.default, (*inputs, *settings))
+    got = torch.ops.quern.attention(*inputs, *settings)[0]
+    assert torch.equal(got, quern.attention(*inputs[:3], window=5, scale=0.25, query_offset=7))
 
 
 def test_unknown_extents_are_fixed():

@@ -45,7 +45,15 @@ def qkv(n=70, heads=4, kv_heads=2):
 @case("attention")
 def attention(near, exact):
     q, k, v = qkv()
-    for settings in ({"window": 9}, {"causal": False, "window": 9}, {"query_offset": 20}):
+    some = {"kv_first": torch.tensor([0, 23]), "kv_count": torch.tensor([61, 70])}
+    sink = torch.randn(q.shape[2])
+    for settings in (
+        {"window": 9},
+        {"causal": False, "window": 9},
+        {"query_offset": 20},
+        {"sink": sink},
+        {"window": 9, **some, "sink": sink},
+    ):
         for a, b in zip(
             quern.attention(q[:, 30:], k, v, **settings, return_lse=True),
             exact(*wide(q[:, 30:], k, v), **settings, return_lse=True),

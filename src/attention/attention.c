@@ -35,6 +35,9 @@ static void fill(const attention_call *c, attend_args *a)
     a->v = op_view(h, A(v), true);
     a->o = op_view(h, A(o), true);
     a->lse = op_view(h, A(lse), true);
+    a->sink = op_view(h, A(sink), false);
+    a->kv_first = op_view(h, A(kv_first), false);
+    a->kv_count = op_view(h, A(kv_count), false);
 }
 
 static void add_backward(op_build *b)
@@ -51,6 +54,7 @@ static void add_backward(op_build *b)
     attend->d_q = op_view(h, A(d_q), true);
     attend->d_k = op_view(h, A(d_k), true);
     attend->d_v = op_view(h, A(d_v), true);
+    attend->d_sink = op_view(h, A(d_sink), false);
 }
 
 void attention_build(op_build *b)

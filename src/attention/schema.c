@@ -30,6 +30,10 @@ static const op_tensor tensors[] = {
     {"d_q", "dQ", OP_ACTIVATION, A(q), {B, NQ, H, D}, {TQ, H, D}},
     {"d_k", "dK", OP_ACTIVATION, A(k), {B, NKV, HKV, D}, {TKV, HKV, D}},
     {"d_v", "dV", OP_ACTIVATION, A(v), {B, NKV, HKV, DV}, {TKV, HKV, DV}},
+    {"sink", "sink", OP_F32, OP_NONE, {H}, {0}},
+    {"kv_first", "kv_first", OP_I32, OP_NONE, {B}, {0}},
+    {"kv_count", "kv_count", OP_I32, OP_NONE, {B}, {0}},
+    {"d_sink", "dsink", OP_F32, A(sink), {H}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == ATTENTION_TENSORS, "a row a tensor");
 
@@ -73,10 +77,19 @@ static void roles(op_call *call)
     r[A(lse)] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
     r[A(d_o)] = backward ? OP_NEEDED : OP_UNUSED;
     for (int i = A(d_q); i <= A(d_v); i++) r[i] = backward ? OP_RESULT : OP_UNUSED;
+    r[A(sink)] = OP_OPTIONAL;
+    r[A(kv_first)] = r[A(kv_count)] = call->varlen ? OP_REFUSED : OP_OPTIONAL;
+    r[A(d_sink)] = !backward                      ? OP_UNUSED
+                   : call->given[A(sink)] == NULL ? OP_SOURCE_MISSING
+                                                  : OP_OPTIONAL_RESULT;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
+    if (tensor == A(kv_first) || tensor == A(kv_count))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s is given with cu_seqlens_q: sequences of a fixed length are accepted",
+                         call->family->tensors[tensor].field);
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
                      "%s is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted",
                      call->family->tensors[tensor].field);
@@ -116,9 +129,29 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
+/* 0 <= kv_first <= kv_count <= Nkv of every sequence; an absent one has its default. */
+static quern_status check_key_ranges(const int32_t *first, const int32_t *count, int64_t batch, int64_t keys)
+{
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t end = count != NULL ? count[b] : keys, from = first != NULL ? first[b] : 0;
+        if (end < 0 || end > keys)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "kv_count[%lld] is %lld: 0 ... %lld, the key tokens, are accepted", (long long)b,
+                             (long long)end, (long long)keys);
+        if (from < 0 || from > end)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "kv_first[%lld] is %lld: 0 ... %lld, the end of its keys, are accepted",
+                             (long long)b, (long long)from, (long long)end);
+    }
+    return QUERN_OK;
+}
+
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    if (!call->varlen) return QUERN_OK;
+    if (!call->varlen)
+        return check_key_ranges(call->alignment[A(kv_first)] > 0 ? data[A(kv_first)] : NULL,
+                                call->alignment[A(kv_count)] > 0 ? data[A(kv_count)] : NULL, call->symbol[B],
+                                call->symbol[NKV]);
     const int64_t *s = call->symbol;
     const bool own = call->alignment[A(cu_seqlens_kv)] > 0;
     const quern_status status = view_check_offsets(data[A(cu_seqlens_q)], s[B], "cu_seqlens_q", s[TQ]);

@@ -23,11 +23,16 @@ typedef struct attend_args {
     list_scope scope;             /* of the list */
     quern_tensor list;            /* i32 [B,Hs,rows,k]; BLOCKS: blocks. COMPRESSED: groups, or absent */
     quern_tensor q, k, v, o, lse; /* COMPRESSED: k, v are k_cmp, v_cmp; varlen ones use seqs.cu_kv */
+    quern_tensor sink; /* f32 [H] or absent: logits of the denominator alone; lse is without them */
+    /* i32 [B] or absent; RANGE of fixed lengths. Keys kv_first ... kv_count - 1 of a sequence are its keys,
+     * and stand at 0 ...; absent: 0, n_kv. */
+    quern_tensor kv_first, kv_count;
     /* Backward only. Given: q, k, v, lse, d_o, delta. The gradient that reaches this branch is row_scale *
      * d_o, row by row (row_scale absent: 1), and delta = row_scale * rowsum(d_o * o). A backward may write
-     * delta. d_q, d_k, d_v are f32 or the activations' dtype; with accumulate_* they are f32 and added to. */
+     * delta. d_q, d_k, d_v are f32 or the activations' dtype; with accumulate_* they are f32 and added to.
+     * d_sink: f32 [H] or absent. */
     quern_tensor d_o, row_scale, delta; /* row_scale, delta: f32 [B,H,N], any strides */
-    quern_tensor d_q, d_k, d_v;
+    quern_tensor d_q, d_k, d_v, d_sink;
     bool accumulate_q, accumulate_k, accumulate_v;
 } attend_args;
 STAGE_DECLARE(attend);
@@ -41,7 +46,11 @@ static inline int64_t attend_few_keys(const attend_args *args)
 }
 #define ATTEND_TENSORS(IN, OUT, GRAD)                                                                        \
     STAGE_SEQS_TENSORS(IN)                                                                                   \
-    IN(list) IN(q) IN(k) IN(v) OUT(o) OUT(lse) IN(d_o) IN(row_scale) GRAD(delta) GRAD(d_q) GRAD(d_k) GRAD(d_v)
+    IN(list)                                                                                                 \
+    IN(q)                                                                                                    \
+    IN(k)                                                                                                    \
+    IN(v) OUT(o) OUT(lse) IN(sink) IN(kv_first) IN(kv_count) IN(d_o) IN(row_scale) GRAD(delta) GRAD(d_q)     \
+        GRAD(d_k) GRAD(d_v) GRAD(d_sink)
 #define ATTEND_VALUES(F)                                                                                     \
     F(mask)                                                                                                  \
     STAGE_SEQS_VALUES(F)                                                                                     \

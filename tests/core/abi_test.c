@@ -114,7 +114,7 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_exec), 24);
     assert_int_equal(offsetof(quern_exec, status), 16);
     assert_int_equal(sizeof(quern_attention_params), 40);
-    assert_int_equal(sizeof(quern_attention_tensors), 96);
+    assert_int_equal(sizeof(quern_attention_tensors), 128);
     assert_int_equal(sizeof(quern_nsa_params), 128);
     assert_int_equal(sizeof(quern_dsv4_compress_params), 72);
     assert_int_equal(offsetof(quern_dsv4_compress_params, rope_last), 48);

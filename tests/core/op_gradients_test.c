@@ -26,6 +26,7 @@ typedef struct gradient_case {
 
 static const gradient_case cases[] = {
     {"attention", "", "B=2 Nq=12 Nkv=20 H=4 Hkv=2 D=16 Dv=8", ""},
+    {"attention", "", "B=2 Nq=12 Nkv=20 H=4 Hkv=2 D=16 Dv=8", "sink"},
     {"nsa", "block_size=8 num_selected=3 window=8", NSA_EXTENTS "D|l*D=16 Dv|l*Dv=8",
      "k_slc v_slc k_win v_win w_k w_v w_gate"},
     {"nsa", "block_size=8 num_selected=3 window=8 compress=linear", NSA_EXTENTS "D|l*D=128 Dv|l*Dv=64",

@@ -242,7 +242,8 @@ static gradients reference_of(backward_case *c)
         const sequence s = {c, list != NULL ? list + view * c->list_heads * c->list_rows * c->list_k : NULL,
                             c->varlen ? c->cu_q[b + 1] - c->cu_q[b] : c->nq,
                             c->varlen ? c->cu_kv[b + 1] - c->cu_kv[b] : c->nk, list_row};
-        const oracle_shape shape = {s.nq, s.nk, c->h, c->hkv, c->d, c->dv, (double)c->args.scale, c->nq};
+        const oracle_shape shape = {s.nq,  s.nk, c->h, c->hkv, c->d, c->dv, (double)c->args.scale,
+                                    c->nq, NULL};
         const double *sq = q + q0 * c->h * c->d, *sk = k + k0 * c->hkv * c->d, *sv = v + k0 * c->hkv * c->dv,
                      *sdo = d_o + q0 * c->h * c->dv;
         const int64_t at = view * c->h * c->nq + c->cu_q[b];

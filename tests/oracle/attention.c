@@ -34,7 +34,12 @@ static void row_free(row *r)
     free(r->dp);
 }
 
-/* Finds the keys, fills p with their softmax weights and returns lse. */
+static double sink_of(const oracle_shape *s, int64_t head)
+{
+    return s->sinks != NULL ? s->sinks->logit[head] : -INFINITY;
+}
+
+/* Finds the keys, fills p with their softmax weights, of which the sink has taken its part, and returns lse. */
 static double softmax_row(const oracle_shape *s, oracle_sees sees, const void *mask, const double *q,
                           const double *k, int64_t head, int64_t t, row *r)
 {
@@ -53,8 +58,10 @@ static double softmax_row(const oracle_shape *s, oracle_sees sees, const void *m
         r->p[i] = exp(r->p[i] - max);
         sum += r->p[i];
     }
-    for (int64_t i = 0; i < r->count; i++) r->p[i] /= sum;
-    return r->count > 0 ? max + log(sum) : -INFINITY;
+    const double lse = r->count > 0 ? max + log(sum) : -INFINITY, sink = sink_of(s, head);
+    for (int64_t i = 0; i < r->count; i++)
+        r->p[i] = sink == INFINITY ? 0 : r->p[i] / sum / (1 + exp(sink - lse));
+    return lse;
 }
 
 static double attend_row(const oracle_shape *s, oracle_sees sees, const void *mask, const double *q,
@@ -94,6 +101,16 @@ void oracle_attend(const oracle_shape *s, oracle_sees sees, const void *mask, co
     row_free(&r);
 }
 
+/* dsink -= e^(sink - lse') sum_i p_i dp_i, lse' the logarithm of the denominator with the sink. */
+static void add_sink(const oracle_shape *s, int64_t head, double lse, double mean)
+{
+    const double sink = sink_of(s, head);
+    if (s->sinks == NULL || s->sinks->gradient == NULL || isinf(sink)) return;
+    const double term = mean / (1 + exp(lse - sink));
+    s->sinks->gradient[head] -= term;
+    s->sinks->size[head] = hypot(s->sinks->size[head], term);
+}
+
 /* dv_j += p_j do;  dp_j = do . v_j;  ds_j = p_j (dp_j - sum_i p_i dp_i);  dq += scale ds_j k_j, dk_j alike.
  */
 void oracle_attend_backward(const oracle_shape *s, oracle_sees sees, const void *mask, const double *q,
@@ -107,11 +124,12 @@ void oracle_attend_backward(const oracle_shape *s, oracle_sees sees, const void 
             const int64_t kv_head = head / (s->h / s->hkv);
             const double *d_out = d_o + (t * s->h + head) * s->dv, *q_row = q + (t * s->h + head) * s->d;
             double *dq_row = d_q + (t * s->h + head) * s->d, mean = 0;
-            softmax_row(s, sees, mask, q, k, head, t, &r);
+            const double lse = softmax_row(s, sees, mask, q, k, head, t, &r);
             for (int64_t i = 0; i < r.count; i++) {
                 r.dp[i] = oracle_dot(d_out, v + (r.key[i] * s->hkv + kv_head) * s->dv, s->dv);
                 mean += r.p[i] * r.dp[i];
             }
+            if (r.count > 0) add_sink(s, head, lse, mean);
             for (int64_t i = 0; i < r.count; i++) {
                 const double p = r.p[i], ds = p * (r.dp[i] - mean) * scale;
                 const int64_t kv_row = r.key[i] * s->hkv + kv_head;

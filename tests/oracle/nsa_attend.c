@@ -78,7 +78,8 @@ static oracle_shape shape_of(const oracle_nsa *a, const oracle_nsa_arrays *x, in
                             a->d,
                             a->dv,
                             (double)a->params.scale,
-                            x->lse_stride};
+                            x->lse_stride,
+                            NULL};
     return s;
 }
 

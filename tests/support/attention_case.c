@@ -20,12 +20,11 @@ static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int
     return test_tensor_make(random, dtype, 4 - varlen, shape + varlen, layout);
 }
 
-static test_tensor cu_seqlens(const int32_t *cu, int64_t batch, test_layout layout, test_random *random)
+static test_tensor integers(const int32_t *values, int64_t count, test_layout layout, test_random *random)
 {
-    const int64_t shape[] = {batch + 1};
-    if (cu == NULL) return (test_tensor){0};
-    test_tensor t = test_tensor_make(random, QUERN_I32, 1, shape, layout);
-    test_tensor_set_i32(&t, cu);
+    if (values == NULL) return (test_tensor){0};
+    test_tensor t = test_tensor_make(random, QUERN_I32, 1, &count, layout);
+    test_tensor_set_i32(&t, values);
     return t;
 }
 
@@ -46,8 +45,8 @@ void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype d
     const int64_t lse[] = {a->batch, a->h, a->nq};
     const int32_t varlen = a->cu_q != NULL;
     c->lse = test_tensor_make(random, QUERN_F32, 3 - varlen, lse + varlen, layout);
-    c->cu_q = cu_seqlens(a->cu_q, a->batch, layout, random);
-    c->cu_kv = cu_seqlens(a->cu_kv, a->batch, layout, random);
+    c->cu_q = integers(a->cu_q, a->batch + 1, layout, random);
+    c->cu_kv = integers(a->cu_kv, a->batch + 1, layout, random);
     test_tensor_normal(&c->q, random, 1);
     test_tensor_normal(&c->k, random, 1);
     test_tensor_normal(&c->v, random, 1);
@@ -99,15 +98,32 @@ void attention_case_make_like(attention_case *c, const attention_case *exact, qu
     copy_exactly(&c->d_o, &exact->d_o);
 }
 
+void attention_case_give(attention_case *c, const double *sink, const int32_t *kv_first,
+                         const int32_t *kv_count, test_layout layout, test_random *random)
+{
+    c->kv_first = integers(kv_first, c->dense.batch, layout, random);
+    c->kv_count = integers(kv_count, c->dense.batch, layout, random);
+    c->extras = (oracle_dense_extras){NULL, kv_first, kv_count};
+    if (sink != NULL) {
+        c->sink = test_tensor_make(random, QUERN_F32, 1, &c->dense.h, layout);
+        c->d_sink = test_tensor_make(random, QUERN_F32, 1, &c->dense.h, layout);
+        test_tensor_set(&c->sink, sink);
+        c->sinks = test_tensor_get(&c->sink);
+    }
+    op_case_bind("attention", c->t, ATTENTION_TENSORS, OP_CASE_ALL, &c->tensors);
+}
+
 void attention_case_free(attention_case *c)
 {
+    free(c->sinks);
     for (int i = 0; i < ATTENTION_TENSORS; i++) test_tensor_free(&c->t[i]);
 }
 
 void attention_case_reset(attention_case *c)
 {
-    test_tensor *const outputs[] = {&c->o, &c->lse, &c->d_q, &c->d_k, &c->d_v};
-    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) test_tensor_reset(outputs[i]);
+    test_tensor *const outputs[] = {&c->o, &c->lse, &c->d_q, &c->d_k, &c->d_v, &c->d_sink};
+    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
+        if (outputs[i]->buffer != NULL) test_tensor_reset(outputs[i]);
 }
 
 static void call(attention_case *c, quern_context *ctx, quern_op_pass pass)
@@ -132,15 +148,10 @@ static double *doubles(const test_tensor *t)
     return p;
 }
 
-static bool sees_one_at_most(const oracle_dense *a)
+static bool sees_one_at_most(const attention_case *c)
 {
-    for (int64_t b = 0; b < a->batch; b++) {
-        const int32_t *cu_kv = a->cu_kv != NULL ? a->cu_kv : a->cu_q;
-        oracle_range range = {a->nq, a->nkv, a->causal, a->window, a->query_offset};
-        if (a->cu_q != NULL) {
-            range.nq = a->cu_q[b + 1] - a->cu_q[b];
-            range.nkv = cu_kv[b + 1] - cu_kv[b];
-        }
+    for (int64_t b = 0; b < c->dense.batch; b++) {
+        const oracle_range range = oracle_dense_range(&c->dense, &c->extras, b);
         for (int64_t t = 0; t < range.nq; t++) {
             int64_t seen = 0;
             for (int64_t j = 0; j < range.nkv && seen < 2; j++) seen += oracle_range_sees(&range, 0, t, j);
@@ -168,7 +179,7 @@ static double lse_terms(const attention_case *c, double *q, double *k, const dou
     for (int64_t i = 0; i < test_tensor_count(&c->q); i++) q[i] *= q[i];
     for (int64_t i = 0; i < test_tensor_count(&c->k); i++) k[i] *= k[i];
     a.scale = scale * scale;
-    oracle_dense_forward(&a, q, k, v, o, sums);
+    oracle_dense_forward_with(&a, &c->extras, q, k, v, o, sums);
     for (int64_t i = 0; i < test_tensor_count(&c->lse); i++) all += isfinite(sums[i]) ? sums[i] : 0;
     free(o);
     free(sums);
@@ -177,12 +188,22 @@ static double lse_terms(const attention_case *c, double *q, double *k, const dou
 
 attention_reference attention_case_reference(const attention_case *c)
 {
-    attention_reference r = {doubles(&c->o),   doubles(&c->lse), doubles(&c->d_q),
-                             doubles(&c->d_k), doubles(&c->d_v), sees_one_at_most(&c->dense), 0};
+    attention_reference r = {doubles(&c->o),
+                             doubles(&c->lse),
+                             doubles(&c->d_q),
+                             doubles(&c->d_k),
+                             doubles(&c->d_v),
+                             test_doubles(c->dense.h),
+                             test_doubles(c->dense.h),
+                             c->sinks == NULL && sees_one_at_most(c),
+                             0};
+    const oracle_sinks sinks = {c->sinks, r.d_sink, r.d_sink_size};
+    oracle_dense_extras extras = c->extras;
+    if (c->sinks != NULL) extras.sinks = &sinks;
     double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *v = test_tensor_get(&c->v);
     double *d_o = test_tensor_get(&c->d_o);
-    oracle_dense_forward(&c->dense, q, k, v, r.o, r.lse);
-    oracle_dense_backward(&c->dense, q, k, v, d_o, r.d_q, r.d_k, r.d_v);
+    oracle_dense_forward_with(&c->dense, &extras, q, k, v, r.o, r.lse);
+    oracle_dense_backward_with(&c->dense, &extras, q, k, v, d_o, r.d_q, r.d_k, r.d_v);
     if (r.cancels) r.lse_terms = lse_terms(c, q, k, v);
     free(q);
     free(k);
@@ -227,6 +248,8 @@ void attention_reference_free(attention_reference *r)
     free(r->d_q);
     free(r->d_k);
     free(r->d_v);
+    free(r->d_sink);
+    free(r->d_sink_size);
 }
 
 static void check(const test_tensor *t, const double *reference, double bound, const char *name,
@@ -272,4 +295,8 @@ void attention_case_check_backward(const attention_case *c, const attention_refe
         check(&c->d_k, r->d_k, bound, "d_k", label);
     }
     check(&c->d_v, r->d_v, bound, "d_v", label);
+    if (c->sinks == NULL) return;
+    /* Sums that may cancel, measured by their terms. */
+    const double own = norm(r->d_sink, c->dense.h), size = norm(r->d_sink_size, c->dense.h);
+    check(&c->d_sink, r->d_sink, bound * (own > 0 ? fmax(1, size / own) : 1), "d_sink", label);
 }

@@ -12,7 +12,7 @@
 
 #include <quern/attention.h>
 
-enum { ATTENTION_TENSORS = 11 };
+enum { ATTENTION_TENSORS = 15 };
 
 /* A call. Points into itself: made in place, never copied. */
 typedef struct attention_case {
@@ -22,14 +22,17 @@ typedef struct attention_case {
     quern_attention_tensors tensors;
     union { /* in the order of quern_attention_tensors */
         struct {
-            test_tensor q, k, v, cu_q, cu_kv, o, lse, d_o, d_q, d_k, d_v;
+            test_tensor q, k, v, cu_q, cu_kv, o, lse, d_o, d_q, d_k, d_v, sink, kv_first, kv_count, d_sink;
         };
         test_tensor t[ATTENTION_TENSORS];
     };
+    double *sinks;              /* of the sink, as f32 holds it; NULL: none */
+    oracle_dense_extras extras; /* its kv_first, kv_count; sinks are the reference's */
 } attention_case;
 
 typedef struct attention_reference {
     double *o, *lse, *d_q, *d_k, *d_v;
+    double *d_sink, *d_sink_size; /* the roots of the sums of the terms' squares */
     bool cancels; /* every query sees at most one key: d_q and d_k are exactly 0 but for rounding */
     double lse_terms; /* then each lse is one dot product: the root of the sum of all their terms' squares */
 } attention_reference;
@@ -44,6 +47,9 @@ void attention_case_make_exact(attention_case *c, const oracle_dense *dense, tes
 /* The same problem in another dtype and layout, with the inputs of an exact case. */
 void attention_case_make_like(attention_case *c, const attention_case *exact, quern_dtype dtype,
                               test_layout layout, test_random *random);
+/* Gives a case that was made a sink [H], kv_first and kv_count [B]; each may be NULL. */
+void attention_case_give(attention_case *c, const double *sink, const int32_t *kv_first,
+                         const int32_t *kv_count, test_layout layout, test_random *random);
 void attention_case_free(attention_case *c);
 /* Sets the outputs (forward's; backward's) back to sentinels. */
 void attention_case_reset(attention_case *c);

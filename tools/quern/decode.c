@@ -97,6 +97,11 @@ static int bind(decode_run *r)
             return fail(
                 EXIT_INPUT,
                 "cu_seqlens_kv: a cache holds the queries' own tokens; cu_seqlens_q alone is accepted");
+        if (t.sink != NULL || t.kv_first != NULL || t.kv_count != NULL)
+            return fail(EXIT_INPUT, "%s: attention from a cache has no sinks, and a cache knows its own keys",
+                        t.sink != NULL       ? "sink"
+                        : t.kv_first != NULL ? "kv_first"
+                                             : "kv_count");
     }
     const quern_tensor *q = r->nsa.q, *v = r->nsa.v;
     const int32_t ndim = r->nsa.cu_seqlens != NULL ? 3 : 4;

@@ -40,6 +40,17 @@ static inline bool lse_is_coarse(float lse, quern_dtype dtype)
     return size > (dtype == QUERN_F32 ? LSE_COARSE : LSE_COARSE_HALF) && size < INFINITY;
 }
 
+static inline float attend_sink(const attend_args *args, int64_t head)
+{
+    return args->sink.ndim > 0 ? ((const float *)args->sink.data)[head] : -INFINITY;
+}
+
+/* What a head's sink leaves to the keys: their part of the denominator. */
+static inline double attend_keys_share(double lse, float sink)
+{
+    return 1.0 / (1.0 + exp((double)sink - lse));
+}
+
 /* One sequence of the call: its rows in the tensors, and the first row of its keys in the panels. */
 typedef struct attend_sequence {
     int64_t view_b, q0, nq, k0, nk, packed0;

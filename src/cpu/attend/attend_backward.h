@@ -58,7 +58,8 @@ typedef struct backward_rows {
     float *d_q;                /* [rows][key_ld], not yet scaled */
     int32_t *lo, *hi;          /* keys that the row sees */
     float *top, *factor, *delta, *row_scale, *dp_scale; /* P = exp2((S - top) scale2) factor */
-    float *lse;                                         /* as given */
+    float *lse;              /* as given; -inf where the sink leaves nothing to the keys */
+    float *sink_weight;      /* the sink's part of the denominator */
     float *max, *sum, *mean; /* of S, of P, of P dP: running, by backward_weigh() */
     uint8_t *nonfinite; /* [rows]: q or d_o has a nonfinite value */
 } backward_rows;
@@ -93,8 +94,9 @@ void backward_rows_pair(const backward_plan *plan, const backward_rows *rows, in
  * coarse: all its keys have to pass through backward_weigh(), then it through backward_rows_settle(). */
 bool backward_rows_load(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
                         int64_t n, const backward_rows *rows);
-void backward_rows_settle(const backward_plan *plan, int64_t n, const backward_rows *rows);
-/* Writes their d_q, or adds it to what is there. */
+void backward_rows_settle(const backward_plan *plan, int32_t unit, int64_t row0, int64_t n,
+                          const backward_rows *rows);
+/* Writes their d_q, or adds it to what is there; where d_sink is asked for, their shares of it to delta. */
 void backward_rows_store(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
                          int64_t n, const backward_rows *rows);
 

@@ -30,8 +30,8 @@ void backward_rows_carve(const backward_plan *p, int64_t capacity, arena *a, bac
     rows->q_pairs = p->attend.bf16 ? arena_take(a, n * (size_t)p->key_ld * 2) : rows->q;
     rows->d_o_pairs = p->attend.bf16 ? arena_take(a, n * (size_t)p->value_ld * 2) : rows->d_o;
     rows->d_q = arena_take(a, n * (size_t)p->key_ld * 4);
-    float **floats[] = {&rows->top, &rows->factor, &rows->delta, &rows->row_scale, &rows->dp_scale,
-                        &rows->lse, &rows->max,    &rows->sum,   &rows->mean};
+    float **floats[] = {&rows->top, &rows->factor,      &rows->delta, &rows->row_scale, &rows->dp_scale,
+                        &rows->lse, &rows->sink_weight, &rows->max,   &rows->sum,       &rows->mean};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) *floats[i] = arena_take(a, n * 4);
     rows->lo = arena_take(a, n * 4);
     rows->hi = arena_take(a, n * 4);
@@ -56,6 +56,7 @@ backward_rows backward_rows_from(const backward_plan *p, const backward_rows *ro
                            rows->row_scale + first,
                            rows->dp_scale + first,
                            rows->lse + first,
+                           rows->sink_weight + first,
                            rows->max + first,
                            rows->sum + first,
                            rows->mean + first,
@@ -77,6 +78,7 @@ void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_
     dst->row_scale[to] = src->row_scale[from];
     dst->dp_scale[to] = src->dp_scale[from];
     dst->lse[to] = src->lse[from];
+    dst->sink_weight[to] = src->sink_weight[from];
     dst->max[to] = src->max[from];
     dst->sum[to] = src->sum[from];
     dst->mean[to] = src->mean[from];
@@ -96,7 +98,7 @@ void backward_rows_pair(const backward_plan *p, const backward_rows *rows, int64
     if (n % 2 != 0) {
         rows->lo[n] = rows->hi[n] = 0;
         rows->top[n] = rows->factor[n] = rows->delta[n] = rows->row_scale[n] = rows->dp_scale[n] = 0.0f;
-        rows->lse[n] = rows->max[n] = rows->sum[n] = rows->mean[n] = 0.0f;
+        rows->lse[n] = rows->sink_weight[n] = rows->max[n] = rows->sum[n] = rows->mean[n] = 0.0f;
         rows->nonfinite[n] = 0;
     }
     if (!p->attend.bf16) return;
@@ -163,13 +165,28 @@ static void take_lse2(const backward_plan *p, const backward_rows *rows, int64_t
         isfinite(rows->top[r]) ? (float)exp2((double)rows->top[r] * (double)p->attend.scale2 - lse2) : 1.0f;
 }
 
-void backward_rows_settle(const backward_plan *p, int64_t n, const backward_rows *rows)
+/* Takes the sink out of the keys' weights: the row's P becomes the keys' share of it. Returns this share. */
+static float take_sink(const backward_rows *rows, int64_t r, double lse, float sink)
 {
+    const double share = attend_keys_share(lse, sink);
+    rows->sink_weight[r] = (float)(1.0 / (1.0 + exp(lse - (double)sink)));
+    rows->factor[r] = (float)((double)rows->factor[r] * share);
+    return (float)share;
+}
+
+void backward_rows_settle(const backward_plan *p, int32_t unit, int64_t row0, int64_t n,
+                          const backward_rows *rows)
+{
+    const int64_t hs = p->attend.hs;
     for (int64_t r = 0; r < n; r++) {
         if (!lse_is_coarse(rows->lse[r], p->attend.args->q.dtype)) continue;
+        const float sink = attend_sink(p->attend.args, (int64_t)unit * hs + (row0 + r) % hs);
         rows->top[r] = rows->max[r];
         rows->factor[r] = 1.0f / rows->sum[r];
         if (rows->dp_scale[r] != 0.0f) rows->delta[r] = rows->row_scale[r] * (rows->mean[r] / rows->sum[r]);
+        if (sink == -INFINITY) continue;
+        const double lse2 = (double)rows->max[r] * (double)p->attend.scale2 + log2((double)rows->sum[r]);
+        rows->delta[r] *= take_sink(rows, r, lse2 / log2_e_exact, sink);
     }
 }
 
@@ -193,13 +210,17 @@ bool backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
         int64_t lo, hi;
         attend_interval(args, seq, query, &lo, &hi);
         for (int64_t i = 0; i < m; i++) {
-            const float lse = statistic(&args->lse, seq, query, head0 + h + i);
+            const float sink = attend_sink(args, head0 + h + i),
+                        lse = sink == INFINITY ? -INFINITY : statistic(&args->lse, seq, query, head0 + h + i);
             const bool none = lse == -INFINITY;
             rows->lo[r + i] = (int32_t)lo;
             rows->hi[r + i] = (int32_t)(none ? lo : hi);
             rows->lse[r + i] = lse;
+            rows->sink_weight[r + i] = 0.0f;
             take_lse2(p, rows, r + i, (double)lse * log2_e_exact);
-            const bool one = hi - lo == 1; /* P is 1 and dS exactly 0, whatever delta's rounding */
+            if (sink != -INFINITY && !none) take_sink(rows, r + i, (double)lse, sink);
+            /* P is 1 and dS exactly 0, whatever delta's rounding */
+            const bool one = hi - lo == 1 && sink == -INFINITY;
             rows->row_scale[r + i] =
                 args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
             rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);
@@ -226,6 +247,12 @@ void backward_rows_store(const backward_plan *p, const attend_sequence *seq, int
     const attend_args *args = p->attend.args;
     const attention_kernels *k = p->attend.kernels;
     const quern_tensor *t = &args->d_q;
+    for (int64_t r = 0; r < n && is_present(&args->d_sink); r++) {
+        const int64_t query = (row0 + r) / p->attend.hs,
+                      head = (int64_t)unit * p->attend.hs + (row0 + r) % p->attend.hs;
+        const float share = rows->lse[r] == -INFINITY ? 0.0f : rows->sink_weight[r] * rows->delta[r];
+        *(float *)row_at(&args->delta, seq->view_b, head, seq->q0 + query) = share;
+    }
     if (t->ndim == 0) return;
     for (int64_t r = 0; r < n; r++) {
         float *d_q = rows->d_q + r * p->key_ld;

@@ -323,11 +323,16 @@ void attend_chunk_finish(const attend_plan *p, attend_chunk *c)
 {
     const double ln2 = 0.69314718055994530942;
     for (int32_t r = 0; r < c->rows; r++) {
-        const float sum = c->sum[r];
-        if (sum != 0.0f)
-            p->kernels->scale_row(c->o + (int64_t)r * p->value_width, 1.0f / sum, p->value_width);
-        c->sum[r] =
-            sum == 0.0f ? -INFINITY : (float)((double)c->max[r] * (double)p->scale2 * ln2 + log((double)sum));
+        const float sum = c->sum[r], sink = attend_sink(p->args, c->head0 + (c->row0 + r) % p->hs);
+        float *o = c->o + (int64_t)r * p->value_width;
+        const double lse =
+            sum == 0.0f ? -INFINITY : (double)c->max[r] * (double)p->scale2 * ln2 + log((double)sum);
+        c->sum[r] = (float)lse;
+        if (sink == INFINITY) memset(o, 0, (size_t)p->value_width * sizeof *o);
+        else if (sink != -INFINITY)
+            p->kernels->scale_row(o, sum == 0.0f ? 0.0f : (float)(attend_keys_share(lse, sink) / (double)sum),
+                                  p->value_width);
+        else if (sum != 0.0f) p->kernels->scale_row(o, 1.0f / sum, p->value_width);
     }
 }
 

@@ -37,8 +37,11 @@ attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
 attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b)
 {
     const stage_seqs *s = &plan->args->seqs;
-    if (s->cu_q.data == NULL)
-        return (attend_sequence){b, 0, s->n_q, 0, s->n_kv, b * round_up(s->n_kv, KEY_ALIGN), 0};
+    if (s->cu_q.data == NULL) {
+        const int32_t *first = plan->args->kv_first.data, *count = plan->args->kv_count.data;
+        const int64_t from = first != NULL ? first[b] : 0, end = count != NULL ? count[b] : s->n_kv;
+        return (attend_sequence){b, 0, s->n_q, from, end - from, b * round_up(s->n_kv, KEY_ALIGN), 0};
+    }
     const int32_t *cq = s->cu_q.data, *ck = s->cu_kv.data != NULL ? s->cu_kv.data : cq;
     const int64_t list_row = attend_list_length(plan) > 0 ? first_list_row(s, plan->args->tile, b) : 0;
     return (attend_sequence){0,
@@ -182,7 +185,6 @@ void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const atte
     for (int64_t b = 0; b < plan->sequences; b++) {
         const attend_sequence seq = attend_sequence_at(plan, b);
         if (seq.nk > longest) longest = seq.nk;
-        if (plan->args->seqs.cu_q.data == NULL) break;
     }
     pack_job job = {plan, targets, count, (longest + PACK_ROWS - 1) / PACK_ROWS};
     parallel_for(exec, plan->sequences * plan->kv_heads * job.pieces, pack_piece, &job);

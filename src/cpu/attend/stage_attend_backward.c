@@ -352,7 +352,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
         t.weighs = backward_rows_load(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
         if (t.weighs) {
             walk(&t);
-            backward_rows_settle(p, t.rows, &t.own->chunk);
+            backward_rows_settle(p, t.unit, t.row0, t.rows, &t.own->chunk);
             t.weighs = false;
         }
         walk(&t);
@@ -389,6 +389,19 @@ static void write_token(void *arg, int64_t index, int32_t thread)
                                     t->shape[3]);
 }
 
+/* d_sink of one head from its rows' shares, which stand in delta. */
+static void sum_sink(void *arg, int64_t head, int32_t thread)
+{
+    (void)thread;
+    const attend_args *args = arg;
+    const quern_tensor *shares = &args->delta;
+    const int64_t tokens = token_rows(&args->seqs);
+    double sum = 0;
+    for (int64_t b = 0; b < shares->shape[0]; b++)
+        for (int64_t n = 0; n < tokens; n++) sum += (double)*(const float *)row_at(shares, b, head, n);
+    ((float *)args->d_sink.data)[head] = (float)-sum;
+}
+
 size_t cpu_attend_backward_workspace(const stage_exec *exec, const attend_args *args)
 {
     arena a = {NULL, 0};
@@ -414,6 +427,8 @@ quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args
     for (int i = 0; i < 2; i++)
         if (outputs[i].g->data != NULL && outputs[i].t->dtype != QUERN_F32)
             parallel_for(exec, outputs[i].t->shape[0] * outputs[i].t->shape[1], write_token, &outputs[i]);
+    if (is_present(&args->d_sink))
+        parallel_for(exec, args->d_sink.shape[0], sum_sink, (void *)(uintptr_t)args);
     if (is_present(&args->d_q) && !args->accumulate_q) zero_rows(&args->d_q, token_rows(&args->seqs));
     return QUERN_OK;
 }

@@ -82,6 +82,7 @@ static attend_args pass_of(const attend_args *args, int64_t first, int64_t count
     view_narrow(&pass.q, 2, first * group, count * group);
     view_narrow(&pass.o, 2, first * group, count * group);
     view_narrow(&pass.lse, 1, first * group, count * group);
+    view_narrow(&pass.sink, 0, first * group, count * group);
     view_narrow(&pass.k, 2, first, count);
     view_narrow(&pass.v, 2, first, count);
     const int64_t lists = args->scope == LIST_BY_HEAD ? group : 1;

@@ -89,6 +89,13 @@ static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
 
 bool attend_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
 {
+    if (present(args->sink) || present(args->kv_first) || present(args->kv_count)) {
+        snprintf(why, STAGE_WHY_BYTES, "%s is given: the cuda backend's dense attention takes none so far",
+                 present(args->sink)       ? "sink"
+                 : present(args->kv_first) ? "kv_first"
+                                           : "kv_count");
+        return false;
+    }
     if (!dims_fit(args->q.shape[3], args->v.shape[3], why)) return false;
     if (args->k.shape[2] > 0 && args->seqs.n_q > INT32_MAX / (args->q.shape[2] / args->k.shape[2] + 1)) {
         snprintf(why, STAGE_WHY_BYTES,

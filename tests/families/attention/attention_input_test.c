@@ -324,6 +324,71 @@ static void cu_negative(bad_call *b)
     ((int32_t *)b->c.cu_q.view.data)[1] = -1;
 }
 
+/* A sequence's numbers, and a place for d_sink. */
+static int32_t ends[2];
+static float four[4];
+static quern_tensor pair = {ends, QUERN_I32, QUERN_CPU, 0, 1, {2}, {1}},
+                    of_heads = {four, QUERN_F32, QUERN_CPU, 0, 1, {4}, {1}};
+
+static const quern_tensor *pair_of(int32_t first, int32_t second)
+{
+    ends[0] = first;
+    ends[1] = second;
+    return &pair;
+}
+static void count_past_the_keys(bad_call *b)
+{
+    b->c.tensors.kv_count = pair_of(9, 10);
+}
+static void count_negative(bad_call *b)
+{
+    b->c.tensors.kv_count = pair_of(-1, 9);
+}
+static void first_past_the_keys(bad_call *b)
+{
+    b->c.tensors.kv_first = pair_of(9, 10);
+}
+static void first_negative(bad_call *b)
+{
+    b->c.tensors.kv_first = pair_of(0, -2);
+}
+static void first_past_the_count(bad_call *b)
+{
+    static int32_t counts[] = {9, 3};
+    static const quern_tensor count = {counts, QUERN_I32, QUERN_CPU, 0, 1, {2}, {1}};
+    b->c.tensors.kv_first = pair_of(0, 4);
+    b->c.tensors.kv_count = &count;
+}
+static void count_of_offsets(bad_call *b)
+{
+    b->c.tensors.kv_count = pair_of(0, 0);
+}
+static void first_dtype(bad_call *b)
+{
+    static quern_tensor floats;
+    floats = *pair_of(0, 0);
+    floats.dtype = QUERN_F32;
+    b->c.tensors.kv_first = &floats;
+}
+static void sink_length(bad_call *b)
+{
+    static quern_tensor two;
+    two = of_heads;
+    two.shape[0] = 2;
+    b->c.tensors.sink = &two;
+}
+static void sink_dtype(bad_call *b)
+{
+    static quern_tensor halves;
+    halves = of_heads;
+    halves.dtype = QUERN_BF16;
+    b->c.tensors.sink = &halves;
+}
+static void d_sink_alone(bad_call *b)
+{
+    b->c.tensors.d_sink = &of_heads;
+}
+
 #define BAD(name, make, calls, shapes, varlen, ...)                                                          \
     {                                                                                                        \
         name, make, calls, shapes, varlen, QUERN_ERR_INVALID_ARGUMENT,                                       \
@@ -409,6 +474,17 @@ static const mistake mistakes[] = {
     SHAPES("device 9", bad_device, BOTH, "q", "9", "cuda"),
     SHAPES("k elsewhere", other_device, BOTH, "k", "device", "share"),
     {"cuda", all_on_cuda, BOTH, true, false, QUERN_ERR_DEVICE, {"cuda", "device"}},
+    CALL("kv_count past the keys", count_past_the_keys, BOTH, "kv_count[1]", "10", "0 ... 9"),
+    CALL("kv_count below 0", count_negative, BOTH, "kv_count[0]", "-1", "0 ... 9"),
+    CALL("kv_first past the keys", first_past_the_keys, BOTH, "kv_first[1]", "10", "0 ... 9"),
+    CALL("kv_first below 0", first_negative, BOTH, "kv_first[1]", "-2", "0 ... 9"),
+    CALL("kv_first past kv_count", first_past_the_count, BOTH, "kv_first[1]", "4", "0 ... 3"),
+    VARLEN_SHAPES("kv_count of a varlen batch", count_of_offsets, BOTH,
+                  "kv_count is given with cu_seqlens_q"),
+    SHAPES("kv_first of f32", first_dtype, BOTH, "kv_first", "f32", "i32"),
+    SHAPES("sink of 2 heads", sink_length, BOTH, "sink.shape[0]", "2", "4"),
+    SHAPES("sink of bf16", sink_dtype, BOTH, "sink", "bf16", "f32"),
+    SHAPES("d_sink without sink", d_sink_alone, BACKWARD, "d_sink", "sink"),
     VARLEN_SHAPES("cu_seqlens_kv alone", cu_kv_alone, BOTH, "cu_seqlens_kv", "without cu_seqlens_q"),
     VARLEN_SHAPES("cu_seqlens_q empty", cu_empty, BOTH, "cu_seqlens", "0"),
     VARLEN_SHAPES("cu_seqlens of two lengths", cu_lengths_differ, BOTH, "cu_seqlens_kv.shape[0]", "2", "3"),
