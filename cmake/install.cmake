@@ -61,6 +61,11 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/quern-config.cmake ${CMAKE_CURRENT_BIN
 if(TARGET quern_command)
   set_target_properties(quern_command PROPERTIES INSTALL_RPATH "\$ORIGIN/${bin_to_lib}")
   install(TARGETS quern_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  if(TARGET quern_pages)
+    install(FILES ${CMAKE_BINARY_DIR}/pages/quern.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
+    install(FILES ${CMAKE_BINARY_DIR}/pages/quern.bash DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions
+            RENAME quern)
+  endif()
 endif()
 install(FILES LICENSE README.md CHANGELOG.md SECURITY.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(DIRECTORY docs examples DESTINATION ${CMAKE_INSTALL_DOCDIR})

@@ -34,6 +34,26 @@ while read -r file; do
     esac
 done < <(find "$prefix" "${plugin[@]}" -path '*/bin/*' -o -name '*.so*' ! -name libquern_dnnl.so)
 if [[ -e $prefix/bin/quern ]]; then "$prefix/bin/quern" info; fi
+
+# The manual page has every verb; completions know verbs, operations, their options and an option's values.
+# completed WORDS...: what bash offers for the last of the words.
+completed() (
+    # shellcheck disable=SC1091
+    source "$prefix/share/bash-completion/completions/quern"
+    COMP_WORDS=("$@")
+    COMP_CWORD=$(($# - 1))
+    _quern quern "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+    echo "${COMPREPLY[*]}"
+)
+if [[ -e $prefix/bin/quern ]]; then
+    for verb in INFO RUN QUANTIZE COMPARE INSPECT BENCH PROBE; do
+        grep -q "^.SH $verb\$" "$prefix/share/man/man1/quern.1" || fail "quern.1 has no section $verb"
+    done
+    [[ $(completed quern qu) == quantize ]] || fail "qu: $(completed quern qu)"
+    [[ $(completed quern run nsa-sel) == nsa-select ]] || fail "run nsa-sel: $(completed quern run nsa-sel)"
+    [[ $(completed quern run nsa --select-b) == --select-block ]] || fail "$(completed quern run nsa --select-b)"
+    [[ $(completed quern run nsa a b --device "") == "cpu cuda" ]] || fail "$(completed quern run nsa a b --device "")"
+fi
 for file in LICENSE README.md docs/run.md examples/hello/hello.c; do
     [[ -e $prefix/share/doc/quern/$file ]] || fail "no $file is installed"
 done
