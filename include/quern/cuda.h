@@ -33,6 +33,28 @@
 extern "C" {
 #endif
 
+/*
+ * Bits of the status word (quern_exec.status): faults in the data of a call's inputs. On a GPU only the
+ * kernels read that data, so the call cannot refuse it: the fault sets its bit and has the neutral result
+ * below. A CPU call refuses it before it writes anything, and quern_last_error() names tensor and element;
+ * only entries of lists (the first two bits) are skipped and flagged there too. Each operation says beside
+ * its tensors which bits it sets. The values are part of the ABI.
+ */
+enum {
+    QUERN_STATUS_BAD_INDEX = 1,    /* a list has an entry outside its range: it is skipped */
+    QUERN_STATUS_BAD_GROUP = 2,    /* the same, of a list of groups */
+    QUERN_STATUS_BAD_OFFSETS = 4,  /* offsets such as cu_seqlens are not 0 = c[0] <= c[1] <= ... <= rows: they
+                                    * are clamped into the tensor; a sequence that ends before it starts is
+                                    * empty */
+    QUERN_STATUS_BAD_POSITION = 8, /* a position, length or slot is outside its table: its row counts as
+                                    * absent */
+    QUERN_STATUS_BAD_PAGE = 16,    /* a page is not one of the pool's: its rows count as absent */
+    QUERN_STATUS_BAD_ID = 32,      /* a token's or an expert's number is outside its range: its row is 0 */
+    QUERN_STATUS_BAD_SCALE = 64,   /* a scale byte is no number that the format allows: it counts as 0 */
+    QUERN_STATUS_BAD_GLOBAL = 128, /* a global scale is not finite and above 0: it counts as 0 */
+    QUERN_STATUS_NOT_FINITE = 256  /* a value to be quantised is infinite or NaN: it counts as 0 */
+};
+
 typedef struct quern_cuda_device {
     size_t size;
     char name[256];

@@ -194,8 +194,8 @@ QUERN_API quern_cpu_level quern_cpu_level_detect(void);
 
 /*
  * How a call runs. NULL in its place means every field at its default. `stream` belongs to the device of the
- * call's tensors. `status` is on that device and shares no memory with another tensor of the call;
- * QUERN_STATUS_* are or-ed into it and it is never cleared.
+ * call's tensors. `status` is on that device and shares no memory with another tensor of the call; the bits
+ * QUERN_STATUS_* of cuda.h are or-ed into it and it is never cleared.
  */
 typedef struct quern_exec {
     size_t size;
@@ -203,16 +203,6 @@ typedef struct quern_exec {
     const quern_tensor *status; /* i32 [1]; NULL: not wanted */
 } quern_exec;
 #define QUERN_EXEC_INIT QUERN_SIZED(quern_exec)
-
-/* Bits of the status word: faults in the data of a call's inputs. On a GPU only the kernels read that
- * data, so the call cannot refuse it. Each operation says beside its tensors which bits it sets. */
-enum {
-    QUERN_STATUS_BAD_INDEX = 1,  /* an index list has an entry outside its range; it was skipped */
-    QUERN_STATUS_BAD_GROUP = 2,  /* the same, of a list of groups */
-    QUERN_STATUS_BAD_OFFSETS = 4 /* offsets such as cu_seqlens are not 0 = c[0] <= c[1] <= ... <= rows. They
-                                  * were clamped into the tensor; a sequence that ends before it starts is
-                                  * empty. (On the CPU such offsets are refused.) */
-};
 
 /*
  * The sentence for the calling thread's most recent failed call ("" if none failed yet). It stays valid

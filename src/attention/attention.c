@@ -61,7 +61,6 @@ void attention_build(op_build *b)
 {
     validate_lists_args *lists = OP_ADD(b, validate_lists);
     lists->seqs = sequences_of(b->call);
-    lists->status = op_status_view(b->call);
     op_when_asked(b);
     if (b->call->operation == ATTENTION_BACKWARD) add_backward(b);
     else fill((const attention_call *)b->call, OP_ADD(b, attend_forward));

@@ -21,15 +21,21 @@ static inline bool mx_is_zero(const uint8_t *codes)
     return ((half[0] | half[1]) & 0x7777777777777777u) == 0;
 }
 
-/* Exponent byte 0xFF is NaN. Values of 2^128 and more are beyond f32: 4 and 6 (codes 6 and 7) with 0xFD,
- * 2^126, and 2 to 6 (codes 4 to 7) with 0xFE, 2^127. */
+/* The largest exponent byte that the codes allow. Byte 0xFF is NaN. Values of 2^128 and more are beyond f32:
+ * 4 and 6 (codes 6 and 7) with 0xFD, 2^126, and 2 to 6 (codes 4 to 7) with 0xFE, 2^127. */
+static inline uint8_t mx_most_exponent(const uint8_t *codes)
+{
+    int most = 0;
+    for (int i = 0; i < MX_BYTES; i++) {
+        most = (codes[i] & 7) > most ? codes[i] & 7 : most;
+        most = (codes[i] >> 4 & 7) > most ? codes[i] >> 4 & 7 : most;
+    }
+    return most < 4 ? 0xFE : most < 6 ? 0xFD : 0xFC;
+}
+
 static inline bool mx_is_bad(const uint8_t *codes, uint8_t exponent)
 {
-    if (exponent < 0xFD) return false;
-    const int least = exponent == 0xFD ? 6 : 4;
-    for (int i = 0; i < MX_BYTES; i++)
-        if (exponent == 0xFF || (codes[i] & 7) >= least || (codes[i] >> 4 & 7) >= least) return true;
-    return false;
+    return exponent >= 0xFD && exponent > mx_most_exponent(codes);
 }
 
 /* The code that magnitude m * 2^-down rounds to, ties to even; down > 0. */

@@ -178,10 +178,10 @@ typedef struct op_call {
 /* What malloc() gives on every 64-bit machine. What wants more looks at the address when it runs. */
 enum { OP_ALIGN_MOST = 16 };
 
-/* The addresses of a call: its tensors', the workspace's, the status word's, and 0 for op_address(). */
+/* The addresses of a call: its tensors', the workspace's, the status word's (which is exec.status, and stands
+ * here because replays compare addresses), and 0 for op_address(). */
 typedef struct op_frame {
     stage_exec exec;
-    bool asked;       /* for the status word */
     uintptr_t base[OP_TENSORS_MAX + 3];
 } op_frame;
 enum { OP_ADDRESSES_BYTES = (OP_TENSORS_MAX + 2) * sizeof(uintptr_t) };
@@ -256,8 +256,6 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
 /* The view of a tensor for stages, symbolic; absent where the call does not use it. `batch`: varlen
  * activations get a leading extent of 1. A scalar [] comes as [1], for no dimensions are an absent view. */
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
-/* The view of the status word: present also where the caller asks for none (see op_frame). */
-quern_tensor op_status_view(const op_call *call);
 /* The symbolic pointer of an address that is known already: memory of a cache. */
 void *op_address(const void *p);
 /* The view of a checked tensor that no family describes, at its address; absent for NULL. `batch`: with a
@@ -265,6 +263,8 @@ void *op_address(const void *p);
 quern_tensor op_known_view(const quern_tensor *t, bool batch);
 /* The address that a symbolic pointer stands for. */
 void *op_placed(const void *p, const op_frame *frame);
+/* The tensor of the call that a symbolic pointer points into, and how many bytes into it; OP_NONE: none. */
+int32_t op_pointed(const op_call *call, const void *p, int64_t *bytes);
 /* An arena over the symbolic workspace. */
 arena op_workspace(void);
 /* Adds what was taken to the call. */

@@ -33,6 +33,16 @@ static uint64_t residue(const op_call *call, int32_t tensor)
     return call->alignment[tensor] < OP_ALIGN_MOST ? call->alignment[tensor] : 0;
 }
 
+int32_t op_pointed(const op_call *call, const void *p, int64_t *bytes)
+{
+    const uint64_t at = (uint64_t)(uintptr_t)p;
+    const int32_t tensor = (int32_t)(at >> REGION_SHIFT);
+    *bytes = 0;
+    if (tensor >= call->family->tensor_count) return OP_NONE;
+    *bytes = (int64_t)((at & within) - middle - residue(call, tensor));
+    return tensor;
+}
+
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch)
 {
     if (!op_uses(call, tensor)) return (quern_tensor){0};
@@ -44,12 +54,6 @@ quern_tensor op_view(const op_call *call, int32_t tensor, bool batch)
         t.strides[0] = 1;
     }
     return batch && call->varlen ? view_with_batch(&t) : t;
-}
-
-quern_tensor op_status_view(const op_call *call)
-{
-    const int64_t one[] = {1};
-    return view_on(&call->like, symbolic(STATUS, 0), QUERN_I32, 1, one);
 }
 
 void *op_address(const void *p)
@@ -79,13 +83,14 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
 {
     static const char nothing[OP_ALIGN_MOST]
         __attribute__((aligned(OP_ALIGN_MOST))) = {0}; /* the address of no elements */
-    op_frame f = {.exec = call->exec, .asked = exec->status != NULL};
+    op_frame f = {.exec = call->exec};
     f.exec.stream = exec->stream;
+    f.exec.status = exec->status != NULL ? exec->status->data : NULL;
     for (int32_t i = 0; i < call->family->tensor_count; i++)
         f.base[i] =
             call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;
     f.base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
     f.base[KNOWN] = 0;
-    f.base[STATUS] = exec->status != NULL ? (uintptr_t)exec->status->data : 0;
+    f.base[STATUS] = (uintptr_t)f.exec.status;
     return f;
 }

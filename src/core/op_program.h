@@ -129,6 +129,10 @@ const void *op_find(const struct op_call *call, op_stage stage);
 
 /* ---- for op.c and plan.c ---- */
 
+/* The sentence of a fault of data that a stage has reported, whose arguments were `now`. */
+quern_status op_fault(const struct op_call *call, const op_step *step, const op_args *now,
+                      const stage_fault *fault);
+
 const op_step *op_program_steps(const struct op_call *call);
 /* Runs the steps that stand at `steps`, one after the other. */
 quern_status op_steps_run(const struct op_call *call, const struct op_frame *frame, const op_program *program,

@@ -39,10 +39,14 @@ static quern_status run_step(const op_call *call, const op_frame *frame, const o
                              const op_loop *loop, const int64_t *index)
 {
     op_args now;
+    stage_fault fault = {0};
+    stage_exec exec = frame->exec;
     void *scratch = step->scratch != NULL ? op_placed(step->scratch, frame) : NULL;
-    if (step->asked && !frame->asked) return QUERN_OK;
+    if (step->asked && exec.status == NULL) return QUERN_OK;
     place(step, frame, loop, index, &now);
-    return op_stage_run(call->backend, (op_stage)step->stage, &frame->exec, &now, scratch);
+    exec.fault = &fault;
+    const quern_status status = op_stage_run(call->backend, (op_stage)step->stage, &exec, &now, scratch);
+    return fault.kind == 0 ? status : op_fault(call, step, &now, &fault);
 }
 
 static int64_t rounds_of(const op_loop *loop)

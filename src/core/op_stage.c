@@ -29,9 +29,9 @@ static bool is_backward(op_stage stage)
 
 typedef enum view_role { READ, RESULT, GRADIENT } view_role;
 
-#define READ_AT(field) {offsetof(of, field), READ},
-#define RESULT_AT(field) {offsetof(of, field), RESULT},
-#define GRADIENT_AT(field) {offsetof(of, field), GRADIENT},
+#define READ_AT(field) {#field, offsetof(of, field), READ},
+#define RESULT_AT(field) {#field, offsetof(of, field), RESULT},
+#define GRADIENT_AT(field) {#field, offsetof(of, field), GRADIENT},
 #define LIST_VIEWS(name, NAME)                                                                               \
     static int32_t name##_views(op_view_list list[])                                                         \
     {                                                                                                        \

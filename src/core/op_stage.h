@@ -21,6 +21,7 @@ const char *op_stage_name(op_stage stage);
 size_t op_stage_bytes(op_stage stage);
 
 typedef struct op_view_at {
+    const char *field;
     uint16_t offset;
     uint8_t role;
 } op_view_at;

@@ -40,7 +40,6 @@ void dsv4_attention_build(op_build *b)
     a->o = op_view(h, DA(o), true);
     a->lse = op_view(h, DA(lse), true);
     a->lse_win = op_view(h, DA(lse_win), true);
-    a->status = op_status_view(h);
     a->d_o = op_view(h, DA(d_o), true);
     a->d_q = op_view(h, DA(d_q), true);
     a->d_kv = op_view(h, DA(d_kv), true);

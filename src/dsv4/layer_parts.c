@@ -240,8 +240,7 @@ attend_mqa_args layer_core(const op_build *b, const quern_tensor *sinks, const q
                             .list = layer_batches(idx, batch),
                             .count = layer_batches(count, batch),
                             .sink = *sinks,
-                            .cos_sin = layer_view(b, DL(cos_sin)),
-                            .status = op_status_view(b->call)};
+                            .cos_sin = layer_view(b, DL(cos_sin))};
     args.seqs = (stage_seqs){.batch = batch, .n_q = args.q.shape[1], .n_kv = kv->shape[1]};
     if (args.count.ndim > 0) args.count.ndim = 2;
     return args;

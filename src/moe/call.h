@@ -79,8 +79,8 @@ moe_routing moe_route(op_build *b, const quern_tensor *x);
 /* The experts' input: the tokens' rows, sorted by expert. */
 moe_rows moe_gather(op_build *b, const quern_tensor *x, const moe_routing *r);
 /* Quantises the rows to NVFP4, with given globals or one a row. */
-moe_rows moe_quantised(op_build *b, const char *name, const quern_tensor *x, const quern_tensor *slots,
-                       int64_t rows, const quern_tensor *ends, const quern_tensor *given);
+moe_rows moe_quantised(op_build *b, const quern_tensor *x, const quern_tensor *slots, int64_t rows,
+                       const quern_tensor *ends, const quern_tensor *given);
 /* x gate_up + bias as f32 [R, 2 I], or with the activation in `dtype` [R, I]. */
 quern_tensor moe_up(op_build *b, const moe_rows *rows, const quern_tensor *ends, bool activate,
                     quern_dtype dtype);

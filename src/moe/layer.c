@@ -18,8 +18,7 @@
 static moe_rows between(op_build *b, const quern_tensor *act, const moe_routing *r)
 {
     const moe_call *c = moe_call_of(b);
-    if (c->params.a4)
-        return moe_quantised(b, "the activation", act, NULL, act->shape[0], &r->ends, &c->down_input);
+    if (c->params.a4) return moe_quantised(b, act, NULL, act->shape[0], &r->ends, &c->down_input);
     return (moe_rows){.x = *act};
 }
 

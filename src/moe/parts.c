@@ -59,8 +59,8 @@ moe_routing moe_route(op_build *b, const quern_tensor *x)
     return r;
 }
 
-moe_rows moe_quantised(op_build *b, const char *name, const quern_tensor *x, const quern_tensor *slots,
-                       int64_t rows, const quern_tensor *ends, const quern_tensor *given)
+moe_rows moe_quantised(op_build *b, const quern_tensor *x, const quern_tensor *slots, int64_t rows,
+                       const quern_tensor *ends, const quern_tensor *given)
 {
     const moe_call *c = moe_call_of(b);
     const int64_t k = x->shape[1];
@@ -71,7 +71,6 @@ moe_rows moe_quantised(op_build *b, const char *name, const quern_tensor *x, con
     if (given->ndim == 0) q.global = op_matrix(b, QUERN_F32, rows, 1);
     quantise_args *args = OP_ADD(b, quantise);
     args->per = q.per;
-    args->name = name;
     args->x = *x;
     args->codes = q.codes;
     args->scales = q.scales;
@@ -89,7 +88,7 @@ moe_rows moe_gather(op_build *b, const quern_tensor *x, const moe_routing *r)
 {
     const moe_call *c = moe_call_of(b);
     const int64_t rows = c->head.symbol[MS_TK];
-    if (c->params.a4) return moe_quantised(b, "hidden", x, &r->slots, rows, &r->ends, &c->up_input);
+    if (c->params.a4) return moe_quantised(b, x, &r->slots, rows, &r->ends, &c->up_input);
     moe_rows gathered = {.x = op_matrix(b, x->dtype, rows, x->shape[1])};
     permute_args *args = OP_ADD(b, permute);
     args->per = c->params.top_k;

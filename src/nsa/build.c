@@ -118,7 +118,6 @@ static void validate(nsa_build *c)
     lists->select_block = c->params->select_block;
     lists->block_size = c->params->block_size;
     lists->stride = c->params->stride;
-    lists->status = op_status_view(c->head);
     if (role[T(cu_seqlens_cmp)] != OP_NEEDED) lists->seqs.cu_kv = (quern_tensor){0};
     if (role[T(block_idx)] == OP_NEEDED) lists->blocks = c->views.block_idx;
     if (role[T(group_idx)] == OP_NEEDED) lists->groups = c->views.group_idx;

@@ -176,7 +176,6 @@ static void build(op_build *b)
                              op_view(h, I(cu_seqlens_kv), false)};
     validate_lists_args *lists = OP_ADD(b, validate_lists);
     lists->seqs = seqs;
-    lists->status = op_status_view(h);
     op_when_asked(b);
     *OP_ADD(b, block_index) = (block_index_args){.seqs = seqs,
                                                  .block_size = p->select_block,

@@ -148,8 +148,7 @@ static void add_report(op_build *b, const merged *m)
                                   .tile = p->n > 0 ? p->n : 1,
                                   .select_block = p->from,
                                   .block_size = 1,
-                                  .stride = 1,
-                                  .status = op_status_view(b->call)};
+                                  .stride = 1};
     quern_tensor *lists = &args->blocks;
     lists->ndim = 4;
     lists->shape[0] = lists->shape[2] = 1;

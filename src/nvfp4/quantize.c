@@ -151,7 +151,6 @@ static void build(op_build *b)
                                            .choice = (quantise_scales)p->scales,
                                            .per = (quantise_global)p->global_per,
                                            .columns = p->weight,
-                                           .name = "x",
                                            .x = matrices(call, T(x)),
                                            .offsets = op_view(call, T(offsets), false),
                                            .codes = matrices(call, T(codes)),

@@ -34,7 +34,6 @@ typedef struct attend_mqa_args {
     quern_tensor cos_sin; /* [P,R] or absent: the output's last R channels are rotated back at its position */
     quern_tensor o, lse, lse_win; /* [B,T,H,D]; f32 [B,H,T] without the sink: of all keys, of the raw ones.
                                      lse_win may be absent */
-    quern_tensor status;          /* i32 [1], NULL data: not wanted; QUERN_STATUS_BAD_INDEX is or-ed in */
     /* Backward, from o, lse and d_o; each gradient may be absent. */
     quern_tensor d_o, d_q, d_kv, d_entries, d_sink;
 } attend_mqa_args;
@@ -43,8 +42,10 @@ STAGE_DECLARE(attend_mqa);
     STAGE_SEQS_TENSORS(IN)                                                                                   \
     IN(positions)                                                                                            \
     IN(kv_table)                                                                                             \
-    IN(entries_table) IN(q) IN(kv) IN(entries) IN(list) IN(count) IN(sink) IN(cos_sin) OUT(o) OUT(lse)       \
-        OUT(lse_win) OUT(status) IN(d_o) GRAD(d_q) GRAD(d_kv) GRAD(d_entries) GRAD(d_sink)
+    IN(entries_table)                                                                                        \
+    IN(q)                                                                                                    \
+    IN(kv) IN(entries) IN(list) IN(count) IN(sink) IN(cos_sin) OUT(o) OUT(lse) OUT(lse_win) IN(d_o)          \
+        GRAD(d_q) GRAD(d_kv) GRAD(d_entries) GRAD(d_sink)
 #define ATTEND_MQA_VALUES(F) STAGE_SEQS_VALUES(F) F(window) F(ratio) F(position) F(scale) F(format) F(page)
 
 #endif

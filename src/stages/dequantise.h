@@ -1,7 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dequantise.h - NVFP4 back to values. A scale byte that is no number is an error on the CPU, before anything
- * is written. */
+/* dequantise.h - NVFP4 back to values. A scale byte that is no number is a fault (stage.h). */
 #ifndef QUERN_STAGES_DEQUANTISE_H
 #define QUERN_STAGES_DEQUANTISE_H
 

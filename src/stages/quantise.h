@@ -36,13 +36,12 @@ typedef enum quantise_global {
     QUANTISE_GLOBAL_ROW = 2
 } quantise_global;
 
-/* A value that is not finite is an error on the CPU, found before anything is written. */
+/* A value that is not finite is a fault (stage.h). */
 typedef struct quantise_args {
     quantise_profile profile;
     quantise_scales choice;
     quantise_global per;
-    bool columns;     /* blocks along the rows of x [E, K, N], else along its last dimension */
-    const char *name; /* of x, in sentences */
+    bool columns; /* blocks along the rows of x [E, K, N], else along its last dimension */
     /* offsets: i32 [E], where each expert's rows end; for one global per expert. Without them x is then
      * [E, n, D]. */
     quern_tensor x, offsets;
@@ -57,6 +56,6 @@ typedef struct quantise_args {
 STAGE_DECLARE(quantise);
 #define QUANTISE_TENSORS(IN, OUT, GRAD)                                                                      \
     IN(x) IN(offsets) IN(slots) IN(given) OUT(codes) OUT(scales) OUT(global)
-#define QUANTISE_VALUES(F) F(profile) F(choice) F(per) F(columns) F(name) F(slots_a_row)
+#define QUANTISE_VALUES(F) F(profile) F(choice) F(per) F(columns) F(slots_a_row)
 
 #endif

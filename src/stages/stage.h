@@ -17,11 +17,24 @@
 #ifndef QUERN_STAGES_STAGE_H
 #define QUERN_STAGES_STAGE_H
 
-#include <quern/quern.h>
+#include <quern/cuda.h>
 
 #include "stages/mask.h"
 
-/* What executes a stage: a thread team (CPU) or a stream (CUDA). */
+/* A fault that a stage of the CPU found in the data of its inputs. */
+typedef struct stage_fault {
+    int32_t kind;               /* QUERN_STATUS_*; 0: none */
+    const quern_tensor *tensor; /* of the stage's arguments. A result: what was to be stored in it */
+    int64_t index;              /* flat, among the tensor's elements */
+    int64_t least, most;        /* accepted there, of integers and bytes */
+} stage_fault;
+
+/*
+ * What executes a stage: a thread team (CPU) or a stream (CUDA); and where it reports faults of data. Entries
+ * of lists that are out of range are skipped, their bit is or-ed into `status`. Any other fault: a stage of
+ * the CPU fails with stage_report() before it writes anything, and its caller makes the sentence; a stage of
+ * a GPU or-s the fault's bit into `status`, where there is one, and gives the result that cuda.h says.
+ */
 typedef struct stage_exec {
     quern_device device;
     int32_t device_id;
@@ -38,6 +51,8 @@ typedef struct stage_exec {
     size_t shared_bytes;     /* CUDA: shared memory that a block may take */
     /* CUDA: where a stage has kernels of this name, only these are chosen; NULL: no such wish */
     const char *variant;
+    int32_t *status;    /* the caller's status word, in the device's memory; NULL: not wanted */
+    stage_fault *fault; /* CPU: takes the fault with which a stage fails; NULL: nobody asks */
 } stage_exec;
 #define STAGE_EXEC_VALUES(F)                                                                                 \
     F(device)                                                                                                \
@@ -46,7 +61,16 @@ typedef struct stage_exec {
     F(parallel_for)                                                                                          \
     F(parallel_for_arg)                                                                                      \
     F(forks)                                                                                                 \
-    F(cpu_level) F(prefetch_l2) F(stream) F(gemm) F(compute) F(multiprocessors) F(shared_bytes) F(variant)
+    F(cpu_level)                                                                                             \
+    F(prefetch_l2)                                                                                           \
+    F(stream) F(gemm) F(compute) F(multiprocessors) F(shared_bytes) F(variant) F(status) F(fault)
+
+/* Reports a fault of a stage on the CPU; returns what the stage then returns. */
+static inline quern_status stage_report(const stage_exec *exec, stage_fault fault)
+{
+    if (exec->fault != NULL) *exec->fault = fault;
+    return QUERN_ERR_INVALID_ARGUMENT;
+}
 
 enum { STAGE_WHY_BYTES = 200 };
 

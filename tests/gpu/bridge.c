@@ -122,7 +122,7 @@ typedef quern_status stage_call(const stage_exec *exec, const void *args, void *
 static quern_status bridge(const char *stage, const stage_exec *given, void *args, const size_t *offsets,
                            size_t count, size_t workspace_bytes, stage_call *call)
 {
-    image images[MAX_TENSORS + 1];
+    image images[MAX_TENSORS + 2];
     size_t made = 0;
     stage_exec exec = *given;
     exec.device = QUERN_CUDA;
@@ -151,6 +151,11 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
                                   (uintptr_t)t->data % 256);
         t->data = images[made].device + images[made].at;
         t->device = QUERN_CUDA;
+        made++;
+    }
+    if (given->status != NULL) {
+        images[made] = image_make(given->status, sizeof *given->status, (uintptr_t)given->status % 256);
+        exec.status = (int32_t *)(void *)(images[made].device + images[made].at);
         made++;
     }
     images[made] = image_make(NULL, workspace_bytes, 1);

@@ -51,6 +51,7 @@ typedef struct mqa_plan {
     int64_t panel;   /* columns of a panel */
     int64_t list;    /* length of a query's list; -1: none */
     float scale2;
+    int32_t *status; /* the caller's, or NULL */
 } mqa_plan;
 
 mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args);

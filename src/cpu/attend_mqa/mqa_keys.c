@@ -19,6 +19,7 @@ bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args)
 mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
 {
     mqa_plan p = {.args = args,
+                  .status = exec->status,
                   .kernels = attention_kernels_for(exec->cpu_level),
                   .rows = mqa_kernels_for(exec->cpu_level)};
     p.rotation = pool_kernels_for(exec->cpu_level);
@@ -108,8 +109,8 @@ static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t q
         rising = rising && (n == 0 || x > list[n - 1]);
         list[n++] = x;
     }
-    if (bad && plan->args->status.data != NULL)
-        __atomic_fetch_or((int32_t *)plan->args->status.data, QUERN_STATUS_BAD_INDEX, __ATOMIC_RELAXED);
+    if (bad && plan->status != NULL)
+        __atomic_fetch_or(plan->status, QUERN_STATUS_BAD_INDEX, __ATOMIC_RELAXED);
     if (rising) return n;
     attend_list_sort(list, n);
     for (int64_t i = 0; i < n; i++)

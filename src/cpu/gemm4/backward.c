@@ -210,7 +210,7 @@ quern_status cpu_grouped_gemm_backward(const stage_exec *exec, const grouped_gem
     carve(exec, &job, &a);
     product_ends(&job);
     if (args->b_repacked.ndim == 0)
-        status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales), "b_scales");
+        status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales));
     if (status != QUERN_OK) return status;
     const int64_t rows = rows_with_expert(&args->offsets, args->tokens);
     parallel_for(exec, (rows + ROWS_A_TASK - 1) / ROWS_A_TASK, ready_task, &job);

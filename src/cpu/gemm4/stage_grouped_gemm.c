@@ -231,16 +231,14 @@ static quern_status check(const stage_exec *exec, const product_job *job, int64_
     const grouped_gemm_args *args = job->args;
     quern_status status = QUERN_OK;
     if (args->b_repacked.ndim == 0)
-        status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales), "b_scales");
+        status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales));
     if (status == QUERN_OK && args->a_scales.ndim > 0)
-        status =
-            check_scale_bytes(exec, &args->a_scales,
-                              args->pad_row_offsets.ndim > 0 ? view_rows(&args->a_scales) : rows, "a_scales");
+        status = check_scale_bytes(exec, &args->a_scales,
+                                   args->pad_row_offsets.ndim > 0 ? view_rows(&args->a_scales) : rows);
     row_magnitudes m = {.bits = job->magnitudes};
-    if (status == QUERN_OK && a_must_be_finite(args))
-        status = row_magnitudes_of(exec, &args->a, rows, "a", &m);
+    if (status == QUERN_OK && a_must_be_finite(args)) status = row_magnitudes_of(exec, &args->a, rows, &m);
     if (status == QUERN_OK && bias_must_be_finite(args))
-        status = row_magnitudes_of(exec, &args->bias, view_rows(&args->bias), "bias", &m);
+        status = row_magnitudes_of(exec, &args->bias, view_rows(&args->bias), &m);
     return status;
 }
 

@@ -27,8 +27,7 @@ quern_status cpu_prepack(const stage_exec *exec, const prepack_args *args, void 
     (void)workspace;
     prepack_args copy = *args;
     if (!args->inverse) {
-        const quern_status status =
-            check_scale_bytes(exec, &args->scales, view_rows(&args->scales), "b_scales");
+        const quern_status status = check_scale_bytes(exec, &args->scales, view_rows(&args->scales));
         if (status != QUERN_OK) return status;
     }
     parallel_for(exec, args->repacked.shape[0] * panels_of(args->n), panel_task, &copy);

@@ -85,11 +85,17 @@ static float widen_fp4(const key_panel *p, const key_place *at, float *row)
 
 int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key)
 {
-    if (p->args->format != ENTRY_FP4) return -1;
+    const indexer_args *a = p->args;
+    const quern_tensor *t = &a->keys;
     const uint8_t *exponent = (const uint8_t *)place_of(p, b, key).scales;
-    for (int64_t i = 0; i < p->width / FP4_BLOCK; i++)
-        if (exponent[i] == E8M0_NAN) return i;
-    return -1;
+    int64_t bad = 0;
+    while (bad < p->width / FP4_BLOCK && exponent[bad] != E8M0_NAN) bad++;
+    if (bad == p->width / FP4_BLOCK) return -1;
+    const bool pages = a->page > 0;
+    const int64_t row = pages ? ((const int32_t *)a->table.data)[b * a->table.strides[0] + key / a->page]
+                              : b * t->shape[1] + key,
+                  at = pages ? row * t->strides[0] : b * t->strides[0] + key * t->strides[1];
+    return row * t->shape[t->ndim - 1] + (exponent + bad - (const uint8_t *)t->data - at);
 }
 
 static void widen_rows(key_panel *p, int64_t b, int64_t first, int64_t n)

@@ -11,15 +11,14 @@
  * not depend on how the work was cut.
  */
 #include "core/arena.h"
-#include "core/error.h"
 #include "core/parallel.h"
+#include "cpu/first_fault.h"
 #include "cpu/indexer/best.h"
 #include "cpu/indexer/key_panel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
 #include <math.h>
-#include <stdatomic.h>
 #include <string.h>
 
 enum { TASK_QUERIES = 8, TASKS_A_THREAD = 4, RANGE_PANELS = 16 };
@@ -244,8 +243,8 @@ enum { CHECKED = 1024 }; /* entries of a task */
 
 typedef struct check_job {
     const indexer_job *job;
-    int64_t chunks;           /* of a sequence */
-    atomic_int_fast64_t *bad; /* the first entry with a bad scale, of all sequences */
+    int64_t chunks;   /* of a sequence */
+    first_fault *bad; /* the first entry with a bad scale, of all sequences */
 } check_job;
 
 static void check_entries(void *arg, int64_t index, int32_t thread)
@@ -256,8 +255,7 @@ static void check_entries(void *arg, int64_t index, int32_t thread)
                   end = seen - first < CHECKED ? seen : first + CHECKED;
     for (int64_t s = first; s < end; s++) {
         if (key_panel_bad_scale(&job->scratch[thread].panel, b, s) < 0) continue;
-        int_fast64_t at = b * job->entries + s, least = atomic_load(c->bad);
-        while (at < least && !atomic_compare_exchange_weak(c->bad, &least, at)) continue;
+        first_fault_note(c->bad, b * job->entries + s);
         return;
     }
 }
@@ -265,17 +263,14 @@ static void check_entries(void *arg, int64_t index, int32_t thread)
 /* Before an output is written: FP4 keys that are seen have scales that are numbers. */
 static quern_status check_scales(const stage_exec *exec, const indexer_job *job)
 {
-    atomic_int_fast64_t bad = INT64_MAX;
+    first_fault bad = NO_FAULT;
     const check_job c = {job, (job->entries + CHECKED - 1) / CHECKED, &bad};
     if (job->args->format != ENTRY_FP4) return QUERN_OK;
     parallel_for(exec, job->args->q.shape[0] * c.chunks, check_entries, (void *)(uintptr_t)&c);
     const int64_t at = atomic_load(&bad);
-    if (at == INT64_MAX) return QUERN_OK;
-    const int64_t b = at / job->entries, s = at % job->entries;
-    return error_set(
-        QUERN_ERR_INVALID_ARGUMENT,
-        "k: scale %lld of entry %lld of sequence %lld is the byte 0xFF: 0x00 to 0xFE are accepted",
-        (long long)key_panel_bad_scale(&job->scratch[0].panel, b, s), (long long)s, (long long)b);
+    if (at == NO_FAULT) return QUERN_OK;
+    const int64_t byte = key_panel_bad_scale(&job->scratch[0].panel, at / job->entries, at % job->entries);
+    return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_SCALE, &job->args->keys, byte, .most = 0xFE});
 }
 
 quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace)

@@ -3,7 +3,6 @@
 /* finite.c - the largest magnitudes of rows. Limit: x read once. */
 #include "cpu/quantise/finite.h"
 
-#include "core/error.h"
 #include "core/parallel.h"
 
 #include <math.h>
@@ -39,31 +38,29 @@ static void measure_piece(void *arg, int64_t index, int32_t thread)
             (const char *)view_row(job->x, row) + p.column * element, job->x->dtype, p.columns);
 }
 
-quern_status report_not_finite(const quern_tensor *x, int64_t row, int64_t column, const char *name)
+quern_status report_not_finite(const stage_exec *exec, const quern_tensor *x, int64_t row, int64_t column)
 {
-    const int64_t index = row * view_columns(x) + column;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s[%lld] (row %lld, column %lld) is %g: finite numbers are accepted", name,
-                     (long long)index, (long long)row, (long long)column,
-                     (double)element_of(view_row(x, row), x->dtype, column));
+    const stage_fault fault = {
+        .kind = QUERN_STATUS_NOT_FINITE, .tensor = x, .index = row * view_columns(x) + column};
+    return stage_report(exec, fault);
 }
 
-static quern_status report_piece(const quern_tensor *x, const row_cut *cut, int64_t entry, const char *name)
+static quern_status report_piece(const stage_exec *exec, const quern_tensor *x, const row_cut *cut,
+                                 int64_t entry)
 {
     const int64_t row = entry / cut->pieces_a_row;
     int64_t c = entry % cut->pieces_a_row * cut->columns_a_piece;
     while (isfinite(element_of(view_row(x, row), x->dtype, c))) c++;
-    return report_not_finite(x, row, c, name);
+    return report_not_finite(exec, x, row, c);
 }
 
-quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, const char *name,
-                               row_magnitudes *m)
+quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, row_magnitudes *m)
 {
     m->cut = cut_first_rows(cut_of(x), rows);
     magnitude_job job = {quantise_kernels_for(exec->cpu_level), x, m};
     parallel_for(exec, m->cut.pieces, measure_piece, &job);
     for (int64_t i = 0; i < rows * m->cut.pieces_a_row; i++)
-        if (m->bits[i] >= infinite) return report_piece(x, &m->cut, i, name);
+        if (m->bits[i] >= infinite) return report_piece(exec, x, &m->cut, i);
     return QUERN_OK;
 }
 

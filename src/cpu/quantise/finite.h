@@ -16,11 +16,11 @@ typedef struct row_magnitudes {
 } row_magnitudes;
 
 size_t row_magnitudes_bytes(const quern_tensor *x);
-/* Fills bits from x. A nonfinite value is an error that names the first such index in row-major order. */
-quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, const char *name,
+/* Fills bits from x, one of a stage's arguments. Reports the first nonfinite value in row-major order. */
+quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows,
                                row_magnitudes *m);
-/* Sets the error for a nonfinite element. */
-quern_status report_not_finite(const quern_tensor *x, int64_t row, int64_t column, const char *name);
+/* Reports a nonfinite element. */
+quern_status report_not_finite(const stage_exec *exec, const quern_tensor *x, int64_t row, int64_t column);
 /* The largest magnitude of rows [first, end). */
 float largest_of_rows(const row_magnitudes *m, int64_t first, int64_t end);
 

@@ -2,7 +2,6 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "cpu/quantise/scale_bytes.h"
 
-#include "core/error.h"
 #include "core/parallel.h"
 #include "cpu/quantise/rows.h"
 
@@ -33,8 +32,7 @@ static void scan_piece(void *arg, int64_t index, int32_t thread)
             atomic_store(&job->bad, true);
 }
 
-quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scales, int64_t rows,
-                               const char *name)
+quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scales, int64_t rows)
 {
     const int64_t columns = view_columns(scales);
     scan_job job = {.scales = scales, .cut = cut_rows(rows, columns)};
@@ -44,8 +42,6 @@ quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scale
     while (!is_bad(view_row(scales, row), columns)) row++;
     const uint8_t *bytes = view_row(scales, row);
     while (bytes[c] <= LARGEST_SCALE) c++;
-    const int64_t index = row * columns + c;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s[%lld] is the scale byte 0x%02X: 0x00 to 0x%02X are accepted", name, (long long)index,
-                     bytes[c], LARGEST_SCALE);
+    return stage_report(
+        exec, (stage_fault){QUERN_STATUS_BAD_SCALE, scales, row * columns + c, .most = LARGEST_SCALE});
 }

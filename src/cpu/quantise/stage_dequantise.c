@@ -61,7 +61,7 @@ quern_status cpu_dequantise(const stage_exec *exec, const dequantise_args *args,
     (void)workspace;
     const int64_t rows = view_rows(&args->out), used = rows_with_expert(&args->offsets, rows);
     const quern_status status =
-        check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used, "scales");
+        check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used);
     if (status != QUERN_OK) return status;
     dequantise_job job = {args, quantise_kernels_for(exec->cpu_level),
                           cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->out)), used};

@@ -6,9 +6,9 @@
  * largest keep their codes. A block below that gets the least scale, and its codes are rounded. Limit: codes
  * read and written once.
  */
-#include "core/error.h"
 #include "core/mxfp4.h"
 #include "core/parallel.h"
+#include "cpu/first_fault.h"
 #include "cpu/quantise/rows.h"
 #include "cpu/quantise/stages.h"
 
@@ -20,7 +20,7 @@ typedef struct mx_job {
     const from_mxfp4_args *args;
     row_cut cut;        /* of blocks */
     atomic_int largest; /* the largest exponent byte of a nonzero block; -1: there is none */
-    atomic_bool bad;
+    first_fault bad;    /* a block */
     atomic_int_fast64_t rounded;
 } mx_job;
 
@@ -34,7 +34,8 @@ static void scan_piece(void *arg, int64_t index, int32_t thread)
         const uint8_t *exponents = (const uint8_t *)view_row(&job->args->exponents, row) + p.column;
         const uint8_t *codes = (const uint8_t *)view_row(&job->args->codes_in, row) + p.column * MX_BYTES;
         for (int64_t b = 0; b < p.columns; b++, codes += MX_BYTES) {
-            if (mx_is_bad(codes, exponents[b])) atomic_store(&job->bad, true);
+            if (mx_is_bad(codes, exponents[b]))
+                first_fault_note(&job->bad, row * job->cut.columns + p.column + b);
             if (exponents[b] > largest && !mx_is_zero(codes)) largest = exponents[b];
         }
     }
@@ -43,19 +44,13 @@ static void scan_piece(void *arg, int64_t index, int32_t thread)
     }
 }
 
-static quern_status report(const mx_job *job)
+static quern_status report(const stage_exec *exec, const from_mxfp4_args *args, int64_t block)
 {
-    const int64_t blocks = view_columns(&job->args->exponents);
-    for (int64_t i = 0;; i++) {
-        const uint8_t exponent = ((const uint8_t *)view_row(&job->args->exponents, i / blocks))[i % blocks];
-        if (mx_is_bad((const uint8_t *)view_row(&job->args->codes_in, i / blocks) + i % blocks * MX_BYTES,
-                   exponent))
-            return error_set(
-                QUERN_ERR_INVALID_ARGUMENT,
-                "exponents[%lld] is 0x%02X: 0x00 to 0xFC, 0xFD with codes of magnitude up to 3 and "
-                "0xFE with codes of magnitude up to 1.5 (less than 2^128) are accepted",
-                (long long)i, exponent);
-    }
+    const int64_t blocks = view_columns(&args->exponents);
+    const uint8_t *codes =
+        (const uint8_t *)view_row(&args->codes_in, block / blocks) + block % blocks * MX_BYTES;
+    return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_SCALE, &args->exponents, block,
+                                            .most = mx_most_exponent(codes)});
 }
 
 static void convert_piece(void *arg, int64_t index, int32_t thread)
@@ -90,8 +85,10 @@ quern_status cpu_from_mxfp4(const stage_exec *exec, const from_mxfp4_args *args,
     (void)workspace;
     mx_job job = {.args = args, .cut = cut_rows(view_rows(&args->exponents), view_columns(&args->exponents))};
     atomic_store(&job.largest, -1);
+    atomic_store(&job.bad, NO_FAULT);
     parallel_for(exec, job.cut.pieces, scan_piece, &job);
-    if (atomic_load(&job.bad)) return report(&job);
+    const int64_t bad = atomic_load(&job.bad);
+    if (bad != NO_FAULT) return report(exec, args, bad);
     parallel_for(exec, job.cut.pieces, convert_piece, &job);
     const int largest = atomic_load(&job.largest);
     *(float *)args->global.data = mx_global(largest);

@@ -127,7 +127,7 @@ static quern_status quantise_swiglu(const stage_exec *exec, fused_job *job)
     for (int64_t row = 0; row < x->shape[0]; row++)
         for (int64_t c = 0; job->bits[row] >= 0x7f800000u && c < x->shape[1]; c++)
             if (!isfinite(element_of(view_row(x, row), x->dtype, c)))
-                return report_not_finite(x, row, c, "x");
+                return report_not_finite(exec, x, row, c);
     for_rows(exec, job, copy_row);
     return QUERN_OK;
 }
@@ -160,7 +160,7 @@ static quern_status check_part(const stage_exec *exec, fused_job *job)
     for (int64_t row = 0; row < args->x.shape[0]; row++)
         for (int64_t c = 0; job->bits[row] >= 0x7f800000u && c < args->x.shape[1] / 2; c++)
             if (!isfinite(element_of(view_row(&args->x, row), args->x.dtype, part_column(args, c))))
-                return report_not_finite(&args->x, row, part_column(args, c), "x");
+                return report_not_finite(exec, &args->x, row, part_column(args, c));
     return QUERN_OK;
 }
 
@@ -171,8 +171,8 @@ quern_status cpu_fused_quantise(const stage_exec *exec, const fused_quantise_arg
     carve(&job, &a);
     if (args->swiglu) return quantise_swiglu(exec, &job);
     row_magnitudes m = {.bits = job.bits};
-    const quern_status status = reads_all(args) ? row_magnitudes_of(exec, &args->x, args->x.shape[0], "x", &m)
-                                                : check_part(exec, &job);
+    const quern_status status =
+        reads_all(args) ? row_magnitudes_of(exec, &args->x, args->x.shape[0], &m) : check_part(exec, &job);
     if (status != QUERN_OK) return status;
     for_rows(exec, &job, quantise_parts);
     return QUERN_OK;

@@ -128,7 +128,7 @@ quern_status cpu_quantise(const stage_exec *exec, const quantise_args *args, voi
     const int64_t used = rows_with_expert(&args->offsets, rows);
     row_magnitudes m = {.bits = workspace};
     const quern_status status =
-        row_magnitudes_of(exec, &args->x, args->slots.ndim > 0 ? view_rows(&args->x) : used, args->name, &m);
+        row_magnitudes_of(exec, &args->x, args->slots.ndim > 0 ? view_rows(&args->x) : used, &m);
     if (status != QUERN_OK) return status;
     if (args->given.ndim == 0) write_globals(args, &m, used);
     else copy_globals(args);

@@ -4,7 +4,6 @@
  * stage_route.c - the router: logits, scores, the choice of each token, then a counting sort of all slots by
  * expert. Limit: the product that makes the logits; the sort walks T k slots twice on one thread.
  */
-#include "core/error.h"
 #include "core/parallel.h"
 #include "core/view.h"
 #include "cpu/quantise/rows.h"
@@ -158,21 +157,19 @@ static void sort_slots(const route_job *job)
 }
 
 /* Checks that each token id has a row in the table, and that the row's entries are experts. */
-static quern_status check_table(const route_job *job)
+static quern_status check_table(const stage_exec *exec, const route_job *job)
 {
     const route_args *args = job->args;
     for (int64_t t = 0; args->tid2eid.ndim > 0 && t < job->tokens; t++) {
         const int64_t id = index_at(&args->input_ids, t);
         if (id < 0 || id >= args->tid2eid.shape[0])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "input_ids[%lld] is %lld: 0 to %lld, the rows of tid2eid, is accepted",
-                             (long long)t, (long long)id, (long long)args->tid2eid.shape[0] - 1);
+            return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_ID, &args->input_ids, t,
+                                                    .most = args->tid2eid.shape[0] - 1});
         for (int64_t j = 0; j < args->top_k; j++) {
             const int64_t expert = table_expert(args, t, j);
             if (expert < 0 || expert >= job->experts)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "tid2eid[%lld, %lld] is %lld: an expert, 0 to %lld, is accepted",
-                                 (long long)id, (long long)j, (long long)expert, (long long)job->experts - 1);
+                return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_ID, &args->tid2eid,
+                                                        id * args->top_k + j, .most = job->experts - 1});
         }
     }
     return QUERN_OK;
@@ -183,7 +180,7 @@ quern_status cpu_route(const stage_exec *exec, const route_args *args, void *wor
     route_job job = plan(exec, args);
     arena a = arena_on(workspace);
     carve(exec, &job, &a, false);
-    const quern_status status = check_table(&job);
+    const quern_status status = check_table(exec, &job);
     if (status != QUERN_OK) return status;
     if (job.own != NULL) route_products(exec, &job);
     parallel_for(exec, job.tokens, route_token, &job);
@@ -265,15 +262,14 @@ static void backward_token(void *arg, int64_t token, int32_t thread)
                                   job->experts);
 }
 
-static quern_status check_experts(const route_job *job)
+static quern_status check_experts(const stage_exec *exec, const route_job *job)
 {
     for (int64_t t = 0; t < job->tokens; t++)
         for (int64_t j = 0; j < job->args->top_k; j++) {
             const int32_t e = *entry(&job->args->experts, t, j);
             if (e < 0 || e >= job->experts)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "experts[%lld, %lld] is %d: 0 to %lld is accepted", (long long)t,
-                                 (long long)j, e, (long long)job->experts - 1);
+                return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_ID, &job->args->experts,
+                                                        t * job->args->top_k + j, .most = job->experts - 1});
         }
     return QUERN_OK;
 }
@@ -283,7 +279,7 @@ quern_status cpu_route_backward(const stage_exec *exec, const route_args *args, 
     route_job job = plan(exec, args);
     arena a = arena_on(workspace);
     carve(exec, &job, &a, true);
-    const quern_status status = check_experts(&job);
+    const quern_status status = check_experts(exec, &job);
     if (status != QUERN_OK) return status;
     if (job.own != NULL) route_products(exec, &job);
     parallel_for(exec, job.tokens, backward_token, &job);

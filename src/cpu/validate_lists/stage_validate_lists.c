@@ -10,7 +10,7 @@ typedef struct list_job {
     const validate_lists_args *args;
     const quern_tensor *list;
     bool groups;
-    int32_t bit;
+    int32_t bit, *status;
 } list_job;
 
 /* The lists of one sequence and one head. */
@@ -34,14 +34,14 @@ static void validate_sequence(void *arg, int64_t index, int32_t thread)
         const int32_t *x = row_at(list, view, h, row);
         for (int64_t i = 0; i < k; i++) bad |= x[i] < -1 || x[i] >= limit;
     }
-    if (bad) __atomic_fetch_or((int32_t *)a->status.data, c->bit, __ATOMIC_RELAXED);
+    if (bad) __atomic_fetch_or(c->status, c->bit, __ATOMIC_RELAXED);
 }
 
 quern_status cpu_validate_lists(const stage_exec *exec, const validate_lists_args *args, void *workspace)
 {
     (void)workspace;
-    list_job lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX},
-                        {args, &args->groups, true, QUERN_STATUS_BAD_GROUP}};
+    list_job lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX, exec->status},
+                        {args, &args->groups, true, QUERN_STATUS_BAD_GROUP, exec->status}};
     for (int i = 0; i < 2; i++)
         if (lists[i].list->ndim > 0 && lists[i].list->shape[2] > 0)
             parallel_for(exec, args->seqs.batch * lists[i].list->shape[1], validate_sequence, &lists[i]);

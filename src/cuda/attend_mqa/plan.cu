@@ -273,7 +273,7 @@ quern_status mqa_make_plan(const stage_exec *exec, const attend_mqa_args *args, 
     p.ratio = (uint32_t)args->ratio;
     p.queries = (mqa_query *)(((uintptr_t)workspace + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
     p.kept = (int32_t *)(p.queries + rows);
-    p.status = (int32_t *)args->status.data;
+    p.status = exec->status;
     if (present(args->list)) {
         p.list = (const int32_t *)args->list.data;
         p.k = (int32_t)args->list.shape[2];

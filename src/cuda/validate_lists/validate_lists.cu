@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(THREADS)
     if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) atomicOr(status, QUERN_STATUS_BAD_OFFSETS);
 }
 
-static quern_status launch_list(const validate_lists_args *args, const quern_tensor &list, bool groups,
-                                cudaStream_t stream)
+static quern_status launch_list(const stage_exec *exec, const validate_lists_args *args,
+                                const quern_tensor &list, bool groups)
 {
     if (!present(list)) return QUERN_OK;
     list_kernel a = {seqs_of(args->seqs),
@@ -61,11 +61,12 @@ static quern_status launch_list(const validate_lists_args *args, const quern_ten
                      args->block_size,
                      groups ? args->stride : 0,
                      groups ? QUERN_STATUS_BAD_GROUP : QUERN_STATUS_BAD_INDEX,
-                     (int32_t *)args->status.data};
+                     exec->status};
     a.s.cu_kv = NULL;
     const int64_t blocks = (a.views * a.heads * a.rows + THREADS / 32 - 1) / (THREADS / 32);
     if (blocks == 0) return QUERN_OK;
-    validate_list<<<(unsigned)(blocks < most_blocks ? blocks : most_blocks), THREADS, 0, stream>>>(a);
+    validate_list<<<(unsigned)(blocks < most_blocks ? blocks : most_blocks), THREADS, 0,
+                    (cudaStream_t)exec->stream>>>(a);
     return LAUNCHED("validation of a list");
 }
 
@@ -76,13 +77,12 @@ static quern_status validate_lists_run(const stage_exec *exec, const validate_li
     for (int i = 0; i < 2; i++) {
         if (!present(*cu_seqlens[i])) continue;
         validate_offsets<<<1, THREADS, 0, stream>>>((const int32_t *)cu_seqlens[i]->data, args->seqs.batch,
-                                                    i == 0 ? args->seqs.n_q : args->seqs.n_kv,
-                                                    (int32_t *)args->status.data);
+                                                    i == 0 ? args->seqs.n_q : args->seqs.n_kv, exec->status);
         const quern_status status = LAUNCHED("validation of cu_seqlens");
         if (status != QUERN_OK) return status;
     }
-    const quern_status status = launch_list(args, args->blocks, false, stream);
-    return status != QUERN_OK ? status : launch_list(args, args->groups, true, stream);
+    const quern_status status = launch_list(exec, args, args->blocks, false);
+    return status != QUERN_OK ? status : launch_list(exec, args, args->groups, true);
 }
 
 extern const variant<validate_lists_args> validate_lists_any = {"validate_lists_any", NULL, NULL,

@@ -9,6 +9,8 @@
 #include "dsv4_golden.h"
 #include "dsv4_layer.h"
 
+#include <quern/cuda.h>
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -6,6 +6,8 @@
 #include "compare.h"
 #include "nsa_reference.h"
 
+#include <quern/cuda.h>
+
 #include <inttypes.h>
 #include <stddef.h>
 #include <stdlib.h>
