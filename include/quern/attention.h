@@ -99,8 +99,8 @@ QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_e
                                                const quern_attention_params *params,
                                                const quern_attention_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
-/* Reads what forward reads, o, lse and d_o; writes d_q, d_k, d_v (all three) and, if given, d_sink. lse is that
- * of the call's own keys: where it is large (f32: beyond 20), the CPU takes it from the scores again, which an
+/* Reads what forward reads, o, lse and d_o; writes d_q, d_k, d_v (all three) and, if given, d_sink. lse is
+ * that of the call's own keys: where it is large (f32: beyond 20), it is taken from the scores again, which an
  * lse in f32 no longer tells. Scores of f32 may have any size; how far their own rounding goes is in
  * docs/numerics.md. */
 QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec,

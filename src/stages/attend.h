@@ -10,6 +10,11 @@
  * rounding alone overflows the exponential. A backward therefore refuses a larger scale. */
 enum { ATTEND_BACKWARD_SCALE_MOST = 65536 };
 
+/* An lse in f32 is off by up to |lse| 2^-24, an error of the whole row's P, and where one key has nearly all
+ * of P, dS is what the rounding of delta leaves. From this |lse| on, an eighth of f32 gradients' bound, a row
+ * is coarse: its scores are computed twice, and the first time give its lse and delta. */
+enum { ATTEND_LSE_COARSE = 20 };
+
 typedef struct attend_args {
     attend_mask mask; /* which keys a query sees: stages/mask.h */
     stage_seqs seqs;

@@ -29,15 +29,13 @@ enum {
 
 static const float log2_e = 1.44269504088896340736f; /* scores are powers of 2: exp(x) = exp2(x log2 e) */
 
-/* An lse in f32 is off by up to |lse| 2^-24, an error of the whole row's P, and where one key has nearly all
- * of P, dS is what the rounding of delta leaves. From this |lse| on, an eighth of the gradients' bound, a row
- * is coarse: its scores are computed twice, and the first time give its lse and delta. */
-enum { LSE_COARSE = 20, LSE_COARSE_HALF = 4096 /* f16, bf16 */ };
+/* stages/attend.h says what is coarse; of f16 and bf16, whose gradients have wider bounds: */
+enum { LSE_COARSE_HALF = 4096 };
 
 static inline bool lse_is_coarse(float lse, quern_dtype dtype)
 {
     const float size = lse < 0 ? -lse : lse;
-    return size > (dtype == QUERN_F32 ? LSE_COARSE : LSE_COARSE_HALF) && size < INFINITY;
+    return size > (dtype == QUERN_F32 ? ATTEND_LSE_COARSE : LSE_COARSE_HALF) && size < INFINITY;
 }
 
 static inline float attend_sink(const attend_args *args, int64_t head)

@@ -258,7 +258,10 @@ static attend_part *f32_of(const attend_launch &l)
 
 static size_t attend_backward_f32_bytes(const stage_exec *, const attend_args *args)
 {
-    return args->q.dtype == QUERN_F32 && present(args->list) ? inverse_workspace(args) : 0;
+    const int64_t *q = args->q.shape;
+    if (args->q.dtype != QUERN_F32) return 0;
+    return (present(args->list) ? inverse_workspace(args) : 0) +
+           (size_t)(q[0] * q[1] * q[2]) * sizeof(float2) + 7;
 }
 
 static bool attend_backward_f32_supports(const stage_exec *exec, const attend_args *args,
@@ -274,6 +277,8 @@ static quern_status attend_backward_f32_run(const stage_exec *exec, const attend
     attend_launch l = attend_launch_of(args);
     quern_status status = attend_backward_delta(args, l, (cudaStream_t)exec->stream);
     if (status == QUERN_OK && l.listed) status = inverse_build(exec, args, &l.kernel, workspace);
+    char *const norm = (char *)workspace + (l.listed ? inverse_workspace(args) : 0);
+    l.norm = (float2 *)(((uintptr_t)norm + 7) & ~(uintptr_t)7);
     if (status == QUERN_OK) status = f32_of(l)(args, l, {(cudaStream_t)exec->stream, NULL});
     return status != QUERN_OK ? status : fill_tails(exec, args);
 }

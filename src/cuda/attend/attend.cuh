@@ -352,6 +352,7 @@ struct attend_launch {
     int dim;  /* padded head dim of the kernel: 64, 128 or 256 */
     int keys; /* the backward of a range: those of a piece */
     bool listed;
+    float2 *norm; /* the backward of f32, [B,H,N]: P = exp((S - x) scale - y) */
 };
 attend_launch attend_launch_of(const attend_args *args);
 

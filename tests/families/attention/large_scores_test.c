@@ -16,6 +16,7 @@ static const oracle_dense cases[] = {
     {1, 230, 500, 4, 2, 64, 40, true, 70, -1, 0, NULL, NULL},
     {2, 97, 97, 3, 1, 128, 128, false, 0, -1, 0.125, NULL, NULL},
     {5, 400, 400, 4, 1, 32, 16, true, 0, -1, 0.25, ragged, NULL},
+    {1, 70, 130, 2, 1, 256, 192, true, 50, -1, 0, NULL, NULL},
     {2, 90, 60, 2, 1, 16, 16, true, 0, -1, 0, NULL, NULL}, /* 30 rows see no key */
 };
 

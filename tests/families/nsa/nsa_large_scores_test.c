@@ -39,6 +39,16 @@ static void check_branches(nsa_case *c)
     nsa_reference_free(r);
 }
 
+/* The same with the gates, which scale what reaches a branch. */
+static void check_whole(nsa_case *c)
+{
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, 2);
+        nsa_check_whole(c, ctx);
+        quern_context_destroy(ctx);
+    }
+}
+
 static void exact_scores_of_any_size_lose_nothing(void **state)
 {
     static const nsa_slot keys[] = {NSA_K, NSA_K_CMP};
@@ -52,12 +62,15 @@ static void exact_scores_of_any_size_lose_nothing(void **state)
         config.params.selection = QUERN_NSA_LIST_GIVEN;
         config.params.tile = trial % 2 ? 1 : 8; /* rows that share a list: few are gathered */
         config.params.stride = 4;
+        config.params.scope = trial / 2 % 2 ? QUERN_NSA_SCOPE_HEAD : QUERN_NSA_SCOPE_GROUP;
+        config.params.gate = QUERN_NSA_GATE_GIVEN;
         config.n = 150;
         config.d = trial % 3 ? 64 : 16;
         nsa_case *c = nsa_case_random(&config, &random);
         fill(c, NSA_Q, ldexp(1, trial < 16 ? trial : 16 * (trial - 16)), &random);
         for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) fill(c, keys[i], 1, &random);
         check_branches(c);
+        check_whole(c);
         nsa_case_free(c);
     }
 }

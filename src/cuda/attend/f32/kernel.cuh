@@ -7,8 +7,12 @@
  * 256 threads as 16 x 16 own TS rows x TS keys; thread (ty, tx) holds rows ty RT ... and keys or columns
  * tx, tx + 16, ...; operands stand in shared memory with rows of DP + 1 floats, so that both row and column
  * walks are free of bank conflicts. Streams of rows and keys are those of attend/attend.cuh, the two backward
- * kernels those of backward/dq.cuh and backward/dkv.cuh. TS = 64 up to D = 128 (132 KB in
+ * kernels those of backward/dq.cuh and backward/dkv.cuh. TS = 64 up to D = 128 (150 KB in
  * the backward), 32 at D = 256.
+ *
+ * Before the two backward kernels a third says of each row what its P = exp((S - x) scale - y) is made of:
+ * (0, lse), or where lse is coarse (stages/attend.h) the row's maximum and the logarithm of its sum, with
+ * delta, from all its scores. That is two products more for blocks with such a row.
  */
 #ifndef QUERN_CUDA_ATTEND_F32_KERNEL_CUH
 #define QUERN_CUDA_ATTEND_F32_KERNEL_CUH
@@ -110,124 +114,228 @@ __device__ __forceinline__ float stat_of(const view3 &v, const sequence &seq, in
     return v.p[seq.view_b * v.s[0] + head * v.s[1] + (seq.q0 + n) * v.s[2]];
 }
 
-/* Takes a tile's scores of one row in: P into `p`, and the row's running maximum and sum. Returns what
+/* Takes a tile's scores of one row in, which become P, and the row's running maximum and sum. Returns what
  * earlier sums shrink by. */
-template <int TS, int RT>
+template <int RT>
 __device__ __forceinline__ float soften_row(float (&s)[RT], const int32_t *column, int lo, int hi,
-                                            float scale, float *p_row, float *row_max, float *row_sum)
+                                            float scale, float *row_max, float *row_sum)
 {
     const int tx = threadIdx.x % SIDE;
     float top = *row_max;
     for (int j = 0; j < RT; j++) {
         const int key = column[tx + SIDE * j];
-        s[j] = key >= lo && key < hi ? s[j] * scale : -INFINITY;
+        if (key < lo || key >= hi) s[j] = -INFINITY;
         top = fmaxf(top, s[j]);
     }
     for (int w = 8; w > 0; w /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
-    const float from = top == -INFINITY ? 0.0f : top, shrink = expf(*row_max - from);
+    const float from = top == -INFINITY ? 0.0f : top, shrink = expf((*row_max - from) * scale);
     *row_max = top;
     float sum = 0.0f;
     for (int j = 0; j < RT; j++) {
         const int key = column[tx + SIDE * j];
-        const float p = expf(s[j] - from);
-        p_row[tx + SIDE * j] = key >= lo && key < hi ? p : UNSEEN;
+        const float p = expf((s[j] - from) * scale);
+        s[j] = key >= lo && key < hi ? p : UNSEEN;
         sum += p;
     }
     *row_sum = *row_sum * shrink + sum;
     return shrink;
 }
 
-/* The same for a row's dS. */
+/* A sum over the 16 threads of a row, the same in each of them. */
+__device__ __forceinline__ float row_total(float x)
+{
+    for (int w = 8; w > 0; w /= 2) x += __shfl_xor_sync(~0u, x, w);
+    return x;
+}
+
+/* A tile's dS of one row. */
 template <int RT>
 __device__ __forceinline__ void differentiate_row(const float (&s)[RT], const float (&dp)[RT],
                                                   const int32_t *column, int lo, int hi, float scale,
-                                                  float lse, float row_scale, float delta, float *ds_row)
+                                                  float2 norm, float row_scale, float delta, float *ds_row)
 {
     const int tx = threadIdx.x % SIDE;
     for (int j = 0; j < RT; j++) {
         const int key = column[tx + SIDE * j];
         const bool seen = key >= lo && key < hi;
-        const float p = seen ? expf(s[j] * scale - lse) : 0.0f;
+        const float p = seen ? expf((s[j] - norm.x) * scale - norm.y) : 0.0f;
         ds_row[tx + SIDE * j] = seen ? p * (dp[j] * row_scale - delta) + 0.0f : UNSEEN;
+    }
+}
+
+/* The block's rows of `view` as a tile of TS; rows that it does not have become zeros. */
+template <int DP>
+__device__ __forceinline__ void load_rows(const attend_kernel &a, const block_rows &r, const view4 &view,
+                                          int dim, float *tile)
+{
+    const int lane = threadIdx.x & 31;
+    for (int i = threadIdx.x >> 5; i < shape<DP>::TS; i += THREADS / 32) {
+        const int64_t row = r.first + i;
+        load_row<DP>(tile + i * shape<DP>::LD,
+                     row < r.end ? row_of(view, r.seq, r.seq.q0, row / a.hs, r.head0 + row % a.hs) : NULL,
+                     dim, lane);
+    }
+}
+
+/* The stream of keys that the block's rows see: of a range, from key `base` on, or of a clean list. */
+struct key_slots {
+    int64_t base, slots;
+    const int32_t *list;
+};
+
+/* `list`: shared memory of three lists. All threads call. */
+template <int TS>
+__device__ __forceinline__ key_slots find_slots(const attend_kernel &a, const block_rows &r, bool listed,
+                                                int32_t *list)
+{
+    const int64_t last = (r.first + TS < r.end ? r.first + TS : r.end) - 1;
+    int lo, hi, unused;
+    row_keys(a, r.seq, r.first / a.hs, &lo, &unused);
+    row_keys(a, r.seq, last / a.hs, &unused, &hi);
+    if (!listed) return {lo, hi - lo, NULL};
+    const int kept =
+        clean_list(r.list_row, a.list_k, a.list_block, hi, list, list + a.list_k, list + 2 * a.list_k);
+    return {0, (int64_t)kept * a.list_block, list};
+}
+
+/* K and V of slots [slot0, slot0 + TS) as tiles; `column` gets their keys. */
+template <int DP>
+__device__ __forceinline__ void load_keys(const attend_kernel &a, const block_rows &r, const key_slots &keys,
+                                          int64_t slot0, float *sk, float *sv, int32_t *column)
+{
+    constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
+    const sequence &seq = r.seq;
+    const int lane = threadIdx.x & 31;
+    for (int i = threadIdx.x >> 5; i < TS; i += THREADS / 32) {
+        int64_t key = seq.nk;
+        const int64_t slot = slot0 + i;
+        if (slot < keys.slots)
+            key = keys.list != NULL
+                      ? (int64_t)keys.list[slot / a.list_block] * a.list_block + slot % a.list_block
+                      : keys.base + slot;
+        const bool in = key < seq.nk;
+        load_row<DP>(sk + i * LD, in ? row_of(a.k, seq, seq.k0, key, r.kvh) : NULL, a.dim_k, lane);
+        load_row<DP>(sv + i * LD, in ? row_of(a.v, seq, seq.k0, key, r.kvh) : NULL, a.dim_v, lane);
+        if (lane == 0) column[i] = (int32_t)key;
+    }
+}
+
+__device__ __forceinline__ float2 *norm_of(const attend_kernel &a, float2 *norms, const sequence &seq,
+                                           int64_t n, int64_t head)
+{
+    return norms + (seq.view_b * a.heads + head) * a.sq.n_q + seq.q0 + n;
+}
+
+__device__ __forceinline__ bool is_coarse(float lse)
+{
+    return fabsf(lse) > ATTEND_LSE_COARSE && fabsf(lse) < INFINITY;
+}
+
+/* Writes the norm of each row, and delta of those whose lse is coarse. */
+template <int DP>
+__global__ void __launch_bounds__(THREADS, 1)
+    attend_weigh_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed)
+{
+    constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, LD = shape<DP>::LD;
+    extern __shared__ float smem_f[];
+    float *sq = smem_f, *sg = sq + TS * LD, *sk = sg + TS * LD, *sv = sk + TS * LD;
+    int32_t *column = (int32_t *)(sv + TS * LD), *list = column + TS;
+    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+    block_rows r;
+    if (!find_rows(a, TS, listed, &r)) return;
+    bool coarse = false;
+    const int64_t own = r.first + threadIdx.x;
+    if (threadIdx.x < TS && own < r.end) {
+        const float lse = stat_of(a.lse, r.seq, own / a.hs, r.head0 + own % a.hs);
+        *norm_of(a, norms, r.seq, own / a.hs, r.head0 + own % a.hs) = make_float2(0.0f, lse);
+        coarse = is_coarse(lse);
+    }
+    if (!__syncthreads_or(coarse)) return;
+    load_rows<DP>(a, r, a.q, a.dim_k, sq);
+    load_rows<DP>(a, r, a.d_o, a.dim_v, sg);
+    int lo[RT] = {}, hi[RT] = {};
+    float row_max[RT], row_sum[RT] = {}, mean[RT] = {};
+    for (int i = 0; i < RT; i++) {
+        const int64_t row = r.first + ty * RT + i;
+        row_max[i] = -INFINITY;
+        if (row < r.end) row_keys(a, r.seq, row / a.hs, &lo[i], &hi[i]);
+    }
+    const key_slots keys = find_slots<TS>(a, r, listed, list);
+    for (int64_t slot0 = 0; slot0 < keys.slots; slot0 += TS) {
+        __syncthreads();
+        load_keys<DP>(a, r, keys, slot0, sk, sv, column);
+        __syncthreads();
+        float s[RT][RT] = {}, dp[RT][RT] = {};
+        mm_nt<DP>(s, sq, sk, a.dim_k);
+        mm_nt<DP>(dp, sg, sv, a.dim_v);
+        for (int i = 0; i < RT; i++) {
+            mean[i] *= soften_row<RT>(s[i], column, lo[i], hi[i], a.scale, &row_max[i], &row_sum[i]);
+            for (int j = 0; j < RT; j++)
+                if (__float_as_uint(s[i][j]) != UNSEEN_BITS) mean[i] = fmaf(s[i][j], dp[i][j], mean[i]);
+        }
+    }
+    for (int i = 0; i < RT; i++) {
+        const float sum = row_total(row_sum[i]), of_dp = row_total(mean[i]);
+        const int64_t row = r.first + ty * RT + i, n = row / a.hs, head = r.head0 + row % a.hs;
+        if (tx != 0 || row >= r.end || sum == 0.0f) continue;
+        float2 *norm = norm_of(a, norms, r.seq, n, head);
+        if (!is_coarse(norm->y)) continue;
+        *norm = make_float2(row_max[i], logf(sum));
+        const float row_scale = a.row_scale.p != NULL ? stat_of(a.row_scale, r.seq, n, head) : 1.0f;
+        a.delta.p[r.seq.view_b * a.delta.s[0] + head * a.delta.s[1] + (r.seq.q0 + n) * a.delta.s[2]] =
+            row_scale * (of_dp / sum);
     }
 }
 
 template <int DP, bool BACKWARD>
 __global__ void __launch_bounds__(THREADS, 1)
-    attend_rows_f32(const __grid_constant__ attend_kernel a, bool listed)
+    attend_rows_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed)
 {
     constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, LD = shape<DP>::LD, CT = shape<DP>::CT;
     extern __shared__ float smem_f[];
     float *sq = smem_f, *sg = sq + TS * LD, *sk = sg + (BACKWARD ? TS * LD : 0), *sv = sk + TS * LD,
           *sp = sv + TS * LD;
     int32_t *column = (int32_t *)(sp + TS * (TS + 1)), *list = column + TS;
-    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE, lane = threadIdx.x & 31,
-              warp = threadIdx.x >> 5;
+    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
     block_rows r;
     if (!find_rows(a, TS, listed, &r)) return;
     const sequence &seq = r.seq;
-    for (int i = warp; i < TS; i += THREADS / 32) {
-        const int64_t row = r.first + i;
-        const bool in = row < r.end;
-        load_row<DP>(sq + i * LD, in ? row_of(a.q, seq, seq.q0, row / a.hs, r.head0 + row % a.hs) : NULL,
-                     a.dim_k, lane);
-        if (BACKWARD)
-            load_row<DP>(sg + i * LD,
-                         in ? row_of(a.d_o, seq, seq.q0, row / a.hs, r.head0 + row % a.hs) : NULL, a.dim_v,
-                         lane);
-    }
-    const int64_t last = (r.first + TS < r.end ? r.first + TS : r.end) - 1;
-    int first_lo, unused, last_hi, lo[RT], hi[RT];
-    row_keys(a, seq, r.first / a.hs, &first_lo, &unused);
-    row_keys(a, seq, last / a.hs, &unused, &last_hi);
-    float row_max[RT], row_sum[RT], delta[RT], row_scale[RT];
+    load_rows<DP>(a, r, a.q, a.dim_k, sq);
+    if (BACKWARD) load_rows<DP>(a, r, a.d_o, a.dim_v, sg);
+    int lo[RT] = {}, hi[RT] = {};
+    float row_max[RT], row_sum[RT] = {}, delta[RT] = {}, row_scale[RT];
+    float2 norm[RT] = {};
     for (int i = 0; i < RT; i++) {
-        const int64_t row = r.first + ty * RT + i;
-        lo[i] = hi[i] = 0;
+        const int64_t row = r.first + ty * RT + i, head = r.head0 + row % a.hs;
         row_max[i] = -INFINITY;
-        row_sum[i] = 0.0f;
-        delta[i] = 0.0f;
         row_scale[i] = 1.0f;
         if (row >= r.end) continue;
         row_keys(a, seq, row / a.hs, &lo[i], &hi[i]);
-        if (BACKWARD) {
-            const int64_t head = r.head0 + row % a.hs;
-            row_max[i] = stat_of(a.lse, seq, row / a.hs, head);
-            if (row_max[i] == -INFINITY) hi[i] = 0;
-            delta[i] = stat_of(a.delta, seq, row / a.hs, head);
-            if (a.row_scale.p != NULL) row_scale[i] = stat_of(a.row_scale, seq, row / a.hs, head);
-        }
+        if (!BACKWARD) continue;
+        norm[i] = *norm_of(a, norms, seq, row / a.hs, head);
+        if (norm[i].y == -INFINITY) hi[i] = 0;
+        delta[i] = stat_of(a.delta, seq, row / a.hs, head);
+        if (a.row_scale.p != NULL) row_scale[i] = stat_of(a.row_scale, seq, row / a.hs, head);
     }
-    int64_t base = first_lo, slots = last_hi - first_lo;
-    if (listed)
-        slots = (int64_t)clean_list(r.list_row, a.list_k, a.list_block, last_hi, list, list + a.list_k,
-                                    list + 2 * a.list_k) *
-                a.list_block;
+    const key_slots keys = find_slots<TS>(a, r, listed, list);
     float acc[RT][CT] = {};
-    for (int64_t slot0 = 0; slot0 < slots; slot0 += TS) {
+    for (int64_t slot0 = 0; slot0 < keys.slots; slot0 += TS) {
         __syncthreads();
-        for (int i = warp; i < TS; i += THREADS / 32) {
-            int64_t key = seq.nk, slot = slot0 + i;
-            if (slot < slots)
-                key = listed ? (int64_t)list[slot / a.list_block] * a.list_block + slot % a.list_block
-                             : base + slot;
-            const bool in = key < seq.nk;
-            load_row<DP>(sk + i * LD, in ? row_of(a.k, seq, seq.k0, key, r.kvh) : NULL, a.dim_k, lane);
-            load_row<DP>(sv + i * LD, in ? row_of(a.v, seq, seq.k0, key, r.kvh) : NULL, a.dim_v, lane);
-            if (lane == 0) column[i] = (int32_t)key;
-        }
+        load_keys<DP>(a, r, keys, slot0, sk, sv, column);
         __syncthreads();
         float s[RT][RT] = {}, dp[RT][RT] = {};
         mm_nt<DP>(s, sq, sk, a.dim_k);
         if (BACKWARD) mm_nt<DP>(dp, sg, sv, a.dim_v);
         for (int i = 0; i < RT; i++) {
+            float *const p_row = sp + (ty * RT + i) * (TS + 1);
             if (BACKWARD) {
-                differentiate_row<RT>(s[i], dp[i], column, lo[i], hi[i], a.scale, row_max[i], row_scale[i],
-                                      delta[i], sp + (ty * RT + i) * (TS + 1));
+                differentiate_row<RT>(s[i], dp[i], column, lo[i], hi[i], a.scale, norm[i], row_scale[i],
+                                      delta[i], p_row);
                 continue;
             }
-            const float shrink = soften_row<TS, RT>(s[i], column, lo[i], hi[i], a.scale,
-                                                    sp + (ty * RT + i) * (TS + 1), &row_max[i], &row_sum[i]);
+            const float shrink =
+                soften_row<RT>(s[i], column, lo[i], hi[i], a.scale, &row_max[i], &row_sum[i]);
+            for (int j = 0; j < RT; j++) p_row[tx + SIDE * j] = s[i][j];
             for (int n = 0; n < CT; n++) acc[i][n] *= shrink;
         }
         __syncthreads();
@@ -237,13 +345,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             for (int n = 0; n < CT; n++) acc[i][n] += part[i][n];
     }
     for (int i = 0; i < RT; i++) {
-        for (int w = 8; w > 0; w /= 2) row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], w);
+        const float sum = row_total(row_sum[i]);
         const int64_t row = r.first + ty * RT + i;
         if (row >= r.end) continue;
         const int64_t n_at = row / a.hs, head = r.head0 + row % a.hs;
         const view4 &out = BACKWARD ? a.d_q : a.o;
         float *dst = (float *)row_of(out, seq, seq.q0, n_at, head);
-        const float factor = BACKWARD ? a.scale : row_sum[i] == 0.0f ? 0.0f : 1.0f / row_sum[i];
+        const float factor = BACKWARD ? a.scale : sum == 0.0f ? 0.0f : 1.0f / sum;
         if (out.p != NULL)
             for (int n = 0; n < CT; n++) {
                 const int c = tx + SIDE * n;
@@ -252,16 +360,16 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         if (!BACKWARD && a.lse.p != NULL && tx == 0)
             a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + (seq.q0 + n_at) * a.lse.s[2]] =
-                row_sum[i] == 0.0f ? -INFINITY : row_max[i] + logf(row_sum[i]);
+                sum == 0.0f ? -INFINITY : fmaf(row_max[i], a.scale, logf(sum));
     }
 }
 
 /* Copies TS rows of a unit's stream, from position row0 on, with their statistics. `tiles`: of a list, or
  * NULL. */
 template <int DP>
-__device__ __forceinline__ void load_stream(const attend_kernel &a, const sequence &seq, const int32_t *tiles,
-                                            int head0, int64_t row0, int64_t rows, float *sq, float *sg,
-                                            float *stat)
+__device__ __forceinline__ void load_stream(const attend_kernel &a, float2 *norms, const sequence &seq,
+                                            const int32_t *tiles, int head0, int64_t row0, int64_t rows,
+                                            float *sq, float *sg, float *stat)
 {
     constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
     const int lane = threadIdx.x & 31, tile_rows = a.tile * a.hs;
@@ -274,30 +382,32 @@ __device__ __forceinline__ void load_stream(const attend_kernel &a, const sequen
         load_row<DP>(sg + i * LD, row >= 0 ? row_of(a.d_o, seq, seq.q0, n, head) : NULL, a.dim_v, lane);
         if (lane != 0) continue;
         int lo = 0, hi = 0;
-        float lse = 0.0f, delta = 0.0f, row_scale = 1.0f;
+        float2 norm = {};
+        float delta = 0.0f, row_scale = 1.0f;
         if (row >= 0) {
             row_keys(a, seq, n, &lo, &hi);
-            lse = stat_of(a.lse, seq, n, head);
-            if (lse == -INFINITY) hi = 0;
+            norm = *norm_of(a, norms, seq, n, head);
+            if (norm.y == -INFINITY) hi = 0;
             delta = stat_of(a.delta, seq, n, head);
             if (a.row_scale.p != NULL) row_scale = stat_of(a.row_scale, seq, n, head);
         }
-        stat[i] = lse;
-        stat[TS + i] = delta;
-        stat[2 * TS + i] = row_scale;
-        ((int *)stat)[3 * TS + i] = lo;
-        ((int *)stat)[4 * TS + i] = hi;
+        stat[i] = norm.x;
+        stat[TS + i] = norm.y;
+        stat[2 * TS + i] = delta;
+        stat[3 * TS + i] = row_scale;
+        ((int *)stat)[4 * TS + i] = lo;
+        ((int *)stat)[5 * TS + i] = hi;
     }
 }
 
 template <int DP>
 __global__ void __launch_bounds__(THREADS, 1)
-    attend_keys_f32(const __grid_constant__ attend_kernel a, bool listed)
+    attend_keys_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed)
 {
     constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, LD = shape<DP>::LD, CT = shape<DP>::CT;
     extern __shared__ float smem_f[];
     float *sk = smem_f, *sv = sk + TS * LD, *sq = sv + TS * LD, *sg = sq + TS * LD, *sp = sg + TS * LD;
-    float *stat = sp + TS * (TS + 1); /* lse, delta, row_scale; lo, hi */
+    float *stat = sp + TS * (TS + 1); /* norm, delta, row_scale; lo, hi */
     const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE, lane = threadIdx.x & 31,
               warp = threadIdx.x >> 5;
     const int kvh = blockIdx.y;
@@ -348,7 +458,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 if (hi <= key0 || lo >= key_end) continue;
             }
             __syncthreads();
-            load_stream<DP>(a, seq, listed ? tiles_here : NULL, head0, row0, rows, sq, sg, stat);
+            load_stream<DP>(a, norms, seq, listed ? tiles_here : NULL, head0, row0, rows, sq, sg, stat);
             __syncthreads();
             float s[RT][RT] = {}, dp[RT][RT] = {};
             mm_nt<DP>(s, sk, sq, a.dim_k); /* transposed: keys by rows */
@@ -357,10 +467,11 @@ __global__ void __launch_bounds__(THREADS, 1)
                 for (int j = 0; j < RT; j++) {
                     const int x = tx + SIDE * j;
                     const int key = (int)key0 + ty * RT + i;
-                    const bool seen = key >= ((int *)stat)[3 * TS + x] && key < ((int *)stat)[4 * TS + x];
-                    const float p = seen ? expf(s[i][j] * a.scale - stat[x]) : 0.0f;
-                    sp[(ty * RT + i) * (TS + 1) + x] = seen ? p * stat[2 * TS + x] + 0.0f : UNSEEN;
-                    s[i][j] = seen ? p * (dp[i][j] * stat[2 * TS + x] - stat[TS + x]) + 0.0f : UNSEEN;
+                    const bool seen = key >= ((int *)stat)[4 * TS + x] && key < ((int *)stat)[5 * TS + x];
+                    const float p = seen ? expf((s[i][j] - stat[x]) * a.scale - stat[TS + x]) : 0.0f,
+                                c = stat[3 * TS + x];
+                    sp[(ty * RT + i) * (TS + 1) + x] = seen ? p * c + 0.0f : UNSEEN;
+                    s[i][j] = seen ? p * (dp[i][j] * c - stat[2 * TS + x]) + 0.0f : UNSEEN;
                 }
             __syncthreads();
             float part[RT][CT] = {};
@@ -397,7 +508,14 @@ static quern_status launch(K kernel, const attend_launch &l, int64_t x, int y, s
                            const launcher &to)
 {
     return launch_shared(to, kernel, dim3((unsigned)x, (unsigned)y), THREADS, bytes, "attend f32", l.kernel,
-                         l.listed);
+                         l.norm, l.listed);
+}
+
+/* A grid of blocks of TS rows. */
+template <int TS> static int64_t row_pieces(const attend_args *args, const attend_launch &l)
+{
+    if (!l.listed) return piece_bound(args->seqs, TS, l.kernel.hs);
+    return piece_bound(args->seqs, l.kernel.tile, 1) * (((int64_t)l.kernel.tile * l.kernel.hs + TS - 1) / TS);
 }
 
 template <int DP, bool BACKWARD>
@@ -407,18 +525,22 @@ static quern_status by_rows(const attend_args *args, const attend_launch &l, con
     const size_t bytes = ((size_t)(BACKWARD ? 4 : 3) * TS * LD + TS * (TS + 1) + TS +
                           (l.listed ? 3 * (size_t)l.kernel.list_k : 0)) *
                          4;
-    int64_t pieces = piece_bound(args->seqs, TS, l.kernel.hs);
-    if (l.listed)
-        pieces = piece_bound(args->seqs, l.kernel.tile, 1) *
-                 (((int64_t)l.kernel.tile * l.kernel.hs + TS - 1) / TS);
-    return launch(attend_rows_f32<DP, BACKWARD>, l, pieces, l.kernel.units, bytes, to);
+    return launch(attend_rows_f32<DP, BACKWARD>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to);
+}
+
+template <int DP>
+static quern_status weigh(const attend_args *args, const attend_launch &l, const launcher &to)
+{
+    constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
+    const size_t bytes = ((size_t)4 * TS * LD + TS + (l.listed ? 3 * (size_t)l.kernel.list_k : 0)) * 4;
+    return launch(attend_weigh_f32<DP>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to);
 }
 
 template <int DP>
 static quern_status by_keys(const attend_args *args, const attend_launch &l, const launcher &to)
 {
     constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
-    const size_t bytes = ((size_t)4 * TS * LD + TS * (TS + 1) + 5 * TS) * 4;
+    const size_t bytes = ((size_t)4 * TS * LD + TS * (TS + 1) + 6 * TS) * 4;
     stage_seqs flipped = args->seqs;
     flipped.n_q = args->seqs.n_kv;
     int64_t pieces = piece_bound(flipped, l.listed ? l.kernel.list_block : TS, 1);
@@ -429,7 +551,8 @@ static quern_status by_keys(const attend_args *args, const attend_launch &l, con
 template <int DP>
 static quern_status backward_f32(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    const quern_status status = by_rows<DP, true>(args, l, to);
+    quern_status status = weigh<DP>(args, l, to);
+    if (status == QUERN_OK) status = by_rows<DP, true>(args, l, to);
     return status != QUERN_OK ? status : by_keys<DP>(args, l, to);
 }
 
