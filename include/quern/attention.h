@@ -19,8 +19,8 @@
  * A query that sees no key has o = 0, lse = -inf and takes no part in any gradient.
  *
  * A sink is a logit of a head that joins the denominator alone: o[t] is multiplied by 1 / (1 + e^(sink -
- * lse[t])), and lse stays that of the keys. A sink of -inf is none, one of inf leaves nothing to the keys: o and
- * all gradients are 0. With delta[t] = d_o[t] . o[t], d_sink = -sum_t delta[t] / (1 + e^(lse[t] - sink)).
+ * lse[t])), and lse stays that of the keys. A sink of -inf is none, one of inf leaves nothing to the keys: o
+ * and all gradients are 0. With delta[t] = d_o[t] . o[t], d_sink = -sum_t delta[t] / (1 + e^(lse[t] - sink)).
  *
  * kv_first and kv_count say which keys of a sequence exist: those at kv_first ... kv_count - 1, so kv_count
  * is an end. Batches padded on the left and caches with room are attended without a copy. Positions, and
@@ -66,8 +66,8 @@ typedef struct quern_attention_params {
  * that is needed; a size other than quern.h says; a parameter, ndim, extent, dtype or head dim other than
  * stated here; H no multiple of Hkv; more than 2^31 - 1 tokens; a last dimension with gaps; data NULL or not
  * aligned to its element; an output that shares memory with itself or another tensor; offsets other than
- * stated; a sequence for which 0 <= kv_first <= kv_count <= Nkv does not hold; tensors on two devices (a device without a backend: QUERN_ERR_DEVICE); a workspace that is too
- * small (QUERN_ERR_WORKSPACE) or NULL.
+ * stated; a sequence for which 0 <= kv_first <= kv_count <= Nkv does not hold; tensors on two devices (a
+ * device without a backend: QUERN_ERR_DEVICE); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL.
  */
 typedef struct quern_attention_tensors {
     size_t size;
@@ -100,8 +100,8 @@ QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_e
                                                const quern_attention_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
 /* Reads what forward reads, o, lse and d_o; writes d_q, d_k, d_v (all three) and, if given, d_sink. lse is
- * that of the call's own keys: where it is large (f32: beyond 20), it is taken from the scores again, which an
- * lse in f32 no longer tells. Scores of f32 may have any size; how far their own rounding goes is in
+ * that of the call's own keys: where it is large (f32: beyond 20), it is taken from the scores again, which
+ * an lse in f32 no longer tells. Scores of f32 may have any size; how far their own rounding goes is in
  * docs/numerics.md. */
 QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec,
                                                 const quern_attention_params *params,

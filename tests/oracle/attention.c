@@ -39,7 +39,8 @@ static double sink_of(const oracle_shape *s, int64_t head)
     return s->sinks != NULL ? s->sinks->logit[head] : -INFINITY;
 }
 
-/* Finds the keys, fills p with their softmax weights, of which the sink has taken its part, and returns lse. */
+/* Finds the keys, fills p with their softmax weights, of which the sink has taken its part, and returns
+ * lse. */
 static double softmax_row(const oracle_shape *s, oracle_sees sees, const void *mask, const double *q,
                           const double *k, int64_t head, int64_t t, row *r)
 {

@@ -58,8 +58,8 @@ typedef struct oracle_dense {
     double scale;                 /* 0: 1 / sqrt(d) */
     const int32_t *cu_q, *cu_kv;
 } oracle_dense;
-/* What a call may have beside: sinks, and which keys of a sequence of a fixed length exist ([B], or NULL: from 0,
- * to nkv). */
+/* What a call may have beside: sinks, and which keys of a sequence of a fixed length exist ([B], or NULL:
+ * from 0, to nkv). */
 typedef struct oracle_dense_extras {
     const oracle_sinks *sinks;
     const int32_t *kv_first, *kv_count;

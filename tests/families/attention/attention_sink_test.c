@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention_sink_test.c - dense attention with a sink, and with keys of which only some exist: against the
- * float64 oracle, against the same call on a copy of the keys that exist, and whatever the other rows hold. */
+ * float64 oracle, against the same call on a copy of the keys that exist, and whatever the other rows
+ * hold. */
 #include "attention_case.h"
 #include "cmocka_c11.h"
 #include "compare.h"
