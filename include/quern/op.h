@@ -29,8 +29,9 @@ typedef enum quern_op_role {
     QUERN_OP_OPTIONAL = 2,
     QUERN_OP_RESULT = 3,
     QUERN_OP_OPTIONAL_RESULT = 4,
-    QUERN_OP_REFUSED = 5,       /* has no meaning with these parameters: the call refuses it */
-    QUERN_OP_SOURCE_MISSING = 6 /* the gradient of a tensor that is not there */
+    QUERN_OP_REFUSED = 5,        /* has no meaning with these parameters: the call refuses it */
+    QUERN_OP_SOURCE_MISSING = 6, /* the gradient of a tensor that is not there */
+    QUERN_OP_UPDATED = 7         /* needed, and written in place */
 } quern_op_role;
 
 typedef struct quern_op quern_op;
@@ -62,6 +63,7 @@ typedef struct quern_op_tensor {
     bool input;     /* some parameters make it an input of the forward pass */
     bool trigger;   /* only the backward pass reads it: giving it asks for that pass */
     bool result[2]; /* by pass: some parameters make it a result */
+    bool updated;   /* an input and a result at once: read, and written in place */
     bool aside;     /* a result that is written where it is asked for, or where the backward pass reads it */
     char fixed[64], varlen[64]; /* the shape, "B N H D"; varlen "": as fixed */
 } quern_op_tensor;

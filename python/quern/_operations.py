@@ -91,6 +91,7 @@ class Field(NamedTuple):
     input: bool
     trigger: bool
     results: tuple[bool, bool]
+    updated: bool
     fixed: tuple[str, ...]
     varlen: tuple[str, ...]
 
@@ -117,10 +118,10 @@ def _read_fields(rows: list[list[str]]) -> dict[str, Field]:
     for place, (_, name, file_name, dtype, source, *flags, fixed, varlen) in enumerate(rows):
         named = name[2:] if name.startswith("d_") and name[2:] in names else None
         gradient_of = names[int(source)] if int(source) >= 0 else named
-        is_input, trigger, forward, backward = (flag == "1" for flag in flags)
+        is_input, trigger, forward, backward, updated = (flag == "1" for flag in flags)
         shapes = tuple(fixed.split()), tuple(varlen.split())
         fields[name] = Field(
-            place, file_name, dtype, gradient_of, is_input, trigger, (forward, backward), *shapes
+            place, file_name, dtype, gradient_of, is_input, trigger, (forward, backward), updated, *shapes
         )
     return fields
 

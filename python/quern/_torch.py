@@ -5,10 +5,12 @@
     quern::<name>(Tensor? <input>, ..., str settings, str results, SymInt[] integers=[], Tensor? floats=None)
         -> Tensor[]
     quern::<name>_out(Tensor? <input>, ..., str settings, Tensor(a!)? <result>, ...) -> ()
+    quern::<name>(Tensor? <input>, ..., Tensor(a!)? <updated>, str settings, ...) -> ()
     quern::backward(str name, Tensor[] tensors, str fields, str results, str settings, SymInt[] integers=[],
         Tensor? floats=None) -> Tensor[]
 
-`settings` are parameters as lines of name=value, and extents that no input says as lines of ?name=extent.
+The last form is of operations that write tensors in place and have no other results. `settings` are
+parameters as lines of name=value, and extents that no input says as lines of ?name=extent.
 Where a graph is to serve many values, "#" stands for the next of the integers, "~" for the next of the
 floats, f64 on the CPU. `results` are the names of the results wanted; after a "+", which adds what a backward
 needs, those that it may keep. A result has a gradient where the operation's backward pass takes one; all
@@ -137,25 +139,35 @@ class Operator:
         self.inputs = tuple(f for f, t in fields.items() if t.input)
         self.gradients = {t.gradient_of: f for f, t in fields.items() if t.gradient_of and t.results[1]}
         self.triggers = {t.gradient_of: f for f, t in fields.items() if t.gradient_of and t.trigger}
-        self.results = tuple(f for f, t in fields.items() if t.results[0])
+        self.updated = tuple(f for f, t in fields.items() if t.updated)
+        self.results = tuple(f for f, t in fields.items() if t.results[0] and not t.updated)
         # What is of any floats goes by its first input; what only moves bytes is not cast.
-        activations = tuple(f for f in self.inputs if fields[f].dtype in _CAST)
+        activations = tuple(f for f in self.inputs if fields[f].dtype in _CAST and f not in self.updated)
         self.cast = self.inputs[:1] if fields[self.inputs[0]].dtype == "float" else activations
         self._define()
         self.call = getattr(torch.ops.quern, self.word).default
-        self.write = getattr(torch.ops.quern, f"{self.word}_out").default
+        if self.results:
+            self.write = getattr(torch.ops.quern, f"{self.word}_out").default
 
     def _define(self) -> None:
-        inputs = "".join(f"Tensor? {field}{'_' * iskeyword(field)}, " for field in self.inputs)
+        inputs = "".join(
+            f"Tensor{f'(u{i}!)' * (field in self.updated)}? {field}{'_' * iskeyword(field)}, "
+            for i, field in enumerate(self.inputs)
+        )
         outs = "".join(f", Tensor(a{i}!)? out_{field}" for i, field in enumerate(self.results))
-        _LIBRARY.define(f"{self.word}({inputs}str settings, str results, {_OPEN}) -> Tensor[]", tags=_PT2)
-        _LIBRARY.define(f"{self.word}_out({inputs}str settings{outs}) -> ()", tags=_PT2)
+        made = "Tensor[]" if self.results else "()"
+        _LIBRARY.define(f"{self.word}({inputs}str settings, str results, {_OPEN}) -> {made}", tags=_PT2)
+        if self.results:
+            _LIBRARY.define(f"{self.word}_out({inputs}str settings{outs}) -> ()", tags=_PT2)
         for device in ("CPU", "CUDA"):
-            _LIBRARY.impl(self.word, self._forward, device)
-            _LIBRARY.impl(f"{self.word}_out", self._write, device)
+            _LIBRARY.impl(self.word, self._forward if self.results else self._update, device)
+            if self.results:
+                _LIBRARY.impl(f"{self.word}_out", self._write, device)
         qualified = f"quern::{self.word}"
-        torch.library.register_fake(qualified, self._shapes, lib=_LIBRARY)
-        torch.library.register_fake(f"{qualified}_out", lambda *arguments: None, lib=_LIBRARY)
+        nothing = lambda *arguments: None  # noqa: E731
+        torch.library.register_fake(qualified, self._shapes if self.results else nothing, lib=_LIBRARY)
+        if self.results:
+            torch.library.register_fake(f"{qualified}_out", nothing, lib=_LIBRARY)
         if self.triggers:
             torch.library.register_autograd(
                 qualified, self._backward, setup_context=self._setup, lib=_LIBRARY
@@ -170,6 +182,11 @@ class Operator:
         if self.name in _SIZED_BY_DATA:  # a graph knows the most that they can take
             given.update(zip(names, _fake(self.name, False, given, stated, results)))
         return list(ops.call(self.name, params, given, names, asked=asked))
+
+    def _update(self, *arguments: Any) -> None:
+        tensors, (settings, _, *more) = self._split(arguments)
+        given = {field: t if field in self.updated else _dense(t) for field, t in tensors.items()}
+        ops.call(self.name, ops.params_from(self.name, _known(settings, *more)), given, ())
 
     def _split(self, arguments: tuple[Any, ...]) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
         count = len(self.inputs)
@@ -369,4 +386,4 @@ def run(
         made = operator.call(*inputs, text, wanted, integers, floats)
     else:
         made = operator.call(*inputs, ops.lines(settings) + ops.asked_lines(asked), wanted)
-    return tuple(made[: len(results)])
+    return tuple(made[: len(results)]) if operator.results else ()

@@ -16,7 +16,7 @@ from typing import Any, Mapping, Sequence
 from . import _arrays
 from . import _operations as ops
 from ._batch import integer, numbers_of, packed
-from ._dsv4_layer import Cache, format_of, layer
+from ._dsv4_layer import Cache, layer
 from ._faces import cast, run
 from .nvfp4 import as_bytes
 
@@ -235,10 +235,9 @@ def store(x: Any, slots: Any, cache: Any, *, format: str = "rows", page: int = 0
     counted over all pages; -1: not stored. cache: [rows, D] or [pages, page, D]; with a format uint8 [rows,
     bytes of a row] or [pages, page · bytes]."""
     _arrays.need_tensors({"x": x, "slots": slots, "cache": cache})
-    _arrays.need_plain("dsv4.store", x)
     _arrays.need_writable("cache", cache)
-    read = (_arrays.readable(t) for t in (x, slots))
-    ops.library.store(format_of(format), integer("page", page), *read, _arrays.exported(cache))
+    settings = (("format", format), ("page", page))
+    run("v4-store", settings, {"x": x, "slots": slots, "cache": cache}, ())
 
 
 # ---- tables and weights ----

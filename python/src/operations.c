@@ -100,8 +100,9 @@ static void describe_operation(FILE *out, const quern_op *op)
     fputc('\n', out);
     for (int32_t i = 0; i < info.tensor_count; i++) {
         const quern_op_tensor *t = &tensors[i];
-        fprintf(out, "tensor\t%s\t%s\t%s\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", t->field, t->name, t->dtype,
-                t->gradient_of, t->input, t->trigger, t->result[0], t->result[1], t->fixed, t->varlen);
+        fprintf(out, "tensor\t%s\t%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%s\t%s\n", t->field, t->name, t->dtype,
+                t->gradient_of, t->input, t->trigger, t->result[0], t->result[1], t->updated, t->fixed,
+                t->varlen);
     }
 }
 

@@ -207,36 +207,6 @@ FUNCTION(state_append)
 
 /* ---- caches, tables and weights ---- */
 
-typedef struct store_call {
-    quern_dsv4_store_params params;
-    tensor_list list;
-} store_call;
-
-static quern_status compute_store(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
-{
-    const store_call *c = what;
-    return quern_dsv4_store(need_context(), exec, &c->params, (const void *)&c->list.tensors, workspace,
-                            bytes);
-}
-
-FUNCTION(store)
-{
-    (void)self;
-    store_call c = {.params = QUERN_DSV4_STORE_PARAMS_INIT};
-    size_t bytes = 0;
-    quern_context *context = need_context();
-    if (context == NULL) return -1;
-    if (count != 5 || !is_int(&args[0]) || !is_int(&args[1])) return refuse();
-    if (take_tensors(&args[2], 3, &c.list) != 0) return -1;
-    c.params.format = (quern_dsv4_format)args[0].v_int64;
-    c.params.page = args[1].v_int64;
-    const quern_status status =
-        quern_dsv4_store_workspace(context, &c.params, (const void *)&c.list.tensors, &bytes);
-    if (status != QUERN_OK) return fail_as(status);
-    (void)give_nothing(result);
-    return with_memory(c.list.first, bytes, compute_store, &c);
-}
-
 FUNCTION(rope_table)
 {
     (void)self;

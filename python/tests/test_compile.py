@@ -233,6 +233,28 @@ def test_opcheck_of_open_numbers():
     assert torch.equal(got, quern.attention(*inputs[:3], window=5, scale=0.25, query_offset=7))
 
 
+def test_updates_in_place():
+    """The schema says which tensor an operator writes; graphs keep what it held."""
+    x, slots = Q[0, :3, 0], torch.tensor([4, -1, 0], dtype=torch.int32)
+    schema = torch.ops.quern.v4_store.default._schema
+    written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
+    assert written["cache"] and not written["x"] and not schema.returns
+    torch.library.opcheck(torch.ops.quern.v4_store.default, (x, slots, torch.zeros(5, 32), "", ""))
+
+    def stored(cache, rows, at):
+        kept = cache * 2
+        dsv4.store(rows, at, kept)
+        return kept + 1
+
+    cache = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    expected = cache * 2 + 1
+    expected[4], expected[0] = x[0] + 1, x[2] + 1
+    assert torch.equal(stored(cache, x, slots), expected)
+    assert graphs_of(stored, [(cache, x, slots)]) == 1
+    with pytest.raises(ValueError, match="cache"):
+        dsv4.store(x, slots, cache.t().contiguous().t())  # not a copy of it
+
+
 def test_unknown_extents_are_fixed():
     """Where it is not known how a result's extents follow from a symbol, each length has its graph."""
 

@@ -211,7 +211,8 @@ typedef struct used_tensors {
 
 static bool is_result(const op_call *call, int32_t tensor)
 {
-    return call->role[tensor] == OP_RESULT || call->role[tensor] == OP_OPTIONAL_RESULT;
+    const uint8_t role = call->role[tensor];
+    return role == OP_RESULT || role == OP_OPTIONAL_RESULT || role == OP_UPDATED;
 }
 
 /* Checks each tensor alone. */
@@ -223,7 +224,7 @@ static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *u
         const uint8_t role = call->role[i];
         int64_t shape[QUERN_MAX_DIMS];
         if (!op_uses(call, i)) {
-            if ((role == OP_NEEDED || role == OP_RESULT) && call->given[i] == NULL)
+            if ((role == OP_NEEDED || role == OP_RESULT || role == OP_UPDATED) && call->given[i] == NULL)
                 return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
             continue;
         }
@@ -248,7 +249,7 @@ static quern_status shared(const char *a, const char *b)
                      a, b);
 }
 
-/* Checks that no result shares memory with another tensor, and that each address is of the device. */
+/* Checks that no tensor that is written shares memory with another, and that addresses are of the device. */
 static quern_status check_memory(const op_call *call, const used_tensors *used)
 {
     const op_tensor *all = call->family->tensors;

@@ -117,6 +117,7 @@ typedef quern_op_role op_role;
 #define OP_OPTIONAL_RESULT QUERN_OP_OPTIONAL_RESULT
 #define OP_REFUSED QUERN_OP_REFUSED
 #define OP_SOURCE_MISSING QUERN_OP_SOURCE_MISSING
+#define OP_UPDATED QUERN_OP_UPDATED
 
 /* A parameter that is not chosen but follows from the tensors that are there: choice i where tensor by[i] is,
  * the choice of OP_NONE where none is. */

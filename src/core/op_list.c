@@ -124,11 +124,12 @@ static void note_roles(op_call *call, quern_op_pass pass, bool usual, bool needs
     call->family->roles(call);
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
         const uint8_t role = call->role[i];
-        const bool input = role == OP_NEEDED || role == OP_OPTIONAL;
+        const bool updated = role == OP_UPDATED, input = role == OP_NEEDED || role == OP_OPTIONAL || updated;
         if (pass == QUERN_OP_FORWARD) tensors[i].input = tensors[i].input || input;
         else tensors[i].trigger = tensors[i].trigger || input;
-        if (role == OP_RESULT || role == OP_OPTIONAL_RESULT) tensors[i].result[pass] = true;
-        if (usual && pass == QUERN_OP_FORWARD) tensors[i].needed = role == OP_NEEDED;
+        if (role == OP_RESULT || role == OP_OPTIONAL_RESULT || updated) tensors[i].result[pass] = true;
+        if (updated) tensors[i].updated = true;
+        if (usual && pass == QUERN_OP_FORWARD) tensors[i].needed = role == OP_NEEDED || updated;
         if (role == OP_REFUSED && needs_stay) tensors[i].needed = false; /* another stands for it */
     }
 }

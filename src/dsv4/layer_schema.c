@@ -359,9 +359,8 @@ static quern_status check_data(const op_call *call, void *const *data)
 #define LAYER_FAMILY                                                                                         \
     .tensors = tensors, .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors), .varlen_by = OP_NONE,     \
     .params = params, .param_count = sizeof params / sizeof *params, .defaults = &defaults,                  \
-    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT",                                                           \
-    .tensors_init = "QUERN_OP_TENSOR_COUNT(quern_dsv4_layer_tensors)_INIT", .symbols = symbols,              \
-    .leads = leads, .group = "v4-layer", .params_at = offsetof(dsv4_layer_call, params),                     \
+    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT", .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",          \
+    .symbols = symbols, .leads = leads, .group = "v4-layer", .params_at = offsetof(dsv4_layer_call, params), \
     .check_params = check_params, .roles = roles, .refuse = refuse, .derive = derive,                        \
     .check_data = check_data
 

@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* store.c - writes rows into the caches of the indexer and the attention core: schema, public functions,
- * step. It changes a cache that the caller keeps, so it has no entry among the operations: `quern run`
- * reaches it by v4-attention's --format and --page. */
+ * step. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
@@ -27,12 +26,17 @@ static const op_param params[] = {
 #undef AT
 static const quern_dsv4_store_params defaults = QUERN_DSV4_STORE_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_store"};
+static const op_entry ops[] = {
+    {.name = "v4-store",
+     .help = "Rows x [n D] into the slots of a cache that v4-attention and v4-index read, in its format",
+     .backward = OP_NONE},
+};
 static const char *const symbols[] = {"", [SS_N] = "n", [SS_D] = "D", [SS_ROW] = "D|bytes", NULL};
 
 static void roles(op_call *call)
 {
     call->role[DT(x)] = call->role[DT(slots)] = OP_NEEDED;
-    call->role[DT(cache)] = OP_RESULT;
+    call->role[DT(cache)] = OP_UPDATED;
 }
 
 static quern_status derive(op_call *call)
@@ -122,8 +126,11 @@ const op_family dsv4_store_family = {
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_STORE_PARAMS_INIT",
-    .tensors_init = "QUERN_OP_TENSOR_COUNT(quern_dsv4_store_tensors)_INIT",
+    .tensors_init = "QUERN_DSV4_STORE_TENSORS_INIT",
     .symbols = symbols,
+    .group = "v4-store",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dsv4_store_call),
     .params_at = offsetof(dsv4_store_call, params),
     .program_at = offsetof(dsv4_store_call, program),

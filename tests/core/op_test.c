@@ -61,11 +61,12 @@ static void the_list_is_whole(void **state)
         int reads = 0, writes = 0;
         for (int i = 0; i < info.tensor_count; i++) {
             for (int k = 0; k < i; k++)
-                if (tensors[i].input == tensors[k].input)
+                if (tensors[i].input == tensors[k].input || tensors[i].updated || tensors[k].updated)
                     assert_string_not_equal(tensors[i].name, tensors[k].name);
             reads += tensors[i].input;
             writes += tensors[i].result[QUERN_OP_FORWARD];
             assert_false(tensors[i].trigger && tensors[i].input);
+            assert_true(!tensors[i].updated || (tensors[i].input && tensors[i].result[QUERN_OP_FORWARD]));
             assert_true(tensors[i].gradient_of < i);
             if (tensors[i].result[QUERN_OP_BACKWARD]) assert_true(info.backward != 0);
         }
@@ -278,6 +279,46 @@ static void calls_by_name_are_the_calls(void **state)
     quern_context_destroy(ctx);
 }
 
+/* An updated tensor is an input that is needed and a result at once. */
+static void updated_tensors_are_read_and_written(void **state)
+{
+    enum { N = 2, ROWS = 4, D = 8 };
+    static float x[N * D], cache[ROWS * D];
+    static const int32_t slots[N] = {3, 1};
+    static char workspace[4096];
+    quern_op_role roles[QUERN_OP_TENSORS_MAX];
+    any_tensors t = {0};
+    quern_dsv4_store_params p;
+    quern_context *ctx;
+    (void)state;
+    const quern_op *op = read_op("v4-store");
+    expect_tensor("cache", true, true, false, true, false);
+    assert_true(tensors[tensor_named("cache")].updated && !tensors[tensor_named("x")].updated);
+    const quern_tensor views[] = {
+        quern_tensor_contiguous(x, QUERN_F32, 2, (const int64_t[]){N, D}),
+        quern_tensor_contiguous((void *)(uintptr_t)slots, QUERN_I32, 1, (const int64_t[]){N}),
+        quern_tensor_contiguous(cache, QUERN_F32, 2, (const int64_t[]){ROWS, D})};
+    t.size = info.tensors_size;
+    for (int i = 0; i < 3; i++) t.t[i] = &views[i];
+    for (int i = 0; i < N * D; i++) x[i] = (float)i + 1;
+    assert_int_equal(quern_context_create(NULL, &ctx), QUERN_OK);
+    assert_int_equal(quern_op_defaults(op, &p), QUERN_OK);
+    assert_int_equal(quern_op_roles(op, QUERN_OP_FORWARD, &p, &t, roles), QUERN_OK);
+    assert_int_equal(roles[tensor_named("cache")], QUERN_OP_UPDATED);
+    assert_int_equal(quern_op_run(ctx, NULL, op, QUERN_OP_FORWARD, &p, &t, workspace, sizeof workspace),
+                     QUERN_OK);
+    assert_memory_equal(cache + 3 * D, x, D * sizeof *x);
+    assert_memory_equal(cache + 1 * D, x + D, D * sizeof *x);
+    t.t[tensor_named("cache")] = &views[0]; /* of x's memory: what is written shares none */
+    assert_int_equal(quern_op_run(ctx, NULL, op, QUERN_OP_FORWARD, &p, &t, workspace, sizeof workspace),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    t.t[tensor_named("cache")] = NULL;
+    assert_int_equal(quern_op_run(ctx, NULL, op, QUERN_OP_FORWARD, &p, &t, workspace, sizeof workspace),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(NULL), "cache is NULL"));
+    quern_context_destroy(ctx);
+}
+
 static void entries_follow_from_where_sequences_start(void **state)
 {
     enum { T = 30 };
@@ -310,6 +351,7 @@ int main(void)
         cmocka_unit_test(parameters_are_set_from_text),
         cmocka_unit_test(modes_follow_from_the_tensors),
         cmocka_unit_test(calls_by_name_are_the_calls),
+        cmocka_unit_test(updated_tensors_are_read_and_written),
         cmocka_unit_test(entries_follow_from_where_sequences_start),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

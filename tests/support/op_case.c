@@ -76,7 +76,7 @@ void op_case_run(quern_context *ctx, const char *op, quern_op_pass pass, const v
     op_case_call(ctx, op, pass, params, tensors);
     for (int i = 0; i < count; i++) {
         if (given[i] != &t[i].view) continue;
-        if (role[i] == QUERN_OP_RESULT || role[i] == QUERN_OP_OPTIONAL_RESULT)
+        if (role[i] == QUERN_OP_RESULT || role[i] == QUERN_OP_OPTIONAL_RESULT || role[i] == QUERN_OP_UPDATED)
             test_tensor_check_guards(&t[i], d->tensor[i].field);
         else test_tensor_check_unchanged(&t[i], d->tensor[i].field);
     }

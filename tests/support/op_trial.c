@@ -145,7 +145,8 @@ static void choose_presence(op_trial *t)
         if (quern_op_roles(s->op, t->pass, &t->params, &t->tensors, roles) != QUERN_OK) break;
         for (int32_t i = 0; i < s->info.tensor_count; i++) {
             if (below(t->random, odd) == 0) continue;
-            if (roles[i] == QUERN_OP_NEEDED || roles[i] == QUERN_OP_RESULT) t->tensors.t[i] = &t->view[i];
+            if (roles[i] == QUERN_OP_NEEDED || roles[i] == QUERN_OP_RESULT || roles[i] == QUERN_OP_UPDATED)
+                t->tensors.t[i] = &t->view[i];
             if (roles[i] == QUERN_OP_REFUSED || roles[i] == QUERN_OP_SOURCE_MISSING) t->tensors.t[i] = NULL;
         }
     }

@@ -250,10 +250,43 @@ static void benches_of_caches(void **state)
 #undef SMALL
 }
 
+/* v4-store reads the cache from its file and writes the updated one; the file it read stays as it was. */
+static void a_cache_is_updated(void **state)
+{
+    enum { N = 3, ROWS = 5, D = 8 };
+    const int32_t slots[N] = {4, -1, 0};
+    double x[N * D], cache[ROWS * D];
+    tensor_file f = {.count = 0};
+    (void)state;
+    for (int i = 0; i < N * D; i++) x[i] = i + 1;
+    for (int i = 0; i < ROWS * D; i++) cache[i] = -i - 1;
+    add(&f, "x", x, NULL, 2, (const int64_t[]){N, D});
+    add(&f, "slots", NULL, slots, 1, (const int64_t[]){N});
+    save(&f, "rows");
+    expect(3, "run v4-store $DIR/rows $DIR/out", "v4-store needs x slots cache");
+    f.count = 0;
+    add(&f, "x", x, NULL, 2, (const int64_t[]){N, D});
+    add(&f, "slots", NULL, slots, 1, (const int64_t[]){N});
+    add(&f, "cache", cache, NULL, 2, (const int64_t[]){ROWS, D});
+    save(&f, "rows");
+    expect(0, "run v4-store $DIR/rows $DIR/out --json", "\"cache\"");
+    quern_safetensors *in = open_result("rows"), *out = open_result("out");
+    assert_false(quern_safetensors_has(out, "x"));
+    const quern_tensor before = get(in, "cache"), after = get(out, "cache");
+    for (int i = 0; i < ROWS * D; i++) {
+        const int row = i / D == 4 ? 0 : i / D == 0 ? 2 : -1; /* of x */
+        assert_true((double)((const float *)before.data)[i] == cache[i]);
+        assert_true((double)((const float *)after.data)[i] == (row < 0 ? cache[i] : x[row * D + i % D]));
+    }
+    quern_safetensors_close(in);
+    quern_safetensors_close(out);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_index), cmocka_unit_test(golden_attention),
-                                       cmocka_unit_test(caches), cmocka_unit_test(mistakes_are_reported),
-                                       cmocka_unit_test(benches_of_caches)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(golden_index),          cmocka_unit_test(golden_attention),
+        cmocka_unit_test(a_cache_is_updated),    cmocka_unit_test(caches),
+        cmocka_unit_test(mistakes_are_reported), cmocka_unit_test(benches_of_caches)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

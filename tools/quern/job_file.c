@@ -71,7 +71,8 @@ static int check_missing(const job *j, const quern_op_role *roles, const char *p
         const size_t used = strlen(needs);
         if (!t->needed) continue;
         snprintf(needs + used, sizeof needs - used, "%s%s", used > 0 ? " " : "", name_of(j, i));
-        if (missing < 0 && !j->input[i] && (roles == NULL || roles[i] == QUERN_OP_NEEDED)) missing = i;
+        const bool needed = roles == NULL || roles[i] == QUERN_OP_NEEDED || roles[i] == QUERN_OP_UPDATED;
+        if (missing < 0 && !j->input[i] && needed) missing = i;
     }
     if (missing < 0) return EXIT_DONE;
     return fail(EXIT_INPUT, "tensor %s is missing from '%s': %s needs %s", name_of(j, missing), path,
@@ -133,6 +134,21 @@ static int choose_inputs(job *j, const quern_op_role *roles)
     return EXIT_DONE;
 }
 
+/* A file's memory is not the job's to write. */
+static int copy_updated(job *j, const quern_op_role *roles)
+{
+    for (int32_t i = 0; i < j->op->info.tensor_count; i++) {
+        quern_tensor *t = &j->storage[i];
+        if (!j->input[i] || roles[i] != QUERN_OP_UPDATED) continue;
+        const size_t bytes = (size_t)value_count(t) * quern_dtype_size(t->dtype);
+        void *own = job_allocate(j, i, bytes);
+        if (own == NULL) return fail(EXIT_MACHINE, "no memory for %s of %zu bytes", name_of(j, i), bytes);
+        memcpy(own, t->data, bytes);
+        t->data = own;
+    }
+    return EXIT_DONE;
+}
+
 static int upload(job *j)
 {
     for (int32_t i = 0; i < j->op->info.tensor_count; i++) {
@@ -164,7 +180,8 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
     }
     code = check_missing(j, roles, path);
     if (code == EXIT_DONE) code = choose_inputs(j, roles);
-    return code == EXIT_DONE && j->device == QUERN_CUDA ? upload(j) : code;
+    if (code != EXIT_DONE) return code;
+    return j->device == QUERN_CUDA ? upload(j) : copy_updated(j, roles);
 }
 
 enum { COLLECTED_MAX = QUERN_OP_TENSORS_MAX + JOB_ADDED_MAX };
@@ -223,7 +240,8 @@ int job_write(const job *j, const char *op, const char *path)
         const bool result = (t->result[QUERN_OP_FORWARD] && (!t->aside || j->aside)) ||
                             (j->backward && t->result[QUERN_OP_BACKWARD]);
         bool written = result && j->tensors.t[i] != NULL;
-        const quern_status status = written && j->input[i] ? passes_through(j, i, &written) : QUERN_OK;
+        const quern_status status =
+            written && j->input[i] && !t->updated ? passes_through(j, i, &written) : QUERN_OK;
         if (status != QUERN_OK) return fail_status(status);
         if (written) c.items[c.count++] = (quern_safetensors_item){name_of(j, i), j->tensors.t[i]};
     }

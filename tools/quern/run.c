@@ -49,7 +49,7 @@ static void add_result_options(subject *s)
     for (int32_t i = 0; i < info->tensor_count; i++) {
         const quern_op_tensor *t = &s->op->tensors[i];
         floats = floats || ((strcmp(t->dtype, "float") == 0 || strcmp(t->dtype, "stored") == 0) &&
-                            t->result[QUERN_OP_FORWARD]);
+                            t->result[QUERN_OP_FORWARD] && !t->updated);
     }
     if (floats && s->scenario == NULL)
         s->results[s->result_count++] = (option_row){"dtype", OPTION_CHOICE, AT(dtype), dtype_choices,
@@ -139,7 +139,7 @@ static void print_result(const job *j, const char *name, quern_context *ctx)
 {
     json_t *outputs = json_object();
     for (int32_t i = 0; i < j->op->info.tensor_count; i++)
-        if (j->owned[i] != NULL && !j->input[i])
+        if (j->owned[i] != NULL && (!j->input[i] || j->op->tensors[i].updated))
             json_object_set_new(outputs, quern_op_tensor_name(j->op->op, &j->params, i),
                                 tensor_json(&j->storage[i]));
     for (size_t i = 0; i < j->added_count; i++)

@@ -30,15 +30,16 @@ static const char intro[] =
     "for them.\n\n"
     "This page is printed by `quern run --list --markdown`.\n";
 
-typedef enum list_role { IN, IN_OPTIONAL, BACKWARD_WITH, OUT, OUT_BACKWARD, LIST_ROLES } list_role;
+typedef enum list_role { IN, IN_OPTIONAL, UPDATED, BACKWARD_WITH, OUT, OUT_BACKWARD, LIST_ROLES } list_role;
 
 static bool has_role(const quern_op_tensor *t, list_role role)
 {
     switch (role) {
-    case IN: return t->input && t->needed;
-    case IN_OPTIONAL: return t->input && !t->needed;
+    case IN: return t->input && t->needed && !t->updated;
+    case IN_OPTIONAL: return t->input && !t->needed && !t->updated;
+    case UPDATED: return t->updated;
     case BACKWARD_WITH: return t->trigger;
-    case OUT: return t->result[QUERN_OP_FORWARD];
+    case OUT: return t->result[QUERN_OP_FORWARD] && !t->updated;
     case OUT_BACKWARD: return t->result[QUERN_OP_BACKWARD];
     default: return false;
     }
@@ -73,7 +74,8 @@ static void print_tensor(bool markdown, const char *name, const char *role, cons
 
 static void print_tensors(const operation *op, const scenario_output *outputs, bool markdown)
 {
-    static const char *const words[] = {"in", "in, optional", "backward with", "out", "out, backward"};
+    static const char *const words[] = {"in",  "in, optional", "in and out", "backward with",
+                                        "out", "out, backward"};
     if (markdown) printf("\n| tensor | | dtype | shape | varlen |\n| --- | --- | --- | --- | --- |\n");
     for (int role = IN; role < LIST_ROLES; role++) {
         if (outputs != NULL && role > IN_OPTIONAL) break;
