@@ -81,22 +81,28 @@ static int64_t shard_bytes(const conversion *c, size_t shard)
     return bytes;
 }
 
+/* Shards that an earlier run has not finished, a few at a time where there are threads for them. */
 static int write_shards(conversion *c, output_file *files, progress *p)
 {
-    for (size_t i = 0; i < c->model->shard_count; i++) {
-        char path[PATH_MAX];
-        if (snprintf(path, sizeof path, "%s/%s", c->options->target, files[i].name) >= (int)sizeof path)
+    shard_job jobs[FILES_AT_ONCE];
+    const size_t most = c->threads < FILES_AT_ONCE ? (size_t)c->threads : FILES_AT_ONCE;
+    int code = EXIT_DONE;
+    size_t count = 0;
+    for (size_t i = 0; i < c->model->shard_count && code == EXIT_DONE; i++) {
+        shard_job *job = &jobs[count];
+        job->shard = i;
+        job->file = &files[i];
+        if (snprintf(job->path, PATH_MAX, "%s/%s", c->options->target, files[i].name) >= PATH_MAX)
             return fail(EXIT_INPUT, "output '%s': the path is too long", TEXT_NAME(c->options->target));
-        int code = target_check_file(path);
+        code = target_check_file(job->path);
         if (code != EXIT_DONE) return code;
-        if (shard_is_done(c, i, &files[i], path)) {
-            progress_add(p, shard_bytes(c, i), true);
-            continue;
-        }
-        code = shard_write(c, i, &files[i], path, p);
-        if (code != EXIT_DONE) return code;
+        if (shard_is_done(c, i, &files[i], job->path)) progress_add(p, shard_bytes(c, i), true);
+        else count++;
+        if (count < most) continue;
+        code = shards_write(c, jobs, count, p);
+        count = 0;
     }
-    return EXIT_DONE;
+    return code == EXIT_DONE && count > 0 ? shards_write(c, jobs, count, p) : code;
 }
 
 static int write_folder(conversion *c, output_file *files)

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* convert.c - a file's modules by batches, and the numbers and copies beside them. */
+/* convert.c - files' modules by batches, and the numbers and copies beside them. */
 #include "quantize/convert.h"
 #include "quantize/pieces.h"
 
@@ -18,6 +18,11 @@ typedef struct batch {
     size_t *groups, group_count;
     int64_t bytes;
 } batch;
+
+/* Where the next batch goes on in a file. */
+typedef struct position {
+    size_t tensor, part;
+} position;
 
 static bool add_piece(batch *b, write_piece piece)
 {
@@ -43,15 +48,17 @@ static bool add_range(batch *b, write_piece piece, int64_t extent, int64_t step)
     return good;
 }
 
-static bool add_part(conversion *c, batch *b, const output_file *f, const output_tensor *t, size_t index)
+static bool add_part(conversion *c, batch *b, const open_output *o, const output_tensor *t, size_t index)
 {
-    const output_part *part = &f->parts[t->first_part + index];
+    const output_part *part = &o->file->parts[t->first_part + index];
     const int64_t at = t->offset + (int64_t)index * t->bytes;
     if (t->kind == OUTPUT_COPY) {
         const int64_t step = COPY_BYTES / part->element;
         b->bytes += t->bytes;
-        return add_range(b, (write_piece){.module = SIZE_MAX, .copied = part, .kind = OUTPUT_COPY, .at = at},
-                         part->count, step);
+        return add_range(
+            b,
+            (write_piece){.out = o->out, .module = SIZE_MAX, .copied = part, .kind = OUTPUT_COPY, .at = at},
+            part->count, step);
     }
     module *m = &c->list.modules[part->module];
     if (t->kind == OUTPUT_SCALES) m->scales_at = at;
@@ -64,7 +71,7 @@ static bool add_part(conversion *c, batch *b, const output_file *f, const output
         (b->group_count == 0 || b->groups[b->group_count - 1] != m->group))
         b->groups[b->group_count++] = m->group;
     const bool turned = t->kind == OUTPUT_VALUES_TURNED;
-    return add_range(b, (write_piece){.module = part->module, .kind = t->kind},
+    return add_range(b, (write_piece){.out = o->out, .module = part->module, .kind = t->kind},
                      turned ? m->weight.columns : m->weight.rows,
                      turned ? columns_a_piece(&m->weight) : rows_a_piece(&m->weight));
 }
@@ -105,12 +112,11 @@ static int run_batch(conversion *c, batch *b)
     int code = find_globals(c, b->groups, b->group_count);
     if (code != EXIT_DONE) return code;
     if (!pieces_make_room(&b->team)) code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
-    else work_run(c->threads, (int64_t)b->team.count, pieces_write, &b->team, &trouble);
+    else work_run(c->threads, &b->team.lanes, pieces_write, &b->team, &trouble);
     pieces_free_room(&b->team);
     if (trouble.piece != INT64_MAX) code = fail(trouble.code, "%s", trouble.sentence);
     if (code == EXIT_DONE) collect_errors(c, b);
-    b->team =
-        (piece_team){.c = c, .out = b->team.out, .progress = b->team.progress, .pieces = b->team.pieces};
+    b->team = (piece_team){.c = c, .progress = b->team.progress, .pieces = b->team.pieces};
     b->group_count = 0;
     b->bytes = 0;
     return code;
@@ -122,15 +128,15 @@ static bool is_numbers(const output_tensor *t)
     return t->kind == OUTPUT_GLOBAL || t->kind == OUTPUT_INPUT_SCALE;
 }
 
-static int write_numbers(conversion *c, const output_file *f, const output_tensor *t, quern_file *out)
+static int write_numbers(const conversion *c, const open_output *o, const output_tensor *t)
 {
     const bool reciprocal = c->format == FORMAT_COMPRESSED_TENSORS;
     for (size_t i = 0; i < t->part_count; i++) {
-        const module *m = &c->list.modules[f->parts[t->first_part + i].module];
+        const module *m = &c->list.modules[o->file->parts[t->first_part + i].module];
         const float given = reciprocal ? 1.0f / m->input_scale : m->input_scale;
         const float value = t->kind == OUTPUT_GLOBAL ? c->list.groups[m->group].global : given;
         const quern_status status =
-            quern_file_write_at(out, t->offset + 4 * (int64_t)i, &value, sizeof value);
+            quern_file_write_at(o->out, t->offset + 4 * (int64_t)i, &value, sizeof value);
         if (status != QUERN_OK) return fail_status(status);
     }
     return EXIT_DONE;
@@ -146,22 +152,41 @@ static void place_scales(conversion *c, const output_file *f)
     }
 }
 
-int convert_file(conversion *c, const output_file *f, quern_file *out, progress *p)
+/* Parts of the file from where an earlier batch ended, for `bytes` of their source. False without memory. */
+static bool add_parts(conversion *c, batch *b, const open_output *o, position *at, int64_t bytes)
 {
-    batch b = {.team = {.c = c, .out = out, .progress = p}};
-    b.groups = malloc((c->list.count + 1) * sizeof *b.groups);
-    int code = b.groups != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for pieces of tensors");
-    place_scales(c, f);
-    for (size_t i = 0; i < f->count && code == EXIT_DONE; i++) {
-        const output_tensor *t = &f->tensors[i];
-        for (size_t k = 0; k < t->part_count && code == EXIT_DONE && !is_numbers(t); k++) {
-            if (!add_part(c, &b, f, t, k)) code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
-            if (code == EXIT_DONE && b.bytes >= BATCH_BYTES) code = run_batch(c, &b);
+    const int64_t end = b->bytes + bytes;
+    for (; at->tensor < o->file->count; at->tensor++, at->part = 0) {
+        const output_tensor *t = &o->file->tensors[at->tensor];
+        for (; at->part < t->part_count && !is_numbers(t); at->part++) {
+            if (b->bytes >= end) return true;
+            if (!add_part(c, b, o, t, at->part)) return false;
         }
     }
-    if (code == EXIT_DONE) code = run_batch(c, &b);
-    for (size_t i = 0; i < f->count && code == EXIT_DONE; i++)
-        if (is_numbers(&f->tensors[i])) code = write_numbers(c, f, &f->tensors[i], out);
+    return true;
+}
+
+int convert_files(conversion *c, const open_output *outputs, size_t count, progress *p)
+{
+    batch b = {.team = {.c = c, .progress = p}};
+    position at[FILES_AT_ONCE] = {{0, 0}};
+    b.groups = malloc((c->list.count + 1) * sizeof *b.groups);
+    int code = b.groups != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for pieces of tensors");
+    for (size_t i = 0; i < count; i++) place_scales(c, outputs[i].file);
+    for (bool more = true; more && code == EXIT_DONE;) {
+        more = false;
+        for (size_t i = 0; i < count && code == EXIT_DONE; i++) {
+            if (!add_parts(c, &b, &outputs[i], &at[i], BATCH_BYTES / (int64_t)count))
+                code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
+            b.team.lanes.ends[b.team.lanes.count++] = (int64_t)b.team.count;
+            more = more || at[i].tensor < outputs[i].file->count;
+        }
+        if (code == EXIT_DONE) code = run_batch(c, &b);
+    }
+    for (size_t i = 0; i < count; i++)
+        for (size_t k = 0; k < outputs[i].file->count && code == EXIT_DONE; k++)
+            if (is_numbers(&outputs[i].file->tensors[k]))
+                code = write_numbers(c, &outputs[i], &outputs[i].file->tensors[k]);
     free(b.team.pieces);
     free(b.groups);
     return code;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * convert.h - the computation: modules of one output file become bytes at their offsets.
+ * convert.h - the computation: modules of a few output files become bytes at their offsets.
  *
  * Modules go in batches that a cache holds. A batch takes two sweeps over its values: the largest magnitude
  * of each group, which is the global scale, then quantisation by rows, each piece's error, and its bytes.
@@ -11,6 +11,7 @@
 
 #include "quantize/outputs.h"
 #include "quantize/progress.h"
+#include "quantize/work.h"
 
 #include <quern/file.h>
 
@@ -24,8 +25,15 @@ group_method group_method_of(const module_list *list, const module_group *g);
 
 /* Finds the globals of groups that have none yet; `groups` are their numbers. Returns an exit code. */
 int find_globals(conversion *c, const size_t *groups, size_t count);
-/* Writes every tensor of a file that is laid out. Returns an exit code. */
-int convert_file(conversion *c, const output_file *f, quern_file *out, progress *p);
+/* A file that is laid out, and what is written of it. */
+typedef struct open_output {
+    const output_file *file;
+    quern_file *out;
+} open_output;
+
+enum { FILES_AT_ONCE = WORK_LANES };
+/* Writes every tensor of the files, at most FILES_AT_ONCE. Returns an exit code. */
+int convert_files(conversion *c, const open_output *outputs, size_t count, progress *p);
 
 /* Rows of a module that are one piece of work. */
 int64_t rows_a_piece(const matrix *m);

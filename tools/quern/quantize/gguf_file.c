@@ -267,7 +267,7 @@ static int write_file(gguf_plan *p, const header_text *h)
     quern_status status = quern_file_create(c->options->target, &out);
     if (status != QUERN_OK) return fail_status(status);
     progress_begin(&bar, bytes);
-    int code = convert_file(c, &p->file, out, &bar);
+    int code = convert_files(c, &(open_output){&p->file, out}, 1, &bar);
     progress_end(&bar);
     if (code == EXIT_DONE && (status = quern_file_write_at(out, 0, h->bytes, h->size)) != QUERN_OK)
         code = fail_status(status);

@@ -185,10 +185,11 @@ int find_globals(conversion *c, const size_t *groups, size_t count)
             good = add_pieces(&s, &c->list.modules[c->list.members[g->first + k]], method);
     }
     s.buffers = malloc((size_t)c->threads * (size_t)s.values * sizeof(float) + 1);
+    const work_lanes lanes = {1, {(int64_t)s.count}};
     work_trouble trouble = {.piece = INT64_MAX};
     int code = EXIT_DONE;
     if (!good || s.buffers == NULL) code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
-    else work_run(c->threads, (int64_t)s.count, sweep_rows, &s, &trouble);
+    else work_run(c->threads, &lanes, sweep_rows, &s, &trouble);
     if (trouble.piece != INT64_MAX) code = fail(trouble.code, "%s", trouble.sentence);
     if (code == EXIT_DONE) code = set_globals(c, &s, groups, count);
     free(s.buffers);

@@ -83,9 +83,9 @@ static int library_error(const module *m, quern_status status, char sentence[102
     return status == QUERN_ERR_OUT_OF_MEMORY ? EXIT_MACHINE : EXIT_INPUT;
 }
 
-static int put(const piece_team *team, int64_t at, const void *bytes, int64_t size, char sentence[1024])
+static int put(const write_piece *p, int64_t at, const void *bytes, int64_t size, char sentence[1024])
 {
-    const quern_status status = quern_file_write_at(team->out, at, bytes, (size_t)size);
+    const quern_status status = quern_file_write_at(p->out, at, bytes, (size_t)size);
     return status == QUERN_OK ? EXIT_DONE : library_error(NULL, status, sentence);
 }
 
@@ -117,12 +117,11 @@ static int put_nvfp4(const piece_team *team, const write_piece *p, const uint8_t
     if (p->kind == OUTPUT_BLOCKS) {
         const int64_t row_bytes = columns / GGUF_BLOCK * GGUF_BLOCK_BYTES;
         pack_blocks(codes, scales, values / GGUF_BLOCK, packed);
-        return put(team, m->codes_at + p->first * row_bytes, packed, p->count * row_bytes, sentence);
+        return put(p, m->codes_at + p->first * row_bytes, packed, p->count * row_bytes, sentence);
     }
-    const int code = put(team, m->codes_at + p->first * columns / 2, codes, values / 2, sentence);
-    return code != EXIT_DONE
-               ? code
-               : put(team, m->scales_at + p->first * columns / 16, scales, values / 16, sentence);
+    const int code = put(p, m->codes_at + p->first * columns / 2, codes, values / 2, sentence);
+    return code != EXIT_DONE ? code
+                             : put(p, m->scales_at + p->first * columns / 16, scales, values / 16, sentence);
 }
 
 /* What codes and scales under the group's global lose of x. */
@@ -289,14 +288,14 @@ static int values_piece(const piece_team *team, const write_piece *p, piece_room
             return EXIT_INPUT;
         }
     }
-    if (!turned) return put(team, m->values_at + p->first * w.columns * 2, to, count * 2, sentence);
+    if (!turned) return put(p, m->values_at + p->first * w.columns * 2, to, count * 2, sentence);
     uint16_t *across = r->values;
     for (int64_t k = 0; k < w.columns; k++)
         for (int64_t n = 0; n < rows; n++) across[k * rows + n] = to[n * w.columns + k];
-    return put(team, m->values_at + p->first * rows * 2, across, count * 2, sentence);
+    return put(p, m->values_at + p->first * rows * 2, across, count * 2, sentence);
 }
 
-static int copy_piece(const piece_team *team, const write_piece *p, piece_room *r, char sentence[1024])
+static int copy_piece(const write_piece *p, piece_room *r, char sentence[1024])
 {
     const output_part *c = p->copied;
     const uint8_t *from = c->data + p->first * c->step;
@@ -306,7 +305,7 @@ static int copy_piece(const piece_team *team, const write_piece *p, piece_room *
             memcpy(to + i * c->element, from + i * c->step, (size_t)c->element);
         from = to;
     }
-    return put(team, p->at + p->first * c->element, from, p->count * c->element, sentence);
+    return put(p, p->at + p->first * c->element, from, p->count * c->element, sentence);
 }
 
 int pieces_write(void *arg, int64_t index, int thread, char sentence[1024])
@@ -318,7 +317,7 @@ int pieces_write(void *arg, int64_t index, int thread, char sentence[1024])
     int code;
     int64_t bytes;
     if (p->kind == OUTPUT_COPY) {
-        code = copy_piece(team, p, r, sentence);
+        code = copy_piece(p, r, sentence);
         bytes = p->count * p->copied->element;
     } else if (p->kind == OUTPUT_VALUES || p->kind == OUTPUT_VALUES_TURNED) {
         code = values_piece(team, p, r, sentence);

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* pieces.h - the second sweep: some rows of a module, or some bytes that are copied, go to the output
- * file. */
+/* pieces.h - the second sweep: some rows of a module, or some bytes that are copied, go to their
+ * output file. */
 #ifndef QUERN_QUANTIZE_PIECES_H
 #define QUERN_QUANTIZE_PIECES_H
 
@@ -10,6 +10,7 @@
 
 /* A part of the work. */
 typedef struct write_piece {
+    quern_file *out;
     size_t module; /* SIZE_MAX: a copy */
     const output_part *copied;
     output_kind kind;     /* CODES (with the scales), VALUES, VALUES_TURNED, BLOCKS, COPY */
@@ -28,10 +29,10 @@ typedef struct piece_room {
 
 typedef struct piece_team {
     conversion *c;
-    quern_file *out;
     progress *progress;
     write_piece *pieces;
     size_t count, room_count;
+    work_lanes lanes; /* one for each file */
     int64_t values; /* the most of a piece */
     size_t workspace_bytes;
     piece_room *rooms; /* one for each thread */

@@ -2,8 +2,6 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "quantize/shard_file.h"
 
-#include "quantize/convert.h"
-
 #include "command.h"
 #include "core/half.h"
 #include "io/header_text.h"
@@ -195,26 +193,33 @@ bool shard_is_done(conversion *c, size_t shard, const output_file *f, const char
     return done;
 }
 
-int shard_write(conversion *c, size_t shard, output_file *f, const char *path, progress *p)
+/* The header comes last: it holds the errors. Takes *out. */
+static int finish(const conversion *c, const shard_job *job, quern_file **out)
 {
-    quern_file *out = NULL;
-    quern_status status = quern_file_create(path, &out);
-    if (status != QUERN_OK) return fail_status(status);
-    int code = convert_file(c, f, out, p);
-    header_text h = {0};
-    if (code == EXIT_DONE) {
-        h = header_of(c, shard, f);
-        if (h.failed || h.size != (size_t)f->header_bytes) code = no_header(f, &h);
+    header_text h = header_of(c, job->shard, job->file);
+    quern_status status = QUERN_OK;
+    int code = EXIT_DONE;
+    if (h.failed || h.size != (size_t)job->file->header_bytes) code = no_header(job->file, &h);
+    else status = quern_file_write_at(*out, 0, h.bytes, h.size);
+    free(h.bytes);
+    if (code == EXIT_DONE && status == QUERN_OK) {
+        status = quern_file_commit(*out);
+        *out = NULL;
     }
-    if (code == EXIT_DONE) {
-        status = quern_file_write_at(out, 0, h.bytes, h.size);
+    return status == QUERN_OK ? code : fail_status(status);
+}
+
+int shards_write(conversion *c, const shard_job *jobs, size_t count, progress *p)
+{
+    open_output outputs[FILES_AT_ONCE] = {{NULL, NULL}};
+    int code = EXIT_DONE;
+    for (size_t i = 0; i < count && code == EXIT_DONE; i++) {
+        outputs[i].file = jobs[i].file;
+        const quern_status status = quern_file_create(jobs[i].path, &outputs[i].out);
         if (status != QUERN_OK) code = fail_status(status);
     }
-    free(h.bytes);
-    if (code != EXIT_DONE) {
-        quern_file_discard(out);
-        return code;
-    }
-    status = quern_file_commit(out);
-    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
+    if (code == EXIT_DONE) code = convert_files(c, outputs, count, p);
+    for (size_t i = 0; i < count && code == EXIT_DONE; i++) code = finish(c, &jobs[i], &outputs[i].out);
+    for (size_t i = 0; i < count; i++) quern_file_discard(outputs[i].out);
+    return code;
 }

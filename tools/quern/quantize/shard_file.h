@@ -9,8 +9,9 @@
 #ifndef QUERN_QUANTIZE_SHARD_FILE_H
 #define QUERN_QUANTIZE_SHARD_FILE_H
 
-#include "quantize/outputs.h"
-#include "quantize/progress.h"
+#include "quantize/convert.h"
+
+#include <limits.h>
 
 /* Of the options and all inputs: globals are shared across shards. */
 uint64_t shard_hash_inputs(const conversion *c);
@@ -19,7 +20,13 @@ uint64_t shard_hash_inputs(const conversion *c);
 int shard_lay_out(const conversion *c, size_t shard, output_file *f);
 /* Whether the file at `path` was made from the same inputs with the same options; its report is then read. */
 bool shard_is_done(conversion *c, size_t shard, const output_file *f, const char *path);
-/* Converts and writes the shard. Returns an exit code. */
-int shard_write(conversion *c, size_t shard, output_file *f, const char *path, progress *p);
+/* A shard to write. */
+typedef struct shard_job {
+    size_t shard;
+    output_file *file;
+    char path[PATH_MAX];
+} shard_job;
+/* Converts and writes shards, at most FILES_AT_ONCE. Returns an exit code. */
+int shards_write(conversion *c, const shard_job *jobs, size_t count, progress *p);
 
 #endif

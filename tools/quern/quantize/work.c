@@ -26,19 +26,31 @@ static void run_one(work_piece *piece, void *arg, int64_t index, int thread, wor
     }
 }
 
-void work_run(int threads, int64_t count, work_piece *piece, void *arg, work_trouble *trouble)
+void work_run(int threads, const work_lanes *lanes, work_piece *piece, void *arg, work_trouble *trouble)
 {
+    const int64_t count = lanes->count > 0 ? lanes->ends[lanes->count - 1] : 0;
     const int team = count > 1 ? openmp_team(threads) : 1;
+    int64_t next[WORK_LANES];
     if (team == 1) { /* OpenMP ends the process where it has no memory */
         for (int64_t i = 0; i < count; i++) run_one(piece, arg, i, 0, trouble);
         return;
     }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(team)
-    for (int64_t i = 0; i < count; i++) {
-        int thread = 0;
+    for (size_t l = 0; l < lanes->count; l++) next[l] = l > 0 ? lanes->ends[l - 1] : 0;
+#pragma omp parallel num_threads(team)
+    {
+        size_t thread = 0;
 #ifdef _OPENMP
-        thread = omp_get_thread_num();
+        thread = (size_t)omp_get_thread_num();
 #endif
-        run_one(piece, arg, i, thread, trouble);
+        for (size_t k = 0; k < lanes->count; k++) {
+            const size_t lane = (thread + k) % lanes->count;
+            for (;;) {
+                int64_t index;
+#pragma omp atomic capture
+                index = next[lane]++;
+                if (index >= lanes->ends[lane]) break;
+                run_one(piece, arg, index, (int)thread, trouble);
+            }
+        }
     }
 }
