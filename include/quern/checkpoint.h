@@ -104,8 +104,14 @@ QUERN_API size_t quern_checkpoint_metadata_text(const quern_checkpoint *checkpoi
  * down_repacked, for which quern_moe_params.intermediate is I. MXFP4 keeps its codes where its exponents
  * allow it (quern_nvfp4_from_mxfp4). Globals are G, whichever sense the file has. Experts in f32, f16 or
  * bf16 become gate_up [E, 2 I, D], in halves, and down; where they stand so in the file, the tensors are
- * views of it. Biases go where they belong. Beside them stand, where the layer has them in a dtype that a
- * call takes, the router's weight and its correction bias or its table of experts by token.
+ * views of it. FP8 becomes bf16, as `quern quantize --dequantize` has it. Biases go where they belong.
+ * Beside them stand, where the layer has them in a dtype that a call takes, the router's weight and its
+ * correction bias or its table of experts by token.
+ *
+ * The shared expert (mlp.shared_expert, shared_experts, ffn_*_shexp) goes by its own format, which need not
+ * be the others': shared_gate, shared_up and shared_down, or its codes or repacked bytes, for which
+ * quern_moe_params.shared_intermediate is Is. These stay NULL where it has biases, or a gate that scales its
+ * output (Qwen's shared_expert_gate): the layer computes no such expert.
  *
  * hidden, logits, out and all else stay NULL, and are the caller's to set.
  */
@@ -113,17 +119,18 @@ typedef struct quern_checkpoint_moe {
     size_t size;
     quern_moe_tensors tensors;             /* what is written; they point into `views` */
     int64_t experts, hidden, intermediate; /* E, D, I */
+    int64_t shared_intermediate;           /* Is; 0: no shared expert is filled */
     /* f32 [E]: the activations' globals for a4, from input_scale; NULL: the file has none. Set
      * tensors.gate_up_input_global and down_input_global to them. */
     const quern_tensor *gate_up_input_global, *down_input_global;
     int64_t rounded_blocks; /* blocks of MXFP4 whose codes were rounded again */
-    quern_tensor views[16]; /* what `tensors` points to: the struct may not be moved */
+    quern_tensor views[24]; /* what `tensors` points to: the struct may not be moved */
 } quern_checkpoint_moe;
 #define QUERN_CHECKPOINT_MOE_INIT QUERN_SIZED(quern_checkpoint_moe)
 
 /* Bytes of memory that quern_checkpoint_experts needs for a layer; part of them is scratch.
  * QUERN_ERR_UNSUPPORTED: its experts are in a format that is not listed above, or in several; or the
- * device is not the CPU, from which the caller may copy what is filled. QUERN_ERR_FORMAT: tensors are
+ * device is not the CPU: quern_moe_forward runs there alone. QUERN_ERR_FORMAT: tensors are
  * missing or do not fit; the sentence names one. QUERN_ERR_INVALID_ARGUMENT: the layer has no routed
  * experts. */
 QUERN_API quern_status quern_checkpoint_experts_bytes(quern_context *ctx, const quern_checkpoint *checkpoint,

@@ -144,8 +144,9 @@ class Checkpoint(Mapping[str, Any]):
 
     def experts(self, layer: int, *, repacked: bool = False, a4: bool = False) -> dict[str, Any]:
         """The routed experts of a layer as keyword arguments of quern.moe.layer, whatever format they are
-        stored in: gate and up interleaved, globals in the layer's sense, biases with them, and the router's
-        weight, correction bias or table, where the checkpoint has these.
+        stored in: gate and up interleaved, globals in the layer's sense, biases with them, the router's
+        weight, correction bias or table, and the shared expert, where the checkpoint has these. A shared
+        expert with a gate of its own (Qwen's shared_expert_gate) is left out: the layer computes none.
 
         repacked: in the layout that products read fastest. a4: with the activations' globals, which the
         checkpoint must have, so that the layer quantises its activations by them.
@@ -166,7 +167,7 @@ class Checkpoint(Mapping[str, Any]):
         found: dict[str, Any] = {}
         for name, number, address, extents in zip(*(rows[i::4] for i in range(4))):
             field, shape = name.decode(), _shape_of(extents)
-            if field == "intermediate":
+            if field in ("intermediate", "shared_intermediate"):
                 found.update({field: int(number)} if repacked else {})
                 continue
             dtype, at = ops.DTYPES[int(number)], int(address)

@@ -146,9 +146,21 @@ static int give_experts(const quern_checkpoint_moe *e, TVMFFIAny *result)
     add_tensor(&f, "down", t->down);
     add_tensor(&f, "gate_up_bias", t->gate_up_bias);
     add_tensor(&f, "down_bias", t->down_bias);
+    add_tensor(&f, "shared_gate", t->shared_gate);
+    add_tensor(&f, "shared_up", t->shared_up);
+    add_tensor(&f, "shared_down", t->shared_down);
+    add_tensor(&f, "shared_gate_up_codes", t->shared_gate_up_codes);
+    add_tensor(&f, "shared_gate_up_scales", t->shared_gate_up_scales);
+    add_tensor(&f, "shared_gate_up_repacked", t->shared_gate_up_repacked);
+    add_tensor(&f, "shared_gate_up_global", t->shared_gate_up_global);
+    add_tensor(&f, "shared_down_codes", t->shared_down_codes);
+    add_tensor(&f, "shared_down_scales", t->shared_down_scales);
+    add_tensor(&f, "shared_down_repacked", t->shared_down_repacked);
+    add_tensor(&f, "shared_down_global", t->shared_down_global);
     add_tensor(&f, "gate_up_input_global", e->gate_up_input_global);
     add_tensor(&f, "down_input_global", e->down_input_global);
     add_number(&f, "intermediate", e->intermediate);
+    add_number(&f, "shared_intermediate", e->shared_intermediate);
     return finish(&f, result);
 }
 

@@ -45,7 +45,7 @@ static const stored_tensor *of_expert(const layer_experts *l, const expert_part 
 {
     char name[1024];
     const char *number = strstr(part->tensor->name, "experts.");
-    if (part->stacked || number == NULL) return part->tensor;
+    if (part->stacked || l->shared || number == NULL) return part->tensor;
     number += strlen("experts.");
     const int size = snprintf(name, sizeof name, "%.*s%" PRId64 "%s", (int)(number - part->tensor->name),
                               part->tensor->name, expert, number + strspn(number, "0123456789"));
@@ -66,6 +66,9 @@ static int64_t columns_of(const stored_tensor *t)
     int64_t columns = extent(t, t->ndim - 1), elements = 1;
     switch (t->format) {
     case QUERN_FORMAT_PLAIN:
+    case QUERN_FORMAT_FP8_BLOCKS:
+    case QUERN_FORMAT_FP8_ROWS:
+    case QUERN_FORMAT_FP8_TENSOR:
     case QUERN_FORMAT_NVFP4_GGUF:
     case QUERN_FORMAT_MXFP4_GGUF: return columns;
     case QUERN_FORMAT_MXFP4_BLOCKS: return t->ndim == 4 ? 32 * extent(t, 2) : -1;
@@ -98,12 +101,19 @@ static quern_status measure_stacks(layer_experts *l)
     return QUERN_OK;
 }
 
+/* One format for FP8, however its scales stand: parts of one model may differ in that. */
+static quern_format format_of(const stored_tensor *t)
+{
+    const bool fp8 = t->format >= QUERN_FORMAT_FP8_BLOCKS && t->format <= QUERN_FORMAT_FP8_TENSOR;
+    return fp8 ? QUERN_FORMAT_FP8_BLOCKS : t->format;
+}
+
 static quern_status check_format(layer_experts *l)
 {
-    l->format = l->parts[PART_GATE].tensor->format;
+    l->format = format_of(l->parts[PART_GATE].tensor);
     for (int part = 0; part < PARTS; part++) {
         const stored_tensor *t = l->parts[part].tensor;
-        if (t->format != l->format || t->parts.stacked != l->parts[PART_GATE].stacked)
+        if (format_of(t) != l->format || t->parts.stacked != l->parts[PART_GATE].stacked)
             return error_set(QUERN_ERR_UNSUPPORTED,
                              "tensor '%s' is %s, '%s' %s: experts of one format are accepted",
                              TEXT_NAME(t->name), quern_format_name(t->format),
@@ -111,14 +121,15 @@ static quern_status check_format(layer_experts *l)
         const bool floats = t->element == QUERN_F32 || t->element == QUERN_F16 || t->element == QUERN_BF16;
         const bool known =
             (l->format >= QUERN_FORMAT_NVFP4_MODELOPT && l->format <= QUERN_FORMAT_MXFP4_GGUF) ||
-            (l->format == QUERN_FORMAT_PLAIN && floats);
+            (l->format == QUERN_FORMAT_PLAIN && floats) ||
+            (l->format == QUERN_FORMAT_FP8_BLOCKS && !l->parts[part].stacked && !l->parts[part].merged);
         if (!known || t->element != l->parts[PART_GATE].tensor->element)
             return error_set(
                 QUERN_ERR_UNSUPPORTED,
-                "tensor '%s' is %s of dtype %s: experts in NVFP4, MXFP4, f32, f16 or bf16 are accepted",
+                "tensor '%s' is %s of dtype %s: experts in NVFP4, MXFP4, FP8, f32, f16 or bf16 are accepted",
                 TEXT_NAME(t->name), quern_format_name(t->format), t->dtype);
     }
-    l->dtype = (quern_dtype)l->parts[PART_GATE].tensor->element;
+    l->dtype = experts_are_plain(l) ? (quern_dtype)l->parts[PART_GATE].tensor->element : QUERN_BF16;
     return QUERN_OK;
 }
 
@@ -146,20 +157,31 @@ static quern_status check_memory(const layer_experts *l)
                      l->layer, l->experts - 1, l->hidden, l->intermediate);
 }
 
-quern_status experts_find(const quern_checkpoint *c, int64_t layer, layer_experts *l)
+/* Notes the experts' weights; how many of the three projections there are. */
+static int find_parts(layer_experts *l)
 {
-    *l = (layer_experts){.checkpoint = c, .layer = layer};
-    for (size_t i = 0; i < c->count; i++) {
-        const stored_tensor *t = &c->tensors[i];
-        if (t->parts.layer == layer && t->parts.in_experts && !t->parts.mtp && is_weight(t)) note(l, t);
+    int found = 0;
+    for (size_t i = 0; i < l->checkpoint->count; i++) {
+        const stored_tensor *t = &l->checkpoint->tensors[i];
+        const bool ours = l->shared ? t->parts.shared : t->parts.in_experts && !t->parts.shared;
+        if (ours && t->parts.layer == l->layer && !t->parts.mtp && is_weight(t)) note(l, t);
     }
-    for (int part = 0; part < PARTS; part++) {
-        if (l->parts[part].tensor != NULL) continue;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "layer %" PRId64 ": the checkpoint has no %s projection of "
-                         "routed experts there",
-                         layer, words[part]);
-    }
+    for (int part = 0; part < PARTS; part++) found += l->parts[part].tensor != NULL;
+    return found;
+}
+
+static quern_status no_projection(const layer_experts *l)
+{
+    int part = 0;
+    while (l->parts[part].tensor != NULL) part++;
+    return error_set(l->shared ? QUERN_ERR_FORMAT : QUERN_ERR_INVALID_ARGUMENT,
+                     "layer %" PRId64 ": the checkpoint has no %s projection of %s there", l->layer,
+                     words[part], l->shared ? "the shared expert" : "routed experts");
+}
+
+/* Format and extents of experts whose tensors are found. */
+static quern_status measure(layer_experts *l)
+{
     quern_status status = check_format(l);
     if (status != QUERN_OK) return status;
     const stored_tensor *gate = l->parts[PART_GATE].tensor, *down = l->parts[PART_DOWN].tensor;
@@ -172,19 +194,53 @@ quern_status experts_find(const quern_checkpoint *c, int64_t layer, layer_expert
         l->intermediate = columns_of(down);
         for (int part = 0; part < PARTS; part++) {
             const stored_tensor *t = l->parts[part].tensor;
-            if (t->ndim != 2 || extent(t, 0) != (part == PART_DOWN ? l->hidden : l->intermediate))
+            const int64_t rows = part == PART_DOWN ? l->hidden : l->intermediate;
+            if (t->ndim != 2 || extent(t, 0) != (l->parts[part].merged ? 2 : 1) * rows)
                 return does_not_fit(t);
         }
     }
     if (status != QUERN_OK) return status;
     const int64_t block = l->format <= QUERN_FORMAT_NVFP4_GGUF ? 16 : 32;
     if (l->experts < 1 || l->hidden < 1 || l->intermediate < 1 ||
-        (!experts_are_plain(l) && (l->hidden % block != 0 || l->intermediate % block != 0)))
+        (!experts_are_values(l) && (l->hidden % block != 0 || l->intermediate % block != 0)))
         return error_set(QUERN_ERR_UNSUPPORTED,
                          "layer %" PRId64 ": %" PRId64 " experts of widths %" PRId64 " and %" PRId64
                          ": at least one, and multiples of %" PRId64 " for codes, are accepted",
-                         layer, l->experts, l->hidden, l->intermediate, block);
+                         l->layer, l->experts, l->hidden, l->intermediate, block);
     return check_memory(l);
+}
+
+quern_status experts_find(const quern_checkpoint *c, int64_t layer, layer_experts *l)
+{
+    *l = (layer_experts){.checkpoint = c, .layer = layer};
+    return find_parts(l) == PARTS ? measure(l) : no_projection(l);
+}
+
+/* Whether the shared expert's output is scaled by a gate of its own, or a projection has a bias. */
+static bool has_gate_or_bias(const layer_experts *l)
+{
+    for (size_t i = 0; i < l->checkpoint->count; i++) {
+        const stored_tensor *t = &l->checkpoint->tensors[i];
+        const bool gate =
+            strstr(t->name, "shared_expert_gate.") != NULL || strstr(t->name, "gate_inp_shexp.") != NULL;
+        if (t->parts.layer == l->layer && !t->parts.mtp && gate) return true;
+    }
+    for (int part = 0; part < PARTS; part++)
+        if (bias_of(l, l->parts[part].tensor) != NULL) return true;
+    return false;
+}
+
+quern_status experts_find_shared(const layer_experts *routed, layer_experts *l)
+{
+    *l = (layer_experts){.checkpoint = routed->checkpoint, .layer = routed->layer, .shared = true};
+    const int found = find_parts(l);
+    if (found == 0) return QUERN_OK;
+    if (found < PARTS) return no_projection(l);
+    if (has_gate_or_bias(l)) return QUERN_OK;
+    l->experts = 1;
+    const quern_status status = measure(l);
+    if (status == QUERN_OK && l->hidden != routed->hidden) return does_not_fit(l->parts[PART_DOWN].tensor);
+    return status;
 }
 
 static quern_status missing(const stored_tensor *t, name_role role)
@@ -250,6 +306,9 @@ static quern_status read_scales(const layer_experts *l, const stored_tensor *t, 
                            false, &m->global);
     case QUERN_FORMAT_MXFP4: return find_scales(l, t, NAME_SCALE, rows, m->columns / 32, m);
     case QUERN_FORMAT_MXFP4_BLOCKS: return find_scales(l, t, NAME_SCALES, rows, m->columns / 32, m);
+    case QUERN_FORMAT_FP8_BLOCKS:
+    case QUERN_FORMAT_FP8_ROWS:
+    case QUERN_FORMAT_FP8_TENSOR: return experts_fp8_scales(l, t, m);
     default: return QUERN_OK;
     }
 }
@@ -259,6 +318,7 @@ static int64_t row_bytes(const layer_experts *l, int64_t values)
 {
     switch (l->format) {
     case QUERN_FORMAT_PLAIN: return values * (int64_t)quern_dtype_size(l->dtype);
+    case QUERN_FORMAT_FP8_BLOCKS: return values;
     case QUERN_FORMAT_NVFP4_GGUF: return values / 64 * 36;
     case QUERN_FORMAT_MXFP4_GGUF: return values / 32 * 17;
     default: return values / 2;
@@ -290,7 +350,7 @@ quern_status experts_matrix(const layer_experts *l, int part, int64_t expert, ex
     m->row_bytes = row_bytes(l, m->columns);
     m->column_bytes = experts_are_plain(l) ? (int64_t)quern_dtype_size(l->dtype) : 0;
     const int64_t stack = p->stacked ? l->experts : 1, matrix_bytes = rows * m->row_bytes;
-    if (t->format != l->format || (!p->stacked && (t->ndim != 2 || extent(t, 0) != rows)) ||
+    if (format_of(t) != l->format || (!p->stacked && (t->ndim != 2 || extent(t, 0) != rows)) ||
         columns_of(t) != (l->turned ? rows : m->columns) || (int64_t)t->bytes != stack * matrix_bytes)
         return does_not_fit(t);
     m->data = t->data + (p->stacked ? expert : 0) * matrix_bytes;

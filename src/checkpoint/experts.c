@@ -8,6 +8,7 @@
 #include "core/error.h"
 
 #include <inttypes.h>
+#include <stdatomic.h>
 #include <string.h>
 
 /* ---- values, biases, the activations' globals ---- */
@@ -26,6 +27,7 @@ typedef struct value_rows {
     const expert_matrix *m;
     uint8_t *to;
     size_t size;
+    atomic_bool bad;
 } value_rows;
 
 static void copy_value_rows(void *arg, int64_t index, int32_t thread)
@@ -39,17 +41,31 @@ static void copy_value_rows(void *arg, int64_t index, int32_t thread)
                     m->column_bytes, v->size);
 }
 
+static void widen_rows(void *arg, int64_t index, int32_t thread)
+{
+    value_rows *v = arg;
+    const int64_t first = index * TILE, end = first + TILE < v->m->rows ? first + TILE : v->m->rows;
+    (void)thread;
+    if (!experts_fp8_rows(v->m, first, end, (uint16_t *)v->to + first * v->m->columns))
+        atomic_store(&v->bad, true);
+}
+
 static quern_status fill_values(filling *f, int part, int64_t expert)
 {
     expert_matrix m;
     const quern_status status = experts_matrix(&f->layer, part, expert, &m);
     uint8_t *to = part == PART_DOWN ? f->at.down : f->at.up;
     if (status != QUERN_OK || to == NULL) return status; /* a view of the file is checked all the same */
+    const bool plain = experts_are_plain(&f->layer);
     const size_t size = quern_dtype_size(f->layer.dtype);
     const int64_t before = part == PART_DOWN ? expert : 2 * expert + (part == PART_UP);
-    value_rows v = {&m, to + (size_t)(before * m.rows * m.columns) * size, size};
-    parallel_for(&f->exec, (m.rows + TILE - 1) / TILE, copy_value_rows, &v);
-    return QUERN_OK;
+    value_rows v = {&m, to + (size_t)(before * m.rows * m.columns) * size, size, false};
+    parallel_for(&f->exec, (m.rows + TILE - 1) / TILE, plain ? copy_value_rows : widen_rows, &v);
+    if (!v.bad) return QUERN_OK;
+    return error_set(QUERN_ERR_FORMAT,
+                     "expert %" PRId64 " of '%s': a weight is beyond bf16 or no number, or a scale is not "
+                     "above 0",
+                     expert, TEXT_NAME(f->layer.parts[part].tensor->name));
 }
 
 static quern_status fill_bias(filling *f, int part, int64_t expert)
@@ -70,7 +86,7 @@ static quern_status fill_bias(filling *f, int part, int64_t expert)
     to += (size_t)(expert * columns) * size;
     if (part == PART_DOWN) {
         copy_values(to, from, columns, step, size);
-    } else if (experts_are_plain(&f->layer)) {
+    } else if (experts_are_values(&f->layer)) {
         copy_values(to + (part == PART_UP ? (size_t)inner * size : 0), from, inner, step, size);
     } else {
         for (int64_t r = 0; r < inner; r += RUN)
@@ -109,13 +125,21 @@ static bool has_input(const filling *f, int part)
     return experts_input_global(&f->layer, part, 0, &there, &global) == QUERN_OK && there;
 }
 
+/* Whether the part stands in the file as the layer takes it. */
+static bool is_in_file(const layer_experts *l, int part)
+{
+    const expert_part *p = &l->parts[part];
+    const bool whole = l->shared || (part == PART_DOWN ? p->stacked : p->merged && !l->paired);
+    return experts_are_plain(l) && whole && !l->turned &&
+           (uintptr_t)p->tensor->data % quern_dtype_size(l->dtype) == 0;
+}
+
 static void carve_values(filling *f, arena *a)
 {
     const layer_experts *l = &f->layer;
     const size_t size = quern_dtype_size(l->dtype);
-    const expert_part *up = &l->parts[PART_UP], *down = &l->parts[PART_DOWN];
-    f->up_in_file = up->merged && !l->paired && !l->turned && (uintptr_t)up->tensor->data % size == 0;
-    f->down_in_file = down->stacked && !l->turned && (uintptr_t)down->tensor->data % size == 0;
+    f->up_in_file = is_in_file(l, PART_GATE) && is_in_file(l, PART_UP);
+    f->down_in_file = is_in_file(l, PART_DOWN);
     const size_t matrix = (size_t)(l->experts * l->hidden * l->intermediate) * size;
     if (!f->up_in_file) f->at.up = arena_take(a, 2 * matrix);
     if (!f->down_in_file) f->at.down = arena_take(a, matrix);
@@ -138,9 +162,10 @@ static void carve_codes(filling *f, arena *a)
     }
     at->up_global = arena_take(a, (size_t)l->experts * 2 * sizeof(float));
     at->down_global = arena_take(a, (size_t)l->experts * sizeof(float));
-    if (has_input(f, PART_GATE) && has_input(f, PART_UP))
+    if (!l->shared && has_input(f, PART_GATE) && has_input(f, PART_UP))
         at->up_input = arena_take(a, (size_t)l->experts * sizeof(float));
-    if (has_input(f, PART_DOWN)) at->down_input = arena_take(a, (size_t)l->experts * sizeof(float));
+    if (!l->shared && has_input(f, PART_DOWN))
+        at->down_input = arena_take(a, (size_t)l->experts * sizeof(float));
     at->row_codes = arena_take(a, (size_t)(n * l->hidden / 2));
     at->row_scales = arena_take(a, (size_t)(n * l->hidden / 16));
     if (l->format != QUERN_FORMAT_MXFP4_GGUF) return;
@@ -168,35 +193,44 @@ static void carve_biases(filling *f, arena *a)
         arena_take(a, (size_t)(l->experts * l->hidden) * quern_dtype_size(f->at.down_bias_dtype));
 }
 
-static quern_status begin(quern_context *ctx, const quern_checkpoint *c, int64_t layer, quern_device device,
-                          bool repacked, arena *a, filling *f)
+static quern_status carve(filling *f, bool repacked, arena *a)
 {
-    if (ctx == NULL || c == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         ctx == NULL ? "ctx" : "checkpoint");
-    *f = (filling){.ctx = ctx};
-    if (device != QUERN_CPU)
-        return error_set(QUERN_ERR_UNSUPPORTED,
-                         "device %d: experts are laid out on the CPU, from which they may be "
-                         "copied",
-                         (int)device);
-    if (context_backend(ctx, device, 0, NULL, &f->exec) == NULL) return error_status();
-    const quern_status status = experts_find(c, layer, &f->layer);
-    if (status != QUERN_OK) return status;
-    f->repacked = repacked && !experts_are_plain(&f->layer);
-    if (experts_are_plain(&f->layer)) carve_values(f, a);
+    const bool values = experts_are_values(&f->layer);
+    f->repacked = repacked && !values;
+    if (values) carve_values(f, a);
     else carve_codes(f, a);
-    carve_biases(f, a);
-    if (experts_are_plain(&f->layer)) return QUERN_OK;
+    if (!f->layer.shared) carve_biases(f, a);
+    if (values) return QUERN_OK;
     const quern_status sized = codes_workspace(f, &f->at.workspace_bytes);
     f->at.workspace = sized == QUERN_OK ? arena_take(a, f->at.workspace_bytes) : NULL;
     return sized;
 }
 
+static quern_status begin(quern_context *ctx, const quern_checkpoint *c, int64_t layer, quern_device device,
+                          bool repacked, arena *a, fillings *all)
+{
+    filling *f = &all->routed, *shared = &all->shared;
+    if (ctx == NULL || c == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
+                         ctx == NULL ? "ctx" : "checkpoint");
+    *f = *shared = (filling){.ctx = ctx};
+    if (device != QUERN_CPU)
+        return error_set(QUERN_ERR_UNSUPPORTED,
+                         "device %d: quern_moe_forward runs on the CPU alone, for which experts are laid "
+                         "out: QUERN_CPU is accepted",
+                         (int)device);
+    if (context_backend(ctx, device, 0, NULL, &f->exec) == NULL) return error_status();
+    shared->exec = f->exec;
+    quern_status status = experts_find(c, layer, &f->layer);
+    if (status == QUERN_OK) status = experts_find_shared(&f->layer, &shared->layer);
+    if (status == QUERN_OK) status = carve(f, repacked, a);
+    return status == QUERN_OK && shared->layer.experts > 0 ? carve(shared, repacked, a) : status;
+}
+
 quern_status quern_checkpoint_experts_bytes(quern_context *ctx, const quern_checkpoint *c, int64_t layer,
                                             quern_device device, bool repacked, size_t *bytes)
 {
-    filling f = {0};
+    fillings f;
     arena a = {NULL, 0};
     if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a pointer is needed");
     const quern_status status = begin(ctx, c, layer, device, repacked, &a, &f);
@@ -216,8 +250,47 @@ static const quern_tensor *view_of(quern_checkpoint_moe *e, int *used, const voi
     return view;
 }
 
-static void describe(const filling *f, quern_checkpoint_moe *e)
+/* A projection of the shared expert: gate and up follow one another, but for tensors of their own in the
+ * file. */
+static const void *shared_values(const filling *f, int part)
 {
+    const layer_experts *l = &f->layer;
+    const expert_part *p = &l->parts[part];
+    const bool in_file = part == PART_DOWN ? f->down_in_file : f->up_in_file;
+    const size_t matrix = (size_t)(l->hidden * l->intermediate) * quern_dtype_size(l->dtype);
+    const bool second = part == PART_UP && (p->merged || !in_file);
+    const uint8_t *data = in_file ? p->tensor->data : part == PART_DOWN ? f->at.down : f->at.up;
+    return data + (second ? matrix : 0);
+}
+
+static void describe_shared(const filling *f, quern_checkpoint_moe *e, int used)
+{
+    const layer_experts *l = &f->layer;
+    const places *at = &f->at;
+    const int64_t d = l->hidden, i = l->intermediate, n = 2 * i;
+    quern_moe_tensors *t = &e->tensors;
+    if (experts_are_values(l)) {
+        const int64_t up[] = {i, d}, down[] = {d, i};
+        t->shared_gate = view_of(e, &used, shared_values(f, PART_GATE), l->dtype, 2, up);
+        t->shared_up = view_of(e, &used, shared_values(f, PART_UP), l->dtype, 2, up);
+        t->shared_down = view_of(e, &used, shared_values(f, PART_DOWN), l->dtype, 2, down);
+        return;
+    }
+    t->shared_gate_up_codes = view_of(e, &used, at->up_codes, QUERN_U8, 2, (const int64_t[]){d / 2, n});
+    t->shared_gate_up_scales = view_of(e, &used, at->up_scales, QUERN_U8, 2, (const int64_t[]){d / 16, n});
+    t->shared_down_codes = view_of(e, &used, at->down_codes, QUERN_U8, 2, (const int64_t[]){i / 2, d});
+    t->shared_down_scales = view_of(e, &used, at->down_scales, QUERN_U8, 2, (const int64_t[]){i / 16, d});
+    t->shared_gate_up_repacked =
+        view_of(e, &used, at->up_repacked, QUERN_U8, 1, (const int64_t[]){quern_moe_prepack_bytes(n, d)});
+    t->shared_down_repacked =
+        view_of(e, &used, at->down_repacked, QUERN_U8, 1, (const int64_t[]){quern_moe_prepack_bytes(d, i)});
+    t->shared_gate_up_global = view_of(e, &used, at->up_global, QUERN_F32, 1, (const int64_t[]){2});
+    t->shared_down_global = view_of(e, &used, at->down_global, QUERN_F32, 0, NULL);
+}
+
+static void describe(const fillings *all, quern_checkpoint_moe *e)
+{
+    const filling *f = &all->routed;
     const layer_experts *l = &f->layer;
     const places *at = &f->at;
     const int64_t experts = l->experts, d = l->hidden, i = l->intermediate, n = 2 * i;
@@ -234,7 +307,7 @@ static void describe(const filling *f, quern_checkpoint_moe *e)
                                (const int64_t[]){experts, quern_moe_prepack_bytes(d, i)});
     t->gate_up_global = view_of(e, &used, at->up_global, QUERN_F32, 2, (const int64_t[]){experts, 2});
     t->down_global = view_of(e, &used, at->down_global, QUERN_F32, 1, &experts);
-    if (experts_are_plain(l)) {
+    if (experts_are_values(l)) {
         const void *up = f->up_in_file ? l->parts[PART_UP].tensor->data : at->up;
         const void *down = f->down_in_file ? l->parts[PART_DOWN].tensor->data : at->down;
         t->gate_up = view_of(e, &used, up, l->dtype, 3, (const int64_t[]){experts, n, d});
@@ -254,18 +327,21 @@ static void describe(const filling *f, quern_checkpoint_moe *e)
     e->experts = experts;
     e->hidden = d;
     e->intermediate = i;
-    e->rounded_blocks = f->rounded;
+    e->shared_intermediate = all->shared.layer.intermediate;
+    e->rounded_blocks = f->rounded + all->shared.rounded;
+    if (all->shared.layer.experts > 0) describe_shared(&all->shared, e, used);
 }
 
 static quern_status fill_expert(filling *f, int64_t expert)
 {
     quern_status status = QUERN_OK;
-    if (!experts_are_plain(&f->layer)) {
+    const bool values = experts_are_values(&f->layer);
+    if (!values) {
         status = fill_codes(f, expert);
         if (status == QUERN_OK) status = fill_inputs(f, expert);
     }
     for (int part = 0; part < PARTS && status == QUERN_OK; part++) {
-        if (experts_are_plain(&f->layer)) status = fill_values(f, part, expert);
+        if (values) status = fill_values(f, part, expert);
         if (status == QUERN_OK) status = fill_bias(f, part, expert);
     }
     return status;
@@ -275,7 +351,7 @@ quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint
                                       quern_device device, bool repacked, void *memory, size_t bytes,
                                       quern_checkpoint_moe *experts)
 {
-    filling f = {0};
+    fillings f;
     arena a = arena_on(memory), sizes = {NULL, 0};
     if (experts == NULL || experts->size < sizeof *experts)
         return error_set(
@@ -288,7 +364,9 @@ quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint
         return error_set(QUERN_ERR_WORKSPACE, "memory has %zu bytes: quern_checkpoint_experts_bytes says %zu",
                          memory != NULL ? bytes : 0, arena_size(&sizes));
     if (memory != NULL) status = begin(ctx, c, layer, device, repacked, &a, &f);
-    for (int64_t e = 0; e < f.layer.experts && status == QUERN_OK; e++) status = fill_expert(&f, e);
+    for (int64_t e = 0; e < f.routed.layer.experts && status == QUERN_OK; e++)
+        status = fill_expert(&f.routed, e);
+    if (status == QUERN_OK && f.shared.layer.experts > 0) status = fill_expert(&f.shared, 0);
     if (status == QUERN_OK) describe(&f, experts);
     return status;
 }

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* experts.h - the routed experts of a layer: which tensors they are, and one matrix of one of them. */
+/* experts.h - the experts of a layer, routed or shared: which tensors they are, and one matrix of one of
+ * them. */
 #ifndef QUERN_CHECKPOINT_EXPERTS_H
 #define QUERN_CHECKPOINT_EXPERTS_H
 
@@ -20,8 +21,9 @@ typedef struct layer_experts {
     int64_t layer;
     expert_part parts[PARTS];
     int64_t experts, hidden, intermediate; /* E, D, I */
-    quern_format format;                   /* of all */
-    quern_dtype dtype;                     /* of plain ones */
+    bool shared;                           /* the shared expert, of which there is one */
+    quern_format format;                   /* of all; FP8_BLOCKS stands for any FP8 */
+    quern_dtype dtype;                     /* of values: bf16 where the file has FP8 */
     bool turned;                           /* plain stacks [E, D, 2 I], [E, I, D], as some models have them */
     bool paired; /* a merged stack's gate and up alternate, as gpt-oss has them; else they are halves */
 } layer_experts;
@@ -35,10 +37,17 @@ typedef struct expert_matrix {
     const uint8_t *scales; /* apart from the codes */
     int64_t scales_row_bytes;
     float global; /* G */
+    /* FP8: the values that share a scale, and whether that is F8_E8M0, else F32. The row's scales begin
+     * scales_row_bytes after those of the row of blocks before. */
+    int64_t block_rows, block_columns;
+    bool e8m0;
 } expert_matrix;
 
 /* Finds the layer's experts. */
 quern_status experts_find(const quern_checkpoint *c, int64_t layer, layer_experts *l);
+/* Finds the shared expert beside them. l->experts is 0 where the layer has none, or one for whose gate or
+ * biases quern_moe_tensors has no place. */
+quern_status experts_find_shared(const layer_experts *routed, layer_experts *l);
 /* One part of one expert. */
 quern_status experts_matrix(const layer_experts *l, int part, int64_t expert, expert_matrix *m);
 /* The activations' global of a part, as G. *there is false where the file has none. */
@@ -57,5 +66,17 @@ static inline bool experts_are_plain(const layer_experts *l)
 {
     return l->format == QUERN_FORMAT_PLAIN;
 }
+
+/* Whether they are laid out as values, not as NVFP4. */
+static inline bool experts_are_values(const layer_experts *l)
+{
+    return l->format == QUERN_FORMAT_PLAIN || l->format == QUERN_FORMAT_FP8_BLOCKS;
+}
+
+/* FP8: finds the scales of the matrix in tensor t, and what shares one. */
+quern_status experts_fp8_scales(const layer_experts *l, const stored_tensor *t, expert_matrix *m);
+/* Rows `first` ... `end` - 1 as bf16. False: a value is beyond bf16 or no number, or its scale is not above
+ * 0. */
+bool experts_fp8_rows(const expert_matrix *m, int64_t first, int64_t end, uint16_t *to);
 
 #endif

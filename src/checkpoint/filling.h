@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* filling.h - a layer's experts on their way into the caller's memory. */
+/* filling.h - a layer's experts, routed or shared, on their way into the caller's memory. */
 #ifndef QUERN_CHECKPOINT_FILLING_H
 #define QUERN_CHECKPOINT_FILLING_H
 
@@ -35,6 +35,10 @@ typedef struct filling {
     bool up_in_file, down_in_file;
     int64_t rounded;
 } filling;
+
+typedef struct fillings {
+    filling routed, shared; /* shared.layer.experts is 0 where there is none to fill */
+} fillings;
 
 /* Columns of gate and up together. */
 static inline int64_t up_columns(const filling *f)

@@ -51,6 +51,7 @@ static const struct projection {
     {"ffn_down", NAME_DOWN, false},
     {"ffn_gate_shexp", NAME_GATE, false},
     {"ffn_up_shexp", NAME_UP, false},
+    {"ffn_down_shexp", NAME_DOWN, false},
     {"ffn_gate_exps", NAME_GATE, false},
     {"ffn_up_exps", NAME_UP, false},
     {"ffn_down_exps", NAME_DOWN, false},
@@ -106,6 +107,8 @@ static void read_words(const char *name, checkpoint_name *n)
         const int64_t number = number_of(word, size);
         under_experts = is_word(before, before_size, "experts");
         n->in_experts = n->in_experts || is_word(word, size, "experts");
+        n->shared = n->shared || is_word(word, size, "shared_expert") ||
+                    is_word(word, size, "shared_experts") || ends_with(word, size, "_shexp");
         if (number >= 0 && under_experts) n->expert = number;
         else if (number >= 0 && n->layer < 0 && counts_layers(before, before_size)) n->layer = number;
         n->parent = (size_t)(word - name);

@@ -53,6 +53,7 @@ typedef struct checkpoint_name {
     int64_t layer;   /* the number after "layers", "blk", "h", "layer" or "mtp"; -1: none */
     int64_t expert;  /* the number that follows "experts"; -1: none */
     bool in_experts; /* a module of the routed experts: of one, or a stack of all */
+    bool shared;     /* a module of the shared expert */
     bool stacked;    /* of all experts: gate_up_proj and down_proj right under "experts", and *_exps */
     bool mtp;        /* under "mtp." */
 } checkpoint_name;

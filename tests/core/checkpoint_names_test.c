@@ -64,6 +64,21 @@ static void names_are_read(void **state)
     }
 }
 
+static void shared_experts_are_known(void **state)
+{
+    static const char *const shared[] = {"model.layers.0.mlp.shared_expert.up_proj.weight",
+                                         "model.layers.0.mlp.shared_experts.up_proj.weight_scale",
+                                         "layers.0.ffn.shared_experts.w3.scale", "blk.0.ffn_up_shexp.weight"};
+    (void)state;
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) {
+        const checkpoint_name n = checkpoint_name_read(shared[i]);
+        assert_true(n.shared && !n.in_experts && n.part == NAME_UP && n.layer == 0);
+    }
+    assert_int_equal(checkpoint_name_read("blk.0.ffn_down_shexp.weight").part, NAME_DOWN);
+    assert_false(checkpoint_name_read("model.layers.0.mlp.shared_expert_gate.weight").shared);
+    assert_false(checkpoint_name_read("model.layers.0.mlp.experts.0.up_proj.weight").shared);
+}
+
 static bool fused(const char *a, const char *b)
 {
     const checkpoint_name of_a = checkpoint_name_read(a), of_b = checkpoint_name_read(b);
@@ -102,6 +117,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(names_are_read),
+        cmocka_unit_test(shared_experts_are_known),
         cmocka_unit_test(fused_modules_are_known),
         cmocka_unit_test(kinds_of_modules_are_known),
     };

@@ -128,12 +128,18 @@ static void make_model(made_model *m, size_t which)
         made_add(m, QUERN_BF16, "layers.0.experts.down_proj", 3, (const int64_t[]){2, 4, 16});
     }
     if (which == 5) made_fp8(m, "layers.0.attn.wkv", 40, 34, 32);
+    for (int i = 0; i < 3 && which == 6; i++) {
+        snprintf(name, sizeof name, "layers.0.ffn.experts.0.%s", short_parts[i]);
+        made_fp8(m, name, 48, 48, 32);
+        snprintf(name, sizeof name, "layers.0.ffn.shared_experts.%s", short_parts[i]);
+        made_modelopt(m, name, i == 2 ? 48 : 16, i == 2 ? 16 : 48, 1e-3f);
+    }
 }
 
 size_t fuzz_seed(size_t index, uint8_t *file)
 {
     static made_model m;
-    if (index > 5) return 0;
+    if (index > 6) return 0;
     if (context == NULL) prepare();
     make_model(&m, index);
     made_write(&m, path, 0, m.count);
