@@ -232,6 +232,27 @@ static void every_subject_writes_the_same_fields(void **state)
     }
 }
 
+/* The page names what it runs, and each of its lines is accepted. */
+static void the_page_runs_lines_that_are_accepted(void **state)
+{
+    char help[1 << 14], arguments[300];
+    int lines = 0;
+    (void)state;
+    expect(0, "bench all --help", "quern-bench.json");
+    snprintf(help, sizeof help, "%s", strstr(output, "runs on the CPU"));
+    char *rest = NULL;
+    for (char *line = strtok_r(help, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest)) {
+        if (strncmp(line, "  quern bench ", 14) != 0) {
+            if (lines > 0) break;
+            continue;
+        }
+        snprintf(arguments, sizeof arguments, "%s --help", line + strlen("  quern "));
+        expect(0, arguments, "usage: quern bench ");
+        lines++;
+    }
+    assert_true(lines > 10);
+}
+
 /* Help names the subjects and examples of them; a subject's its options. All draw a chart, and say where they
  * cannot use a GPU. */
 static void every_subject_has_help_and_a_chart(void **state)
@@ -320,6 +341,7 @@ int main(void)
         cmocka_unit_test(bench_writes_its_schema),
         cmocka_unit_test(bench_takes_every_parameter),
         cmocka_unit_test(every_subject_writes_the_same_fields),
+        cmocka_unit_test(the_page_runs_lines_that_are_accepted),
         cmocka_unit_test(every_subject_has_help_and_a_chart),
         cmocka_unit_test(probe_keeps_to_its_limit),
         cmocka_unit_test(probe_finds_the_longest),

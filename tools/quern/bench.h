@@ -126,7 +126,7 @@ typedef struct bench_result {
     const char *peer; /* NULL: none */
     size_t workspace_bytes;
     json_t *extra;  /* further fields of the JSON, NULL: none */
-    char label[64]; /* in the chart of a subject without lengths */
+    char label[64]; /* in a chart of bars */
     double value;   /* there */
 } bench_result;
 
@@ -136,6 +136,7 @@ typedef struct bench_results {
     size_t count;
     int64_t threads[BENCH_THREADS_MAX];
     int thread_counts;
+    bool page; /* of several subjects: charts are bars of the fractions */
     double ceilings[CEILINGS][BENCH_THREADS_MAX];
 } bench_results;
 
@@ -238,9 +239,11 @@ struct bench_subject {
     double (*mover_ms)(const job *j, bool backward, int threads); /* NULL: the subject has no mover */
     /* Instead of all from `inputs` on: measures by itself and adds results. An exit code. */
     int (*measure)(const bench_case *c, quern_context *ctx, bench_results *to);
+    const char *json, *svg; /* files of the results and the chart by default; NULL: none */
     const char *unit;    /* with `measure` and without lengths: of the chart's values */
     bool cpu;            /* --device cuda is refused */
     const char *example; /* options of a good example; NULL: none */
+    const char *all[2];  /* options in `quern bench all` on the CPU and on a GPU; NULL: it is not there */
 };
 
 extern const bench_subject bench_subjects[]; /* ends with a name of NULL */
@@ -264,7 +267,7 @@ typedef const work_row *bench_variant(const bench_case *c, int pass);
 typedef int bench_own(const bench_case *c, quern_context *ctx, bench_results *to);
 bench_count bench_count_attention, bench_count_experts, bench_count_v4, bench_count_compressor;
 bench_variant bench_variant_nsa, bench_variant_index, bench_variant_compressor, bench_variant_layer;
-bench_own bench_append, bench_ceilings, bench_overhead, bench_profiles;
+bench_own bench_all, bench_append, bench_ceilings, bench_overhead, bench_profiles;
 int bench_check_compressor(const bench_case *c);
 int bench_check_caches(const bench_case *c);
 int bench_check_products(const bench_case *c);

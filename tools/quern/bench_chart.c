@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* bench_chart.c - results as a chart, by gnuplot: time, and speed-up over the peer, against length; bars of a
- * subject that has no lengths. */
+ * subject that has no lengths, and of several subjects. */
 #include "bench.h"
 
 #include "command.h"
@@ -93,14 +93,14 @@ static void print_bars(FILE *f, const bench_results *r)
             "EOD\nset yrange [%zu.5:-0.5]\nset xrange [0:%g]\nset grid x\nset xlabel '%s'\n"
             "set ytics noenhanced\nplot $bars using (0.5*$2):0:(0.5*$2):(0.35):ytic(1) with boxxyerror "
             "fill solid 0.6 notitle, $bars using 2:0:2 with labels left offset 0.5,0 notitle\n",
-            r->count - 1, 1.2 * most, r->rows[0].subject->unit);
+            r->count - 1, 1.2 * most, r->page ? "fraction of the limit" : r->rows[0].subject->unit);
 }
 
 int report_svg(const char *path, const bench_results *r)
 {
     FILE *f = tmpfile();
     if (f == NULL) return fail(EXIT_MACHINE, "no temporary file for gnuplot's script: %s", strerror(errno));
-    if (r->rows[0].subject->n != NULL) print_lines(f, r);
+    if (!r->page && r->rows[0].subject->n != NULL) print_lines(f, r);
     else print_bars(f, r);
     const int code = output_chart(path, f);
     fclose(f);

@@ -62,6 +62,16 @@ static const char *dtype_of(const bench_case *c)
     return c->dtype == QUERN_U8 ? "nvfp4" : quern_dtype_name((quern_dtype)c->dtype);
 }
 
+/* A bar of a fraction, to see rather than to read. */
+static void print_bar(double fraction)
+{
+    enum { WIDTH = 20 };
+    const double shown = fraction < 1 ? fraction : 1;
+    printf("  |");
+    for (int i = 0; i < WIDTH; i++) putchar(i < (int)(shown * WIDTH + 0.5) ? '#' : ' ');
+    printf("|");
+}
+
 void report_row(const bench_results *r, const bench_result *row)
 {
     const measurement *m = &row->measured;
@@ -74,6 +84,7 @@ void report_row(const bench_results *r, const bench_result *row)
         snprintf(rate, sizeof rate, "%.1f %s", done / ms * 1e-6, row->work.flops > 0 ? "GFLOP/s" : "GB/s");
     printf("%-26s %9" PRId64 " %6s %3d %11.4f %10.4f %10.4f %16s", row->op, row->what.n, dtype_of(&row->what),
            row->threads, ms, m->time.p10, m->time.p90, rate);
+    if (r->page) print_bar(m->fraction);
     if (m->ceiling > 0) printf("  %.3f of %s %.1f", m->fraction, ceiling_name(m->limit), m->ceiling);
     if (m->moved > 0) printf("  %.3f of mover", m->moved);
     if (row->peer != NULL) printf("  %.2fx %s", m->over_beside, row->peer);
