@@ -113,6 +113,7 @@ static void info_says_what_this_is(void **state)
     (void)state;
     expect(0, "info", "level");
     assert_int_equal(run("info --json --threads 1"), 0);
+    assert_non_null(strstr(output, "\"device\": \"cpu\""));
     assert_non_null(strstr(output, "\"threads\": 1"));
     assert_non_null(strstr(output, "\"isa\":"));
 }

@@ -78,6 +78,31 @@ static void print_devices(void)
     putchar('\n');
 }
 
+/* The same, as a list of objects. */
+static json_t *devices_json(void)
+{
+    int32_t count = 0;
+    json_t *list = json_pack("[{s:s}]", "device", "cpu");
+    if (quern_cuda_device_count(&count) != QUERN_OK) count = 0;
+    for (int32_t i = 0; i < count; i++) {
+        quern_cuda_device d = QUERN_CUDA_DEVICE_INIT;
+        char name[24], compute[24], driver[24];
+        snprintf(name, sizeof name, "cuda:%d", (int)i);
+        if (quern_cuda_device_get(i, &d) != QUERN_OK) {
+            json_array_append_new(list,
+                                  json_pack("{s:s, s:s}", "device", name, "refused", quern_last_error(NULL)));
+            continue;
+        }
+        snprintf(compute, sizeof compute, "%d.%d", (int)d.compute_major, (int)d.compute_minor);
+        snprintf(driver, sizeof driver, "%d.%d", (int)d.driver / 1000, (int)d.driver % 1000 / 10);
+        json_array_append_new(list,
+                              json_pack("{s:s, s:s, s:s, s:i, s:I, s:s}", "device", name, "name", d.name,
+                                        "compute", compute, "multiprocessors", (int)d.multiprocessors,
+                                        "memory_bytes", (json_int_t)d.memory_bytes, "driver_cuda", driver));
+    }
+    return list;
+}
+
 static void print_text(const quern_context *ctx, const json_t *ceilings)
 {
     char cpu[128];
@@ -180,8 +205,8 @@ int verb_info(int argc, char **argv)
     if (code != EXIT_DONE) return code;
     json_t *ceilings = options.measure ? measure(quern_context_threads(ctx)) : NULL;
     if (machine.json) {
-        json_t *result = json_pack("{s:s, s:s, s:o}", "version", quern_version(), "commit", machine_commit(),
-                                   "machine", machine_json(ctx));
+        json_t *result = json_pack("{s:s, s:s, s:o, s:o}", "version", quern_version(), "commit",
+                                   machine_commit(), "machine", machine_json(ctx), "devices", devices_json());
         if (ceilings != NULL) json_object_set(result, "ceilings", ceilings);
         output_print(result, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
         json_decref(result);
