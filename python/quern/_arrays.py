@@ -117,13 +117,32 @@ def is_int64(tensor: Any) -> bool:
     return str(getattr(tensor, "dtype", "")).removeprefix("torch.") == "int64"
 
 
-def narrowed(tensor: Any) -> Any:
-    """int64 as the int32 that the library takes. What int32 does not hold becomes its least or greatest
-    number, which is as far out of every range: the library refuses it, on a GPU too."""
-    least, most = -(2**31), 2**31 - 1
+INT32 = (-(2**31), 2**31 - 1)
+
+
+def narrowed(name: str, tensor: Any) -> Any:
+    """int64 as the int32 that the library takes; ValueError for a number that int32 does not hold. Nobody
+    waits for a GPU: such a number becomes the nearest there, which is as far out of every range."""
     if is_torch(tensor):
-        return tensor.clamp(least, most).to(sys.modules["torch"].int32)
-    return tensor.clip(least, most).astype("int32")
+        from . import _torch
+
+        return _torch.narrowed(name, tensor)
+    if tensor.__dlpack_device__()[0] == 1:
+        need_int32(name, tensor)
+    return tensor.clip(*INT32).astype("int32")
+
+
+def need_int32(name: str, tensor: Any) -> None:
+    """ValueError for integers on the CPU that int32 does not hold."""
+    beyond = (tensor < INT32[0]) | (tensor > INT32[1])
+    if not beyond.any():
+        return
+    index = int((beyond.reshape(-1) * 1).argmax())
+    number, place = int(tensor.reshape(-1)[index]), []
+    for extent in reversed(tensor.shape):
+        index, at = divmod(index, extent)
+        place.insert(0, at)
+    raise ValueError(f"{name}{place or ''} is {number}: integers of 32 bits are accepted")
 
 
 def is_meta(tensor: Any) -> bool:

@@ -14,7 +14,7 @@ from ._operations import Operation
 
 
 def hint(extent: Any) -> int:
-    """What a symbol stands for while a graph is made."""
+    """The number that a symbol has while a graph is made."""
     if isinstance(extent, int):
         return extent
     known = extent.node.hint
@@ -37,8 +37,8 @@ def _shapes(names: Sequence[str]) -> list[list[str]]:
 
 
 def _extended(shape: Sequence[str], dims: int) -> list[str] | None:
-    """A name for each of the dimensions, ".0", ".1" and so on where "..." stands; None: they are not as
-    many."""
+    """A name for each of `dims` dimensions: ".0", ".1" and so on where "..." stands. Returns None if the
+    shape describes another number of dimensions."""
     if shape[:1] == ["..."]:
         rest = list(shape[1:])
         return [f".{i}" for i in range(dims - len(rest))] + rest if dims >= len(rest) else None
@@ -60,8 +60,9 @@ class Extents:
                         self._known.setdefault(each, []).append(extent)
 
     def shape(self, field: str, expected: Sequence[int]) -> tuple[Any, ...] | None:
-        """The shape of a result, which is `expected` for what the symbols stand for now; None: how it
-        follows is not known."""
+        """The shape of a result in the symbols of the inputs. `expected` is the same shape in numbers: what
+        the library answers for the numbers that the symbols have while the graph is made. Returns None if
+        no rule below gives one of its extents."""
         source = self._operation.fields[field].gradient_of
         if source in self._tensors:
             shape = tuple(self._tensors[source].shape)
@@ -93,7 +94,8 @@ class Extents:
             return  # of an extent that is not there
 
     def _follows(self, name: str, expected: int) -> Iterator[Any]:
-        """What an extent may be, by the headers' rules; that which it is now, it is."""
+        """What the headers' rules allow for an extent. The caller takes the first that has the expected
+        number while the graph is made."""
         stated, known = self._settings, self._known
         if name in stated and type(stated[name]) is not str:
             yield stated[name]

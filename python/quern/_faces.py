@@ -30,7 +30,7 @@ def run(
     fields = ops.OPERATIONS[name].fields
     wide = [f for f, t in tensors.items() if fields[f].dtype == "i32" and _arrays.is_int64(t)]
     if wide:
-        tensors = {**tensors, **{field: _arrays.narrowed(tensors[field]) for field in wide}}
+        tensors = {**tensors, **{field: _arrays.narrowed(field, tensors[field]) for field in wide}}
     if out is not None:
         _arrays.need_plain(name, *tensors.values())
         for field, tensor in out.items():
@@ -63,6 +63,7 @@ def writer(
     operation = ops.OPERATIONS[name]
     number, places = operation.number, {field: i + 1 for i, field in enumerate(fields)}
     slots = operator.itemgetter(*(places.get(field, 0) for field in operation.fields))
+    integers = [place for field, place in places.items() if operation.fields[field].dtype == "i32"]
     call = ops.library.run
 
     @functools.lru_cache(maxsize=1024)
@@ -77,7 +78,8 @@ def writer(
         for tensor in tensors:
             if tensor is not None and (type(tensor) is not kind or (trains and tensor.requires_grad)):
                 return False
-        if tensors[-1].is_meta:
+        wide = any(getattr(tensors[place], "dtype", None) is torch.int64 for place in integers)
+        if wide or tensors[-1].is_meta:
             return False
         try:
             stated = params(*values)

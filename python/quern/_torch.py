@@ -6,6 +6,7 @@
         -> Tensor[]
     quern::<name>_out(Tensor? <input>, ..., str settings, Tensor(a!)? <result>, ...) -> ()
     quern::<name>(Tensor? <input>, ..., Tensor(a!)? <updated>, str settings, ...) -> ()
+    quern::narrowed(str name, Tensor integers) -> Tensor
     quern::backward(str name, Tensor[] tensors, str fields, str results, str settings, SymInt[] integers=[],
         Tensor? floats=None) -> Tensor[]
 
@@ -277,6 +278,22 @@ for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("backward", _backward, _device)
 torch.library.register_fake("quern::backward", _backward_shapes, lib=_LIBRARY)
 torch.library.register_autograd("quern::backward", _no_second, lib=_LIBRARY)
+
+
+def _narrowed(name: str, integers: Tensor) -> Tensor:
+    _arrays.need_int32(name, integers)
+    return integers.to(torch.int32)
+
+
+_LIBRARY.define("narrowed(str name, Tensor integers) -> Tensor", tags=_PT2)
+_LIBRARY.impl("narrowed", _narrowed, "CPU")
+_LIBRARY.impl("narrowed", lambda name, integers: integers.clamp(*_arrays.INT32).to(torch.int32), "CUDA")
+torch.library.register_fake(
+    "quern::narrowed",
+    lambda name, integers: integers.new_empty(integers.shape, dtype=torch.int32),
+    lib=_LIBRARY,
+)
+narrowed = torch.ops.quern.narrowed.default
 
 # Operations with an input and a result; the rest copy bytes and need no operator.
 OPERATORS = {

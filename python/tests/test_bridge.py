@@ -78,6 +78,8 @@ def test_assembly(golden):
     offsets = bridge.compute_expert_offsets(tokens, 4, device="cpu")
     assert offsets.dtype == torch.int32 and offsets.tolist() == [5, 5, 135, 199]
     assert bridge.compute_expert_offsets(tokens.tolist(), 4, "cpu").tolist() == [5, 5, 135, 199]
+    with pytest.raises(ValueError, match=r"expert_offsets\[1\] is 4294967339: integers of 32 bits"):
+        bridge.compute_expert_offsets([3, 2**32 + 40], 2, "cpu")
 
 
 @pytest.mark.parametrize(

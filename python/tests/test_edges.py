@@ -294,6 +294,22 @@ def test_numbers(numpy):
     assert (got == same).all()
 
 
+def test_integers_of_64_bits():
+    """As torch makes them: converted, and named where 32 bits do not hold them, by a graph, too."""
+    q, k, v = (t[0] for t in (Q, K, V))
+    ends, far = torch.tensor([0, 7, 40]), torch.tensor([0, 2**32 + 40, 40])
+
+    def attend(ends, out=None):
+        return quern.attention(q, k, v, cu_seqlens_q=ends, out=out)
+
+    want = attend(ends.int())
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for call in (attend, lambda ends: attend(ends, out=torch.empty_like(q)), compiled):
+        assert torch.equal(call(ends), want)
+        with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] is 4294967336: integers of 32 bits are"):
+            call(far)
+
+
 def test_numbers_of_caches():
     dense, sparse = quern.KVCache(2, 64), quern.NSACache(2, 64, block_size=8)
     dense.append(K, V)

@@ -64,8 +64,14 @@ def test_integers_as_numpy_has_them():
     narrow = quern.attention(q, k, v, cu_seqlens_q=ends.astype(np.int32))
     assert np.array_equal(quern.attention(q, k, v, cu_seqlens_q=ends), narrow)
     ends[1] += 2**32
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        quern.attention(q, k, v, cu_seqlens_q=ends)
+    for out in (None, np.empty_like(q)):
+        with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] is 4294967303: integers of 32 bits are"):
+            quern.attention(q, k, v, cu_seqlens_q=ends, out=out)
+    given = np.random.default_rng(2).standard_normal((1, 16, 2, 16)).astype(np.float32)
+    lists = np.full((1, 2, 16, 2), -1)
+    lists[0, 1, 3, 0] = -(2**40)
+    with pytest.raises(ValueError, match=r"block_idx\[0, 1, 3, 0\] is -1099511627776: integers of 32 bits"):
+        quern.nsa(given, given, given, block_size=8, num_selected=2, block_idx=lists)
     logits, ids, table = np.zeros((2, 4), np.float32), np.array([0, 1]), np.array([[1, 0], [2, 3]])
     experts = quern.moe.route(logits, input_ids=ids, tid2eid=table, top_k=2)[0]
     assert np.array_equal(experts, table)

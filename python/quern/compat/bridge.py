@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import _operations as ops
 from .. import nvfp4
+from .._arrays import narrowed
 from ._varlen import dense
 
 # How the quantisers round: "halfstep" is what existing checkpoints of these kernels hold; "rne", "modelopt"
@@ -190,7 +191,7 @@ def compute_expert_offsets(
     tokens = torch.as_tensor(tokens_per_expert, device=device)
     if tokens.shape != (num_experts,):
         raise ValueError(f"tokens_per_expert has shape {list(tokens.shape)}: [{num_experts}] is accepted")
-    return tokens.cumsum(0).to(torch.int32)
+    return narrowed("expert_offsets", tokens.cumsum(0))
 
 
 # ---- grouped products ----
