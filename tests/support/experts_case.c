@@ -105,7 +105,7 @@ static float result_value(const quern_checkpoint_moe *e, int expert, int part, i
                     2 * expert + part);
 }
 
-void *fill(const quern_checkpoint *c, bool repacked, quern_checkpoint_moe *e)
+void *fill_experts(const quern_checkpoint *c, bool repacked, quern_checkpoint_moe *e)
 {
     size_t bytes;
     if (quern_checkpoint_experts_bytes(ctx, c, 2, QUERN_CPU, repacked, &bytes) != QUERN_OK)
@@ -196,7 +196,7 @@ void run_layer(quern_checkpoint_moe *e, bool repacked)
 void check_experts(quern_checkpoint *c, expected_value *expected, bool run)
 {
     quern_checkpoint_moe e = QUERN_CHECKPOINT_MOE_INIT, r = QUERN_CHECKPOINT_MOE_INIT;
-    void *memory = fill(c, false, &e), *other = fill(c, true, &r);
+    void *memory = fill_experts(c, false, &e), *other = fill_experts(c, true, &r);
     check_values(&e, expected);
     if (e.tensors.gate_up == NULL) {
         compare_repacked(r.tensors.gate_up_repacked, e.tensors.gate_up_codes, e.tensors.gate_up_scales);

@@ -45,7 +45,7 @@ void add_each(const char *form, const char *const *parts,
 float laid_out(const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *global, int expert,
                int64_t column, int64_t k, int64_t which);
 /* Fills layer 2 into memory that the caller frees. */
-void *fill(const quern_checkpoint *c, bool repacked, quern_checkpoint_moe *e);
+void *fill_experts(const quern_checkpoint *c, bool repacked, quern_checkpoint_moe *e);
 /* Every value of every expert is the expected one. */
 typedef float expected_value(int expert, int part, int64_t row, int64_t k);
 void check_values(const quern_checkpoint_moe *e, expected_value *expected);

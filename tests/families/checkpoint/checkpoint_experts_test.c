@@ -91,7 +91,7 @@ static void modelopt_experts(void **state)
     made_add(&m, QUERN_F32, "model.layers.2.mlp.gate.e_score_correction_bias", 1, (const int64_t[]){E});
     c = open_made();
     quern_checkpoint_moe e = QUERN_CHECKPOINT_MOE_INIT;
-    void *memory = fill(c, false, &e);
+    void *memory = fill_experts(c, false, &e);
     for (int expert = 0; expert < E; expert++) {
         assert_true(((const float *)e.gate_up_input_global->data)[expert] == 0.5f);
         assert_true(((const float *)e.down_input_global->data)[expert] == 0.75f);
@@ -115,7 +115,7 @@ static void compressed_tensors_experts(void **state)
     quern_checkpoint *c = open_made();
     check_experts(c, compressed_value, true);
     quern_checkpoint_moe e = QUERN_CHECKPOINT_MOE_INIT;
-    void *memory = fill(c, true, &e);
+    void *memory = fill_experts(c, true, &e);
     assert_true(((const float *)e.gate_up_input_global->data)[0] == 0.25f);
     assert_true(((const float *)e.down_input_global->data)[0] == 0.0625f);
     free(memory);
@@ -139,7 +139,7 @@ static void deepseek_experts(void **state)
     made_add(&m, QUERN_I64, "layers.1.ffn.gate.tid2eid", 2, (const int64_t[]){10, 2});
     c = open_made();
     quern_checkpoint_moe hashed = QUERN_CHECKPOINT_MOE_INIT;
-    free(fill(c, false, &hashed));
+    free(fill_experts(c, false, &hashed));
     assert_true(hashed.tensors.tid2eid->dtype == QUERN_I64 && hashed.tensors.tid2eid->shape[0] == 10);
     assert_memory_equal(hashed.tensors.tid2eid->data, made_data(&m, "layers.2.ffn.gate.tid2eid"), 160);
     quern_checkpoint_close(c);
@@ -181,7 +181,7 @@ static void gpt_oss_experts(void **state)
     quern_checkpoint *c = open_made();
     check_experts(c, blocks_value, true);
     quern_checkpoint_moe e = QUERN_CHECKPOINT_MOE_INIT;
-    void *memory = fill(c, false, &e);
+    void *memory = fill_experts(c, false, &e);
     const uint16_t *bias = made_data(&m, GPT_OSS "gate_up_proj_bias"), *got = e.tensors.gate_up_bias->data;
     for (int expert = 0; expert < E; expert++)
         for (int r = 0; r < I; r++)
@@ -216,7 +216,7 @@ static void float_experts(void **state)
     c = open_made();
     check_experts(c, turned_value, true);
     e = (quern_checkpoint_moe)QUERN_CHECKPOINT_MOE_INIT;
-    void *memory = fill(c, false, &e);
+    void *memory = fill_experts(c, false, &e);
     const uint16_t *bias = made_data(&m, GPT_OSS "gate_up_proj_bias"), *got = e.tensors.gate_up_bias->data;
     for (int r = 0; r < I; r++) assert_int_equal(got[2 * I + I + r], bias[2 * I + 2 * r + 1]); /* halves */
     free(memory);

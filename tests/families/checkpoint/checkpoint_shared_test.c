@@ -107,7 +107,7 @@ static void check_shared(shared_value *expected)
 {
     quern_checkpoint *c = open_made();
     quern_checkpoint_moe e = QUERN_CHECKPOINT_MOE_INIT, r = QUERN_CHECKPOINT_MOE_INIT;
-    void *memory = fill(c, false, &e), *other = fill(c, true, &r);
+    void *memory = fill_experts(c, false, &e), *other = fill_experts(c, true, &r);
     assert_int_equal(e.shared_intermediate, WIDE);
     for (int part = 0; part < 3; part++)
         for (int64_t row = 0; row < shared_rows(part); row++)
@@ -182,7 +182,7 @@ static void expect_none(void)
 {
     quern_checkpoint *c = open_made();
     quern_checkpoint_moe e = QUERN_CHECKPOINT_MOE_INIT;
-    void *memory = fill(c, false, &e);
+    void *memory = fill_experts(c, false, &e);
     assert_int_equal(e.shared_intermediate, 0);
     assert_null(e.tensors.shared_gate);
     assert_null(e.tensors.shared_gate_up_codes);
