@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* convert.c - files' modules by batches, and the numbers and copies beside them. */
+/* convert.c - files' modules by pieces, and the numbers and copies beside them. */
 #include "quantize/convert.h"
 #include "quantize/pieces.h"
 
@@ -8,93 +8,82 @@
 
 #include <stdlib.h>
 
-/* Bytes of a batch, of which the second sweep finds much in the caches; and of a piece that is copied. */
-enum { BATCH_BYTES = 64 << 20, COPY_BYTES = 4 << 20 };
+/* Bytes of the source whose pieces are listed at once, so that memory does not grow with the model; and of a
+ * piece that is copied. */
+enum { LISTED_BYTES = 1 << 30, COPY_BYTES = 4 << 20 };
 
-/* The pieces of a batch, and the groups that it needs. */
-typedef struct batch {
-    piece_team team;
-    size_t room;
-    size_t *groups, group_count;
-    int64_t bytes;
-} batch;
-
-/* Where the next batch goes on in a file. */
+/* Where the next list goes on in a file. */
 typedef struct position {
     size_t tensor, part;
 } position;
 
-static bool add_piece(batch *b, write_piece piece)
+static bool add_piece(piece_team *team, write_piece piece)
 {
-    if (b->team.count == b->room) {
-        const size_t room = 2 * b->room + 64;
-        write_piece *grown = realloc(b->team.pieces, room * sizeof *grown);
+    if (team->count == team->room) {
+        const size_t room = 2 * team->room + 64;
+        write_piece *grown = realloc(team->pieces, room * sizeof *grown);
         if (grown == NULL) return false;
-        b->team.pieces = grown;
-        b->room = room;
+        team->pieces = grown;
+        team->room = room;
     }
-    b->team.pieces[b->team.count++] = piece;
+    team->pieces[team->count++] = piece;
     return true;
 }
 
 /* Pieces of `step` out of `extent`. */
-static bool add_range(batch *b, write_piece piece, int64_t extent, int64_t step)
+static bool add_range(piece_team *team, write_piece piece, int64_t extent, int64_t step)
 {
     bool good = true;
     for (piece.first = 0; piece.first < extent && good; piece.first += step) {
         piece.count = extent - piece.first < step ? extent - piece.first : step;
-        good = add_piece(b, piece);
+        good = add_piece(team, piece);
     }
     return good;
 }
 
-static bool add_part(conversion *c, batch *b, const open_output *o, const output_tensor *t, size_t index)
+static int no_memory(void)
+{
+    return fail(EXIT_MACHINE, "no memory for pieces of tensors");
+}
+
+/* The pieces of a part of a tensor, and of the first sweep that they need. */
+static int add_part(conversion *c, piece_team *team, const open_output *o, const output_tensor *t,
+                    size_t index)
 {
     const output_part *part = &o->file->parts[t->first_part + index];
     const int64_t at = t->offset + (int64_t)index * t->bytes;
+    write_piece piece = {.out = o->out, .module = part->module, .kind = t->kind};
     if (t->kind == OUTPUT_COPY) {
-        const int64_t step = COPY_BYTES / part->element;
-        b->bytes += t->bytes;
-        return add_range(
-            b,
-            (write_piece){.out = o->out, .module = SIZE_MAX, .copied = part, .kind = OUTPUT_COPY, .at = at},
-            part->count, step);
+        piece.copied = part;
+        piece.at = at;
+        team->bytes += t->bytes;
+        return add_range(team, piece, part->count, COPY_BYTES / part->element) ? EXIT_DONE : no_memory();
     }
     module *m = &c->list.modules[part->module];
-    if (t->kind == OUTPUT_SCALES) m->scales_at = at;
     if (t->kind == OUTPUT_CODES || t->kind == OUTPUT_BLOCKS) m->codes_at = at;
     if (t->kind == OUTPUT_VALUES || t->kind == OUTPUT_VALUES_TURNED) m->values_at = at;
-    if (t->kind == OUTPUT_SCALES || t->kind == OUTPUT_GLOBAL || t->kind == OUTPUT_INPUT_SCALE) return true;
-    b->bytes += matrix_bytes(&m->weight);
+    if (t->kind == OUTPUT_SCALES || t->kind == OUTPUT_GLOBAL || t->kind == OUTPUT_INPUT_SCALE)
+        return EXIT_DONE;
     m->error = (module_error){0};
-    if (t->kind != OUTPUT_VALUES && t->kind != OUTPUT_VALUES_TURNED && !c->list.groups[m->group].known &&
-        (b->group_count == 0 || b->groups[b->group_count - 1] != m->group))
-        b->groups[b->group_count++] = m->group;
-    const bool turned = t->kind == OUTPUT_VALUES_TURNED;
-    return add_range(b, (write_piece){.out = o->out, .module = part->module, .kind = t->kind},
-                     turned ? m->weight.columns : m->weight.rows,
-                     turned ? columns_a_piece(&m->weight) : rows_a_piece(&m->weight));
-}
-
-/* Each group once: a module of another may have come between two of its own. */
-static void keep_each_once(conversion *c, batch *b)
-{
-    size_t kept = 0;
-    for (size_t i = 0; i < b->group_count; i++) {
-        module_group *g = &c->list.groups[b->groups[i]];
-        if (g->known) continue;
-        g->known = true; /* until all are listed */
-        b->groups[kept++] = b->groups[i];
+    team->bytes += matrix_bytes(&m->weight);
+    if (t->kind == OUTPUT_VALUES || t->kind == OUTPUT_VALUES_TURNED) {
+        const bool turned = t->kind == OUTPUT_VALUES_TURNED;
+        return add_range(team, piece, turned ? m->weight.columns : m->weight.rows,
+                         turned ? columns_a_piece(&m->weight) : rows_a_piece(&m->weight, false))
+                   ? EXIT_DONE
+                   : no_memory();
     }
-    for (size_t i = 0; i < kept; i++) c->list.groups[b->groups[i]].known = false;
-    b->group_count = kept;
+    const group_method method = group_method_of(&c->list, &c->list.groups[m->group]);
+    const bool copied = method == METHOD_MXFP4 && t->kind == OUTPUT_CODES;
+    if (!add_range(team, piece, m->weight.rows, rows_a_piece(&m->weight, copied))) return no_memory();
+    return sweep_add(c, team->sweep, m->group, &team->values);
 }
 
 /* The pieces' errors in their order, so that sums do not depend on the threads. */
-static void collect_errors(conversion *c, const batch *b)
+static void collect_errors(conversion *c, const piece_team *team)
 {
-    for (size_t i = 0; i < b->team.count; i++) {
-        const write_piece *p = &b->team.pieces[i];
+    for (size_t i = 0; i < team->count; i++) {
+        const write_piece *p = &team->pieces[i];
         if (p->module == SIZE_MAX) continue;
         module_error *e = &c->list.modules[p->module].error;
         e->error += p->error.error;
@@ -103,23 +92,6 @@ static void collect_errors(conversion *c, const batch *b)
         e->rounded += p->error.rounded;
         if (p->error.worst > e->worst) e->worst = p->error.worst;
     }
-}
-
-static int run_batch(conversion *c, batch *b)
-{
-    work_trouble trouble = {.piece = INT64_MAX};
-    keep_each_once(c, b);
-    int code = find_globals(c, b->groups, b->group_count);
-    if (code != EXIT_DONE) return code;
-    if (!pieces_make_room(&b->team)) code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
-    else work_run(c->threads, &b->team.lanes, pieces_write, &b->team, &trouble);
-    pieces_free_room(&b->team);
-    if (trouble.piece != INT64_MAX) code = fail(trouble.code, "%s", trouble.sentence);
-    if (code == EXIT_DONE) collect_errors(c, b);
-    b->team = (piece_team){.c = c, .progress = b->team.progress, .pieces = b->team.pieces};
-    b->group_count = 0;
-    b->bytes = 0;
-    return code;
 }
 
 /* Whether the tensor's numbers, one a part, are among the small ones written at the end. */
@@ -152,42 +124,53 @@ static void place_scales(conversion *c, const output_file *f)
     }
 }
 
-/* Parts of the file from where an earlier batch ended, for `bytes` of their source. False without memory. */
-static bool add_parts(conversion *c, batch *b, const open_output *o, position *at, int64_t bytes)
+/* Parts of the file from where an earlier list ended, for `bytes` of their source: a lane of the work. */
+static int add_parts(conversion *c, piece_team *team, const open_output *o, position *at, int64_t bytes)
 {
-    const int64_t end = b->bytes + bytes;
-    for (; at->tensor < o->file->count; at->tensor++, at->part = 0) {
+    const int64_t end = team->bytes + bytes;
+    int code = EXIT_DONE;
+    while (at->tensor < o->file->count && code == EXIT_DONE && team->bytes < end) {
         const output_tensor *t = &o->file->tensors[at->tensor];
-        for (; at->part < t->part_count && !is_numbers(t); at->part++) {
-            if (b->bytes >= end) return true;
-            if (!add_part(c, b, o, t, at->part)) return false;
-        }
+        if (at->part < t->part_count && !is_numbers(t)) code = add_part(c, team, o, t, at->part++);
+        else *at = (position){at->tensor + 1, 0};
     }
-    return true;
+    team->lanes.ends[team->lanes.count++] = (int64_t)team->count;
+    return code;
+}
+
+static int run_pieces(conversion *c, piece_team *team)
+{
+    work_trouble trouble = {.piece = INT64_MAX};
+    int code = pieces_make_room(team) ? EXIT_DONE : no_memory();
+    if (code == EXIT_DONE) work_run(c->threads, &team->lanes, pieces_write, team, &trouble);
+    pieces_free_room(team);
+    if (trouble.piece != INT64_MAX) code = fail(trouble.code, "%s", trouble.sentence);
+    if (code == EXIT_DONE) collect_errors(c, team);
+    sweep_begin(team->sweep);
+    *team = (piece_team){
+        .c = c, .progress = team->progress, .sweep = team->sweep, .pieces = team->pieces, .room = team->room};
+    return code;
 }
 
 int convert_files(conversion *c, const open_output *outputs, size_t count, progress *p)
 {
-    batch b = {.team = {.c = c, .progress = p}};
+    piece_team team = {.c = c, .progress = p, .sweep = sweep_new(c)};
     position at[FILES_AT_ONCE] = {{0, 0}};
-    b.groups = malloc((c->list.count + 1) * sizeof *b.groups);
-    int code = b.groups != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for pieces of tensors");
+    int code = team.sweep != NULL ? EXIT_DONE : no_memory();
     for (size_t i = 0; i < count; i++) place_scales(c, outputs[i].file);
     for (bool more = true; more && code == EXIT_DONE;) {
         more = false;
         for (size_t i = 0; i < count && code == EXIT_DONE; i++) {
-            if (!add_parts(c, &b, &outputs[i], &at[i], BATCH_BYTES / (int64_t)count))
-                code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
-            b.team.lanes.ends[b.team.lanes.count++] = (int64_t)b.team.count;
+            code = add_parts(c, &team, &outputs[i], &at[i], LISTED_BYTES / (int64_t)count);
             more = more || at[i].tensor < outputs[i].file->count;
         }
-        if (code == EXIT_DONE) code = run_batch(c, &b);
+        if (code == EXIT_DONE) code = run_pieces(c, &team);
     }
     for (size_t i = 0; i < count; i++)
         for (size_t k = 0; k < outputs[i].file->count && code == EXIT_DONE; k++)
             if (is_numbers(&outputs[i].file->tensors[k]))
                 code = write_numbers(c, &outputs[i], &outputs[i].file->tensors[k]);
-    free(b.team.pieces);
-    free(b.groups);
+    sweep_free(team.sweep);
+    free(team.pieces);
     return code;
 }

@@ -3,8 +3,9 @@
 /*
  * convert.h - the computation: modules of a few output files become bytes at their offsets.
  *
- * Modules go in batches that a cache holds. A batch takes two sweeps over its values: the largest magnitude
- * of each group, which is the global scale, then quantisation by rows, each piece's error, and its bytes.
+ * A group takes two sweeps over its values: their largest magnitude, from which the global scale follows,
+ * then quantisation by rows, each piece's error, and its bytes. The second follows on the first, so that it
+ * finds much in the caches. No thread waits for others but at the end of a group's first sweep.
  */
 #ifndef QUERN_QUANTIZE_CONVERT_H
 #define QUERN_QUANTIZE_CONVERT_H
@@ -23,8 +24,20 @@ typedef enum group_method {
 } group_method;
 group_method group_method_of(const module_list *list, const module_group *g);
 
-/* Finds the globals of groups that have none yet; `groups` are their numbers. Returns an exit code. */
-int find_globals(conversion *c, const size_t *groups, size_t count);
+/* The first sweep. A group's pieces are swept by whichever threads need its global, together. */
+typedef struct sweep sweep;
+/* NULL without memory. */
+sweep *sweep_new(const conversion *c);
+void sweep_free(sweep *s);
+/* Forgets the pieces; groups whose global is known stay so. */
+void sweep_begin(sweep *s);
+/* Adds a group's pieces unless its global is known; *values grows to the largest that needs a buffer. Returns
+ * an exit code. */
+int sweep_add(conversion *c, sweep *s, size_t group, int64_t *values);
+/* Ends when the group's global is known, after taking part in finding it. From any thread. Returns an exit
+ * code, and after a failure has written `sentence`. */
+int sweep_find(const conversion *c, sweep *s, size_t group, void *buffer, char sentence[1024]);
+
 /* A file that is laid out, and what is written of it. */
 typedef struct open_output {
     const output_file *file;
@@ -35,7 +48,7 @@ enum { FILES_AT_ONCE = WORK_LANES };
 /* Writes every tensor of the files, at most FILES_AT_ONCE. Returns an exit code. */
 int convert_files(conversion *c, const open_output *outputs, size_t count, progress *p);
 
-/* Rows of a module that are one piece of work. */
-int64_t rows_a_piece(const matrix *m);
+/* Rows of a module that are one piece of work; copied: codes that stay as they are. */
+int64_t rows_a_piece(const matrix *m, bool copied);
 
 #endif

@@ -4,21 +4,23 @@
 #include "quantize/convert.h"
 #include "quantize/error_rows.h"
 #include "quantize/mxfp4_rows.h"
-#include "quantize/work.h"
 
 #include "command.h"
 #include "core/half.h"
 #include "core/mxfp4.h"
 
 #include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { PIECE_VALUES = 1 << 17 };
+/* Values of a piece; of one whose codes go from file to file, which waits less for the file's lock. */
+enum { PIECE_VALUES = 1 << 17, COPIED_VALUES = 1 << 20 };
 
-int64_t rows_a_piece(const matrix *m)
+int64_t rows_a_piece(const matrix *m, bool copied)
 {
-    const int64_t rows = PIECE_VALUES / m->columns;
+    const int64_t rows = (copied ? COPIED_VALUES : PIECE_VALUES) / m->columns;
     return rows < 1 ? 1 : rows > m->rows ? m->rows : rows;
 }
 
@@ -42,12 +44,19 @@ typedef struct sweep_piece {
     mxfp4_range range; /* of MXFP4 */
 } sweep_piece;
 
-typedef struct sweep {
+/* A group's pieces: threads take them by `next`, and the last to end one sets the global. */
+typedef struct sweep_group {
+    size_t first, count;
+    atomic_size_t next, ended;
+    atomic_size_t failed; /* the first piece that did; SIZE_MAX: none */
+    atomic_bool ready;
+} sweep_group;
+
+struct sweep {
     sweep_piece *pieces;
+    sweep_group *groups; /* of all, by number */
     size_t count, room;
-    int64_t values; /* of the largest piece that needs a buffer */
-    char *buffers;  /* one for each thread */
-} sweep;
+};
 
 static int beyond(const module *m, int64_t row, const char *what, char sentence[1024])
 {
@@ -71,14 +80,11 @@ static int sweep_mxfp4(sweep_piece *p, char sentence[1024])
     return EXIT_DONE;
 }
 
-static int sweep_rows(void *arg, int64_t index, int thread, char sentence[1024])
+static int sweep_rows(sweep_piece *p, void *buffer, char sentence[1024])
 {
-    const sweep *s = arg;
-    sweep_piece *p = &s->pieces[index];
     const matrix *m = &p->module->weight;
     if (p->method == METHOD_MXFP4) return sweep_mxfp4(p, sentence);
-    const matrix_values x =
-        matrix_read(m, p->first, p->count, s->buffers + (size_t)thread * (size_t)s->values * sizeof(float));
+    const matrix_values x = matrix_read(m, p->first, p->count, buffer);
     p->largest = largest_of_values(&x, p->count, m->columns);
     if (p->largest < 0x7f800000u) return EXIT_DONE;
     int64_t row = 0;
@@ -91,13 +97,14 @@ static int sweep_rows(void *arg, int64_t index, int thread, char sentence[1024])
 
 static bool add_pieces(sweep *s, const module *m, group_method method)
 {
-    const int64_t rows = rows_a_piece(&m->weight);
+    const int64_t rows = rows_a_piece(&m->weight, method == METHOD_MXFP4);
     for (int64_t first = 0; first < m->weight.rows; first += rows) {
         if (s->count == s->room) {
-            s->room = 2 * s->room + 64;
-            sweep_piece *grown = realloc(s->pieces, s->room * sizeof *grown);
+            const size_t room = 2 * s->room + 64;
+            sweep_piece *grown = realloc(s->pieces, room * sizeof *grown);
             if (grown == NULL) return false;
             s->pieces = grown;
+            s->room = room;
         }
         const int64_t count = m->weight.rows - first < rows ? m->weight.rows - first : rows;
         s->pieces[s->count++] = (sweep_piece){.module = m,
@@ -106,8 +113,6 @@ static bool add_pieces(sweep *s, const module *m, group_method method)
                                               .count = count,
                                               .range = {.largest = -1, .least = 256}};
     }
-    if (method == METHOD_QUANTISE && rows * m->weight.columns > s->values)
-        s->values = rows * m->weight.columns;
     return true;
 }
 
@@ -148,51 +153,93 @@ static int set_nvfp4(conversion *c, module_group *g)
     return EXIT_DONE;
 }
 
-/* The groups' globals from their pieces, which come in the groups' order. */
-static int set_globals(conversion *c, const sweep *s, const size_t *groups, size_t count)
+/* The group's global from what its pieces hold. */
+static void set_global(const conversion *c, const sweep *s, size_t number)
 {
-    size_t p = 0;
-    for (size_t i = 0; i < count; i++) {
-        module_group *g = &c->list.groups[groups[i]];
-        const group_method method = group_method_of(&c->list, g);
-        uint32_t bits = 0;
-        mxfp4_range range = {.largest = -1, .least = 256};
-        for (; method != METHOD_NVFP4 && p < s->count && s->pieces[p].module->group == groups[i]; p++) {
-            bits = s->pieces[p].largest > bits ? s->pieces[p].largest : bits;
-            const mxfp4_range *one = &s->pieces[p].range;
-            range.largest = one->largest > range.largest ? one->largest : range.largest;
-            range.least = one->least < range.least ? one->least : range.least;
-            range.zeros = range.zeros || one->zeros;
-        }
-        if (method == METHOD_MXFP4) set_mxfp4(c, g, range);
-        else if (method == METHOD_QUANTISE) {
-            g->amax = float_from_bits(bits);
-            g->global = global_of_largest(c, g->amax);
-        } else if (set_nvfp4(c, g) != EXIT_DONE) return EXIT_INPUT;
-        g->known = true;
+    module_group *g = &c->list.groups[number];
+    const sweep_group *w = &s->groups[number];
+    uint32_t bits = 0;
+    mxfp4_range range = {.largest = -1, .least = 256};
+    for (size_t p = w->first; p < w->first + w->count; p++) {
+        const mxfp4_range *one = &s->pieces[p].range;
+        bits = s->pieces[p].largest > bits ? s->pieces[p].largest : bits;
+        range.largest = one->largest > range.largest ? one->largest : range.largest;
+        range.least = one->least < range.least ? one->least : range.least;
+        range.zeros = range.zeros || one->zeros;
     }
+    if (group_method_of(&c->list, g) == METHOD_MXFP4) {
+        set_mxfp4(c, g, range);
+    } else {
+        g->amax = float_from_bits(bits);
+        g->global = global_of_largest(c, g->amax);
+    }
+    g->known = true;
+}
+
+sweep *sweep_new(const conversion *c)
+{
+    sweep *s = calloc(1, sizeof *s);
+    if (s != NULL) s->groups = calloc(c->list.group_count + 1, sizeof *s->groups);
+    if (s != NULL && s->groups != NULL) return s;
+    free(s);
+    return NULL;
+}
+
+void sweep_free(sweep *s)
+{
+    if (s == NULL) return;
+    free(s->pieces);
+    free(s->groups);
+    free(s);
+}
+
+void sweep_begin(sweep *s)
+{
+    s->count = 0;
+}
+
+int sweep_add(conversion *c, sweep *s, size_t number, int64_t *values)
+{
+    module_group *g = &c->list.groups[number];
+    sweep_group *w = &s->groups[number];
+    const group_method method = group_method_of(&c->list, g);
+    if (g->known || w->count > 0) return EXIT_DONE;
+    if (method == METHOD_NVFP4) {
+        g->known = true;
+        return set_nvfp4(c, g);
+    }
+    w->first = s->count;
+    for (size_t k = 0; k < g->count; k++) {
+        const module *m = &c->list.modules[c->list.members[g->first + k]];
+        const int64_t most = rows_a_piece(&m->weight, false) * m->weight.columns;
+        if (!add_pieces(s, m, method)) return fail(EXIT_MACHINE, "no memory for pieces of tensors");
+        if (method == METHOD_QUANTISE && most > *values) *values = most;
+    }
+    w->count = s->count - w->first;
+    w->failed = SIZE_MAX;
     return EXIT_DONE;
 }
 
-int find_globals(conversion *c, const size_t *groups, size_t count)
+/* Notes the first piece that failed, so that the sentence does not depend on the threads. */
+static void note_failure(sweep_group *w, size_t piece)
 {
-    sweep s = {0};
-    bool good = true;
-    for (size_t i = 0; i < count; i++) {
-        const module_group *g = &c->list.groups[groups[i]];
-        const group_method method = group_method_of(&c->list, g);
-        for (size_t k = 0; k < g->count && method != METHOD_NVFP4 && good; k++)
-            good = add_pieces(&s, &c->list.modules[c->list.members[g->first + k]], method);
+    size_t before = atomic_load(&w->failed);
+    while (piece < before && !atomic_compare_exchange_weak(&w->failed, &before, piece)) {
     }
-    s.buffers = malloc((size_t)c->threads * (size_t)s.values * sizeof(float) + 1);
-    const work_lanes lanes = {1, {(int64_t)s.count}};
-    work_trouble trouble = {.piece = INT64_MAX};
-    int code = EXIT_DONE;
-    if (!good || s.buffers == NULL) code = fail(EXIT_MACHINE, "no memory for pieces of tensors");
-    else work_run(c->threads, &lanes, sweep_rows, &s, &trouble);
-    if (trouble.piece != INT64_MAX) code = fail(trouble.code, "%s", trouble.sentence);
-    if (code == EXIT_DONE) code = set_globals(c, &s, groups, count);
-    free(s.buffers);
-    free(s.pieces);
-    return code;
+}
+
+int sweep_find(const conversion *c, sweep *s, size_t number, void *buffer, char sentence[1024])
+{
+    sweep_group *w = &s->groups[number];
+    if (w->count == 0) return EXIT_DONE; /* known before */
+    for (size_t i; !atomic_load(&w->ready) && (i = atomic_fetch_add(&w->next, 1)) < w->count;) {
+        if (sweep_rows(&s->pieces[w->first + i], buffer, sentence) != EXIT_DONE)
+            note_failure(w, w->first + i);
+        if (atomic_fetch_add(&w->ended, 1) + 1 < w->count) continue;
+        set_global(c, s, number);
+        atomic_store(&w->ready, true);
+    }
+    while (!atomic_load(&w->ready)) sched_yield(); /* others are at the last pieces */
+    const size_t failed = atomic_load(&w->failed);
+    return failed == SIZE_MAX ? EXIT_DONE : sweep_rows(&s->pieces[failed], buffer, sentence);
 }

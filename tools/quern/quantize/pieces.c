@@ -325,9 +325,11 @@ int pieces_write(void *arg, int64_t index, int thread, char sentence[1024])
                 p->count;
     } else {
         const group_method method = group_method_of(&team->c->list, &team->c->list.groups[m->group]);
-        code = method == METHOD_MXFP4   ? mxfp4_piece(team, p, r, sentence)
-               : method == METHOD_NVFP4 ? nvfp4_piece(team, p, r, sentence)
-                                        : quantise_piece(team, p, r, sentence);
+        code = sweep_find(team->c, team->sweep, m->group, r->values, sentence);
+        if (code == EXIT_DONE)
+            code = method == METHOD_MXFP4   ? mxfp4_piece(team, p, r, sentence)
+                   : method == METHOD_NVFP4 ? nvfp4_piece(team, p, r, sentence)
+                                            : quantise_piece(team, p, r, sentence);
         bytes = matrix_bytes(&m->weight) / m->weight.rows * p->count;
     }
     if (code == EXIT_DONE) progress_add(team->progress, bytes, thread == 0);

@@ -30,9 +30,11 @@ typedef struct piece_room {
 typedef struct piece_team {
     conversion *c;
     progress *progress;
+    sweep *sweep; /* the first */
     write_piece *pieces;
-    size_t count, room_count;
+    size_t count, room, room_count;
     work_lanes lanes; /* one for each file */
+    int64_t bytes;    /* of the source, that the pieces stand for */
     int64_t values; /* the most of a piece */
     size_t workspace_bytes;
     piece_room *rooms; /* one for each thread */
