@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # In a folder whose path has spaces, the rules of cmake/cuda.cmake compile, keep the report and link: with the smallest
-# of the GPU's files alone, since every one has the same rule.
+# of the GPU's files that every configuration compiles, since every one has the same rule.
 set -eu
 cd "$(dirname "$0")/../.."
 if ! command -v nvcc >/dev/null; then
@@ -14,7 +14,8 @@ trap 'rm -rf "$dir"' EXIT
 there="$dir/a path with spaces"
 mkdir "$there"
 cp -r CMakeLists.txt cmake src include "$there"
-smallest=$(find src/cuda -name '*.cu' ! -path '*/sm90*' -printf '%s %P\n' | sort -n | sed -n '1s/^[0-9]* //p')
+smallest=$(find src/cuda -name '*.cu' ! -path '*/sm90*' ! -path '*/instances/*' -printf '%s %P\n' | sort -n |
+    sed -n '1s/^[0-9]* //p')
 find "$there/src/cuda" -name '*.cu' ! -path "*/src/cuda/$smallest" -delete
 build="$there/build"
 cmake -S "$there" -B "$build" -DQUERN_TOOLS=OFF -DQUERN_EXAMPLES=OFF -DQUERN_CUDA_ONE_DTYPE=ON \
