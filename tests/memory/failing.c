@@ -4,15 +4,18 @@
  * failing.c - preloaded: of the allocations that the command, the library and jansson make, counted from 0,
  * that of QUERN_TEST_FAIL_AT fails, and with QUERN_TEST_FAIL_ON those after it. The file of QUERN_TEST_FAILED
  * is made when one does. Other libraries end the process themselves where memory lacks, and are spared.
+ * QUERN_TEST_SIGNAL is a signal that the process gets as soon as a file has its name.
  */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 void *__libc_malloc(size_t size);
@@ -74,4 +77,12 @@ char *strdup(const char *text)
     const size_t size = strlen(text) + 1;
     char *copy = fails(__builtin_return_address(0)) ? NULL : __libc_malloc(size);
     return copy != NULL ? memcpy(copy, text, size) : NULL;
+}
+
+int renameat(int from_folder, const char *from, int to_folder, const char *to)
+{
+    const char *number = getenv("QUERN_TEST_SIGNAL");
+    const long code = syscall(SYS_renameat2, from_folder, from, to_folder, to, 0);
+    if (number != NULL) raise(atoi(number));
+    return (int)code;
 }

@@ -3,7 +3,7 @@
 /*
  * command_memory_test.c - each allocation of a run of the command fails, first alone, then with all that
  * follow it. The command says that memory lacks and exits 4, without an output file; or it does without, and
- * its output is that of a whole run.
+ * its output is that of a whole run. A signal that comes when the result is in place changes nothing.
  */
 #include "command.h"
 
@@ -74,8 +74,31 @@ static void a_lack_of_memory_is_told_as_such(void **state)
     }
 }
 
+static void a_signal_after_the_result_is_none(void **state)
+{
+    static const char *const commands[] = {
+        "run nsa $VECTORS/nsa_small.safetensors $DIR/out --block-size 32 --stride 32",
+        "bench attention --n 64 --reps 1 --no-peer --json $DIR/out"};
+    static const int numbers[] = {1, 2, 15};
+    static char bytes[MOST];
+    (void)state;
+    for (size_t i = 0; i < 6; i++)
+        for (int older = 0; older < 2; older++) {
+            char prefix[200];
+            unlink(path_of("out"));
+            if (older) write_text("out", "older", 5);
+            snprintf(prefix, sizeof prefix, "QUERN_TEST_SIGNAL=%d LD_PRELOAD='%s'", numbers[i % 3],
+                     QUERN_TEST_MEMORY);
+            const int code = run_with(prefix, commands[i / 3]);
+            if (code != 0 || read_output(bytes) < 6)
+                fail_msg("quern %s, signal %d: exit code %d: %s", commands[i / 3], numbers[i % 3], code,
+                         output);
+        }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(a_lack_of_memory_is_told_as_such)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_lack_of_memory_is_told_as_such),
+                                       cmocka_unit_test(a_signal_after_the_result_is_none)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -102,6 +102,7 @@ int report_svg(const char *path, const bench_results *r)
     if (f == NULL) return fail(EXIT_MACHINE, "no temporary file for gnuplot's script: %s", strerror(errno));
     if (!r->page && r->rows[0].subject->n != NULL) print_lines(f, r);
     else print_bars(f, r);
+    output_last(path);
     const int code = output_chart(path, f);
     fclose(f);
     return code;

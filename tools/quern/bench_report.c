@@ -272,6 +272,7 @@ int report_json(const char *path, const bench_results *r, const bench_case *c, c
                              quern_version(), "commit", machine_commit(), "machine", machine_json(ctx),
                              "device", device_choices[c->device], "ceilings", ceilings_json(r), "results",
                              list, "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
+    output_last(path);
     const int code = output_json(path, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
     json_decref(root);
     return code;

@@ -3,6 +3,7 @@
 /* job_file.c - a job's inputs from a file, its outputs to one. */
 #include "command.h"
 #include "job.h"
+#include "output.h"
 #include "values.h"
 
 #include <quern/cuda.h>
@@ -249,6 +250,7 @@ int job_write(const job *j, const char *op, const char *path)
         c.items[c.count++] = (quern_safetensors_item){j->added_names[i], &j->added[i]};
     const quern_safetensors_pair metadata[] = {{"quern", quern_version()}, {"op", op}};
     quern_status status = j->device == QUERN_CUDA ? download(&c, copies, &memory) : QUERN_OK;
+    output_last(path);
     if (status == QUERN_OK) status = quern_safetensors_save(path, c.items, c.count, metadata, 2);
     free(memory);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);

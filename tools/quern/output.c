@@ -13,6 +13,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 int output_check(const char *path)
@@ -104,6 +105,31 @@ json_t *output_number(double value)
 }
 
 static pthread_t main_thread;
+static const char *volatile result_path; /* NULL: none is the last */
+static struct stat result_before;
+
+static struct stat standing_at(const char *path)
+{
+    struct stat st;
+    return stat(path, &st) == 0 ? st : (struct stat){0};
+}
+
+void output_last(const char *path)
+{
+    result_path = NULL;
+    result_before = standing_at(path);
+    result_path = path;
+}
+
+/* Whether the last result stands where it belongs: a file gets there by a rename, so it is another one. */
+static bool result_in_place(void)
+{
+    const int before = errno;
+    if (result_path == NULL) return false;
+    const struct stat now = standing_at(result_path);
+    errno = before;
+    return now.st_ino != result_before.st_ino || now.st_dev != result_before.st_dev;
+}
 
 /* Ends the program in its main thread, which writes the files: another thread would take a file away while
  * the main thread finishes it, and that one would report an error. */
@@ -113,6 +139,7 @@ static void end(int number)
         pthread_kill(main_thread, number);
         return;
     }
+    if (result_in_place()) return;
     quern_file_discard_all();
     _exit(128 + number);
 }
@@ -128,7 +155,7 @@ void output_keep_streams(void)
 void output_end_on_signals(void)
 {
     static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
-    struct sigaction action = {.sa_handler = end}, before;
+    struct sigaction action = {.sa_handler = end, .sa_flags = SA_RESTART}, before;
     main_thread = pthread_self();
     sigfillset(&action.sa_mask);
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {

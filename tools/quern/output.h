@@ -28,8 +28,12 @@ json_t *output_number(double value);
 /* Opens a place that takes no bytes where standard input, output or error is closed, so that no other file
  * takes its number. */
 void output_keep_streams(void);
+/* From here on the file at `path`, which is written next, is all that the command still has to do. The caller
+ * keeps the path. */
+void output_last(const char *path);
 /* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the command at once, with 128 + the signal's number as the exit
- * code, and leave neither a temporary file nor a child process. */
+ * code, and leave neither a temporary file nor a child process. Once the last result is in place they end
+ * nothing: the exit code says that it is. */
 void output_end_on_signals(void);
 /* Flushes standard output. If that fails, an exit code of 0 or 1 becomes that of an unwritable file. Called
  * before a result is written to a file, too: the file stays as it was where standard output cannot be
