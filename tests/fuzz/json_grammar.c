@@ -4,6 +4,8 @@
 
 #include "fuzz.h"
 
+#include <glob.h>
+#include <stdio.h>
 #include <string.h>
 
 static const char *const words[] = {"0",
@@ -61,6 +63,12 @@ static const char *const words[] = {"0",
                                     "\"one.safetensors\"",
                                     "\"../one.safetensors\"",
                                     "\"vocab_size\"",
+                                    "\"hidden_size\"",
+                                    "\"num_hidden_layers\"",
+                                    "\"num_experts\"",
+                                    "\"model_type\"",
+                                    "\"gpt_oss\"",
+                                    "\"deepseek_v4\"",
                                     "\"tie_word_embeddings\"",
                                     "\"quantization_config\"",
                                     "\"ignore\"",
@@ -117,4 +125,30 @@ size_t json_mutate(json_token *tokens, size_t n)
         memmove(tokens + at, tokens + at + count, (n - at - count) * sizeof *tokens);
         return n - count;
     }
+}
+
+size_t json_mutate_text(uint8_t *file, size_t size, size_t room)
+{
+    static json_token tokens[JSON_TOKENS];
+    static char text[FUZZ_ROOM];
+    memcpy(text, file, size);
+    size_t n = json_tokens(text, size, tokens), at = 0;
+    for (uint32_t i = 1 + fuzz_random(4); i > 0 && n > 0; i--) n = json_mutate(tokens, n);
+    for (size_t i = 0; i < n && tokens[i].size <= room - at; i++) {
+        memcpy(file + at, tokens[i].text, tokens[i].size);
+        at += tokens[i].size;
+    }
+    return at;
+}
+
+size_t json_seed(const char *pattern, size_t index, uint8_t *text)
+{
+    glob_t found;
+    if (glob(pattern, 0, NULL, &found) != 0) return 0;
+    FILE *f = index < found.gl_pathc ? fopen(found.gl_pathv[index], "rb") : NULL;
+    globfree(&found);
+    if (f == NULL) return 0;
+    const size_t size = fread(text, 1, FUZZ_ROOM, f);
+    fclose(f);
+    return size;
 }

@@ -5,6 +5,7 @@
 #define TEST_JSON_GRAMMAR_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 enum { JSON_TOKENS = 1024 };
 
@@ -17,5 +18,10 @@ typedef struct json_token {
 size_t json_tokens(const char *text, size_t size, json_token *tokens);
 /* Replaces, inserts, swaps, repeats or removes tokens; how many there are then. */
 size_t json_mutate(json_token *tokens, size_t count);
+
+/* A few such mutations of a whole text; its new size, at most room. */
+size_t json_mutate_text(uint8_t *text, size_t size, size_t room);
+/* Reads file number `index` of those that the pattern names; its bytes, 0 past the last. */
+size_t json_seed(const char *pattern, size_t index, uint8_t *text);
 
 #endif

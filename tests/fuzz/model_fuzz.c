@@ -11,7 +11,6 @@
 
 #include "inspect/inspect.h"
 
-#include <glob.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -89,26 +88,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 
 size_t fuzz_mutate(uint8_t *file, size_t size, size_t room)
 {
-    static json_token tokens[JSON_TOKENS];
-    static char text[FUZZ_ROOM];
-    memcpy(text, file, size);
-    size_t n = json_tokens(text, size, tokens), at = 0;
-    for (uint32_t i = 1 + fuzz_random(4); i > 0 && n > 0; i--) n = json_mutate(tokens, n);
-    for (size_t i = 0; i < n && tokens[i].size <= room - at; i++) {
-        memcpy(file + at, tokens[i].text, tokens[i].size);
-        at += tokens[i].size;
-    }
-    return at;
+    return json_mutate_text(file, size, room);
 }
 
 size_t fuzz_seed(size_t index, uint8_t *file)
 {
-    glob_t found;
-    if (glob(QUERN_FUZZ_CORPUS "/model/*.json", 0, NULL, &found) != 0) return 0;
-    FILE *f = index < found.gl_pathc ? fopen(found.gl_pathv[index], "rb") : NULL;
-    globfree(&found);
-    if (f == NULL) return 0;
-    const size_t size = fread(file, 1, FUZZ_ROOM, f);
-    fclose(f);
-    return size;
+    return json_seed(QUERN_FUZZ_CORPUS "/model/*", index, file);
 }
