@@ -23,6 +23,7 @@
 #include "stages/combine.h"
 #include "stages/compress.h"
 #include "stages/convert.h"
+#include "stages/copy_rows.h"
 #include "stages/dequantise.h"
 #include "stages/expert_sums.h"
 #include "stages/from_mxfp4.h"
@@ -90,6 +91,7 @@
     FORWARD(widen_blocks, widen_blocks)                                                                      \
     FORWARD(norm_rope_forward, norm_rope)                                                                    \
     BACKWARD(norm_rope_backward, norm_rope)                                                                  \
+    FORWARD(copy_rows, copy_rows)                                                                            \
     FORWARD(cache_copy, cache_copy)                                                                          \
     FORWARD(decode, decode)                                                                                  \
     FORWARD(nsa_decode, nsa_decode)                                                                          \
@@ -128,6 +130,7 @@
     F(store_rows, STORE_ROWS)                                                                                \
     F(widen_blocks, WIDEN_BLOCKS)                                                                            \
     F(norm_rope, NORM_ROPE)                                                                                  \
+    F(copy_rows, COPY_ROWS)                                                                                  \
     F(cache_copy, CACHE_COPY)                                                                                \
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)                                                                                \

@@ -117,11 +117,11 @@ static bool next_span(const append_call *c, span_place *s)
     return true;
 }
 
-/* Writes what the steps read of the spans. */
-static void write_spans(const cache_call *call, const op_frame *frame)
+static void begin(const op_call *call, const op_frame *frame)
 {
     const append_call *c = (const append_call *)call;
     span_place s = {.i = -1};
+    cache_write_step(call, frame);
     if (c->span_tokens == 0) return;
     int32_t *cu_tokens = op_placed(c->cu_tokens.data, frame),
             *cu_entries = op_placed(c->cu_entries.data, frame),
@@ -172,7 +172,7 @@ static void add_entries(op_build *b, const stage_step *step)
     c->new_rows = op_room(b, QUERN_I32, 2, pairs);
     quern_tensor rows[4];
     for (int i = 0; i < 4; i++) rows[i] = op_room(b, p->dtype, 4, shapes[i]);
-    const stage_step spans = {step->slots, c->span_positions, cache_ranges(&c->cu_tokens)},
+    const stage_step spans = {step->slots, c->span_positions, view_ranges(&c->cu_tokens)},
                      news = {step->slots, c->new_positions, c->new_rows};
     add_copy(b, CACHE_TOKENS, &spans, &rows[0], &rows[1], true);
     *OP_ADD(b, compress_forward) = (compress_args){.seqs = {.batch = batch,
@@ -215,6 +215,7 @@ static const op_family family = {
     .call_size = sizeof(append_call),
     .program_at = offsetof(append_call, program),
     .build = build,
+    .begin = begin,
 };
 
 static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_cache *cache,
@@ -251,7 +252,7 @@ quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quer
                            (long long)c.span_tokens, INT32_MAX);
     if (status == QUERN_OK) status = cache_check_run(&c.call, workspace, workspace_bytes);
     if (status == QUERN_OK) status = cache_claim_pages(cache, &c.call);
-    if (status == QUERN_OK) status = cache_run(&c.call, workspace, write_spans);
+    if (status == QUERN_OK) status = cache_run(&c.call, workspace);
     if (status != QUERN_OK) return status;
     for (int64_t i = 0; i < c.call.batch.batch; i++) {
         cache_length *s = &cache->sequences[c.call.batch.sequences[i]];

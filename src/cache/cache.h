@@ -46,8 +46,6 @@ typedef struct cache_call {
     bool appends;                      /* counts are new tokens, else tokens that are in the cache */
     quern_tensor slots, positions, cu; /* i32 [B], [B], [B + 1], symbolic: in the workspace */
 } cache_call;
-/* Writes what else a call's steps read into the workspace. */
-typedef void cache_fill(const cache_call *call, const op_frame *frame);
 
 quern_status cache_layout_of(const quern_cache_params *params, cache_layout *layout);
 quern_status cache_check(const quern_cache *cache);
@@ -90,13 +88,13 @@ quern_status cache_begin(cache_call *call, quern_context *ctx, const quern_exec 
 quern_status cache_build(cache_call *call, quern_context *ctx, const op_family *family, const char *name,
                          const quern_tensor *like);
 quern_status cache_workspace(const cache_call *call, size_t *bytes);
-/* The last checks, then the run; `fill` may be NULL. */
+/* The last checks, then the run. */
 quern_status cache_check_run(const cache_call *call, const void *workspace, size_t bytes);
-quern_status cache_run(const cache_call *call, void *workspace, cache_fill *fill);
+quern_status cache_run(const cache_call *call, void *workspace);
 
-/* For a family's build(): the call's step, the rows of a kind, and cu_seqlens as ranges of rows. */
+/* For a family's build() and begin(): the call's step, and the rows of a kind. */
 stage_step cache_step(op_build *b);
+void cache_write_step(const op_call *call, const op_frame *frame);
 cache_plane cache_steps_plane(const cache_call *call, cache_kind kind);
-quern_tensor cache_ranges(const quern_tensor *cu);
 
 #endif

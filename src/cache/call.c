@@ -35,16 +35,6 @@ quern_status cache_build(cache_call *call, quern_context *ctx, const op_family *
     return head->backend != NULL ? op_program_build(head) : error_status();
 }
 
-quern_tensor cache_ranges(const quern_tensor *cu)
-{
-    quern_tensor t = *cu;
-    t.ndim = 2;
-    t.shape[0] = cu->shape[0] - 1;
-    t.shape[1] = 2;
-    t.strides[0] = t.strides[1] = 1;
-    return t;
-}
-
 stage_step cache_step(op_build *b)
 {
     cache_call *c = (cache_call *)b->call;
@@ -52,11 +42,12 @@ stage_step cache_step(op_build *b)
     c->slots = op_room(b, QUERN_I32, 1, &batch);
     c->positions = op_room(b, QUERN_I32, 1, &batch);
     c->cu = op_room(b, QUERN_I32, 1, &more);
-    return (stage_step){c->slots, c->positions, cache_ranges(&c->cu)};
+    return (stage_step){c->slots, c->positions, view_ranges(&c->cu)};
 }
 
-static void write_step(const cache_call *c, const op_frame *frame)
+void cache_write_step(const op_call *call, const op_frame *frame)
 {
+    const cache_call *c = (const cache_call *)call;
     int32_t *slots = op_placed(c->slots.data, frame), *positions = op_placed(c->positions.data, frame),
             *cu = op_placed(c->cu.data, frame);
     cu[0] = 0;
@@ -90,12 +81,9 @@ quern_status cache_check_run(const cache_call *call, const void *workspace, size
     return status == QUERN_OK ? cache_check_pages(call) : status;
 }
 
-quern_status cache_run(const cache_call *call, void *workspace, cache_fill *fill)
+quern_status cache_run(const cache_call *call, void *workspace)
 {
     const quern_exec how = QUERN_EXEC_INIT;
     const op_frame frame = op_frame_of(&call->head, &how, NULL, workspace);
-    if (call->tokens == 0) return QUERN_OK;
-    write_step(call, &frame);
-    if (fill != NULL) fill(call, &frame);
-    return op_program_run(&call->head, &frame);
+    return call->tokens > 0 ? op_program_run(&call->head, &frame) : QUERN_OK;
 }

@@ -421,7 +421,7 @@ quern_status op_run(op_call *call, const op_family *family, int32_t operation, q
     if (status != QUERN_OK) return status;
     for (int32_t i = 0; i < family->tensor_count; i++)
         data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
-    if (!family->in_pieces) call->given = NULL;
+    call->given = NULL;
     call->replay = replays_find(&ctx->replays, call, how.stream);
     return execute(call, &how, data, workspace);
 }

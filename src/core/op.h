@@ -159,8 +159,7 @@ typedef struct op_call {
     const quern_backend *backend;
     stage_exec exec;                  /* without a stream */
     quern_tensor like;                /* a tensor of the call: device and dtype of activations */
-    const quern_tensor *const
-        *given; /* while it is prepared, or runs in pieces: the caller's views, or NULL */
+    const quern_tensor *const *given; /* while it is prepared: the caller's views, or NULL */
     uint8_t role[OP_TENSORS_MAX];
     uint8_t alignment[OP_TENSORS_MAX]; /* bytes, of a tensor with elements that the call uses; 0: of others */
     int64_t symbol[OP_SYMBOLS_MAX];
@@ -219,9 +218,9 @@ typedef struct op_family {
     /* What the host can read: offsets, globals. `data` as of quern_plan_run(). NULL: nothing. */
     quern_status (*check_data)(const op_call *call, void *const *data);
     void (*build)(op_build *b); /* the call's steps */
-    /* build() is called again to run, for a program that may have any number of steps. Such operations have
-     * no plans, for build() reads the caller's views. */
-    bool in_pieces;
+    /* Writes what the host knows beside the tensors, the lengths of a cache's sequences, into the workspace
+     * before the steps run. NULL: nothing. */
+    void (*begin)(const op_call *call, const op_frame *frame);
 } op_family;
 
 /* All families (quern.c); ends with NULL. */

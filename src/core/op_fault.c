@@ -82,7 +82,7 @@ static int32_t source_of(const op_call *call, const quern_tensor *view, int64_t 
 {
     const int32_t tensor = op_pointed(call, view->data, bytes);
     const op_step *step = op_program_steps(call);
-    if (tensor != OP_NONE || call->family->in_pieces) return tensor;
+    if (tensor != OP_NONE) return tensor;
     for (int32_t i = 0; i < call->program.steps; i++, step = op_step_next(step)) {
         if (step->stage != OP_permute) continue;
         const permute_args *copy = op_step_args(step);
@@ -102,7 +102,8 @@ quern_status op_fault(const op_call *call, const op_step *step, const op_args *n
             const quern_tensor *view = op_stage_view(op_step_args(step), &list[n], i);
             char name[NAME_BYTES];
             int64_t bytes = 0;
-            const int32_t tensor = source_of(call, view, &bytes);
+            const int32_t source = source_of(call, view, &bytes),
+                          tensor = source != OP_NONE ? source : (int32_t)step->made_for - 1;
             if (tensor == OP_NONE)
                 (void)snprintf(name, sizeof name, "the stage %s: %s", op_stage_name(stage),
                                list[n].at[i].field);

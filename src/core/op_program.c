@@ -59,34 +59,10 @@ static void share_scratch(op_build *b, const void *scratch)
     for (int32_t i = 0; i < b->program->steps; i++, step = op_step_next(step)) step->scratch = scratch;
 }
 
-static void forget_steps(op_build *b)
-{
-    b->program->steps = b->program->loops = 0;
-    b->program->bytes = 0;
-    b->loop = NULL;
-    b->last = NULL;
-}
-
-/* Runs or sizes the piece that is there, unless one before has failed. */
-static void end_piece(op_build *b)
-{
-    if (b->status == QUERN_OK && b->frame == NULL) check_steps(b);
-    share_scratch(b, b->call->program.scratch);
-    if (b->status == QUERN_OK && b->frame != NULL)
-        b->status = op_steps_run(b->call, b->frame, b->program, (const op_step *)(const void *)b->room);
-    forget_steps(b);
-}
-
-void op_flush(op_build *b)
-{
-    if (b->in_pieces && b->loop == NULL) end_piece(b);
-}
-
 void *op_add(op_build *b, op_stage stage)
 {
     size_t bytes = sizeof(op_step) + op_stage_bytes(stage);
     if (b->loop != NULL) bytes += (size_t)b->loop->dims * sizeof(int64_t) * (size_t)view_count(stage);
-    op_flush(b);
     if (b->program->bytes + bytes > b->room_bytes) {
         if (b->status == QUERN_OK)
             b->status = error_set(QUERN_ERR_INTERNAL, "%s takes more steps than there is room for",
@@ -107,6 +83,11 @@ void *op_add(op_build *b, op_stage stage)
 void op_when_asked(op_build *b)
 {
     if (b->last != NULL) b->last->asked = true;
+}
+
+void op_made_for(op_build *b, int32_t tensor)
+{
+    if (b->last != NULL) b->last->made_for = (uint8_t)(tensor + 1);
 }
 
 bool op_beside(op_build *b)
@@ -168,7 +149,6 @@ quern_dtype op_between_dtype(quern_dtype activations)
 
 void op_loop_begin(op_build *b, int32_t dims, const int64_t *extents)
 {
-    op_flush(b);
     if (b->program->loops == OP_LOOPS_MAX) {
         if (b->status == QUERN_OK)
             b->status = error_set(QUERN_ERR_INTERNAL, "more than %d loops", OP_LOOPS_MAX);
@@ -261,29 +241,23 @@ static void order_steps(op_build *b)
     }
 }
 
-static void begin(op_build *b, op_call *call, op_program *program, void *room, size_t bytes)
-{
-    b->call = call;
-    b->a = op_workspace();
-    b->program = program;
-    program->beside = false;
-    b->room = room;
-    b->room_bytes = bytes;
-    b->in_pieces = false;
-    b->frame = NULL;
-    b->scratch_bytes = 0;
-    b->status = QUERN_OK;
-    forget_steps(b);
-}
-
 quern_status op_program_build(op_call *call)
 {
     op_build b;
     const size_t at = call->family->program_at;
-    begin(&b, call, &call->program, (char *)call + at, call->family->call_size - at);
-    b.in_pieces = call->family->in_pieces;
+    b.call = call;
+    b.a = op_workspace();
+    b.program = &call->program;
+    b.program->steps = b.program->loops = 0;
+    b.program->bytes = 0;
+    b.program->beside = false;
+    b.room = (char *)call + at;
+    b.room_bytes = call->family->call_size - at;
+    b.last = NULL;
+    b.loop = NULL;
+    b.scratch_bytes = 0;
+    b.status = QUERN_OK;
     call->family->build(&b);
-    op_flush(&b);
     if (b.program->beside) order_steps(&b);
     if (b.status == QUERN_OK) check_steps(&b);
     if (!b.program->beside) {
@@ -291,19 +265,5 @@ quern_status op_program_build(op_call *call)
         share_scratch(&b, call->program.scratch);
     }
     op_workspace_end(call, &b.a);
-    return b.status;
-}
-
-quern_status op_pieces_run(const op_call *call, const op_frame *frame)
-{
-    op_call *own = (op_call *)(uintptr_t)call; /* its room for steps is this run's alone */
-    const size_t at = call->family->program_at;
-    op_program program;
-    op_build b;
-    begin(&b, own, &program, (char *)own + at, call->family->call_size - at);
-    b.in_pieces = true;
-    b.frame = frame;
-    call->family->build(&b);
-    op_flush(&b);
     return b.status;
 }

@@ -29,6 +29,7 @@ typedef struct op_step {
     uint32_t bytes; /* from here to the next step */
     uint8_t stage;
     bool asked;          /* runs only where the caller has a status word */
+    uint8_t made_for;    /* op_made_for(): the tensor's number and 1; 0: none */
     uint64_t behind;     /* the steps that it waits for, a bit each, in a program of `beside` */
     const void *scratch; /* symbolic, or NULL */
 } op_step;
@@ -69,11 +70,7 @@ typedef struct op_build {
     char *room; /* for the steps */
     size_t room_bytes;
     op_step *last;
-    op_loop *loop; /* that is open, or NULL */
-    /* A program without an end, in pieces: a step runs once the next one is added (frame NULL: its workspace
-     * is counted), and is then forgotten. */
-    bool in_pieces;
-    const struct op_frame *frame;
+    op_loop *loop;        /* that is open, or NULL */
     size_t scratch_bytes; /* most of any step */
     quern_status status;  /* the first failure; the program is of no use then */
     op_args dropped;      /* the arguments of steps for which there is no room */
@@ -86,14 +83,15 @@ typedef struct op_build {
 void *op_add(op_build *b, op_stage stage);
 /* The last step runs only where the caller has a status word. */
 void op_when_asked(op_build *b);
+/* What the last step reads in the workspace was made for a tensor of the call, which may be absent: sentences
+ * of faults in it have that tensor's name. */
+void op_made_for(op_build *b, int32_t tensor);
 /* Steps may run beside each other, each with its own scratch; false where the backend cannot do that. */
 bool op_beside(op_build *b);
 /* Takes the last step back. */
 void op_drop(op_build *b);
 /* Whether the backend has a stage, which may be an optional one. */
 bool op_has(const op_build *b, op_stage stage);
-/* In pieces: the steps so far run now. */
-void op_flush(op_build *b);
 /* Whether the backend, which has the stage, takes the arguments. */
 bool op_takes(const op_build *b, op_stage stage, const void *args);
 
@@ -134,15 +132,9 @@ quern_status op_fault(const struct op_call *call, const op_step *step, const op_
                       const stage_fault *fault);
 
 const op_step *op_program_steps(const struct op_call *call);
-/* Runs the steps that stand at `steps`, one after the other. */
-quern_status op_steps_run(const struct op_call *call, const struct op_frame *frame, const op_program *program,
-                          const op_step *steps);
-
 /* Builds a call's program with its family's build(), and sets the call's workspace. */
 quern_status op_program_build(struct op_call *call);
 quern_status op_program_run(const struct op_call *call, const struct op_frame *frame);
-/* Runs a program in pieces while it is built again. */
-quern_status op_pieces_run(const struct op_call *call, const struct op_frame *frame);
 
 /* What a program runs: its stages in the order of their first runs, with the kernels that each would
  * choose. */

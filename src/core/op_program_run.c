@@ -70,9 +70,9 @@ static quern_status run_loop(const op_call *call, const op_frame *frame, const o
     return status;
 }
 
-quern_status op_steps_run(const op_call *call, const op_frame *frame, const op_program *program,
-                          const op_step *step)
+static quern_status run_in_turn(const op_call *call, const op_frame *frame, const op_step *step)
 {
+    const op_program *program = &call->program;
     int32_t loops = 0;
     quern_status status = QUERN_OK;
     for (int32_t i = 0; i < program->steps && status == QUERN_OK;) {
@@ -129,8 +129,8 @@ quern_status op_program_run(const op_call *call, const op_frame *frame)
     backend_point start;
     int32_t asked = 0;
     quern_status status = QUERN_OK;
-    if (call->family->in_pieces) return op_pieces_run(call, frame);
-    if (!program->beside) return op_steps_run(call, frame, program, step);
+    if (call->family->begin != NULL) call->family->begin(call, frame);
+    if (!program->beside) return run_in_turn(call, frame, step);
     for (; asked < program->steps && step->asked && status == QUERN_OK; asked++, step = op_step_next(step))
         status = run_step(call, frame, step, NULL, NULL);
     if (status != QUERN_OK) return status;

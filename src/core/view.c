@@ -48,6 +48,16 @@ quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, in
     return v;
 }
 
+quern_tensor view_ranges(const quern_tensor *cu)
+{
+    quern_tensor t = *cu;
+    t.ndim = 2;
+    t.shape[0] = cu->shape[0] - 1;
+    t.shape[1] = 2;
+    t.strides[1] = t.strides[0];
+    return t;
+}
+
 void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
 {
     if (t->ndim == 0) return;

@@ -101,6 +101,8 @@ quern_tensor view_with_batch(const quern_tensor *t);
 /* A contiguous view on the same device as `like`. */
 quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim,
                      const int64_t *shape);
+/* cu_seqlens [B + 1] as ranges of rows [B, 2]. */
+quern_tensor view_ranges(const quern_tensor *cu);
 /* Extents [first, first + count) along `dim`; an absent view stays absent. */
 void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count);
 /* [.., columns] as a matrix [rows, columns]. False, with *flat absent, where the rows do not follow each

@@ -70,6 +70,7 @@ const quern_backend quern_backend_cpu = {
     .norm_rope_forward = {NULL, cpu_norm_rope_workspace, cpu_norm_rope, NULL},
     .norm_rope_backward = {NULL, cpu_norm_rope_workspace, cpu_norm_rope_backward, NULL},
     .indexer = {NULL, cpu_indexer_workspace, cpu_indexer, cpu_indexer_kernel},
+    .copy_rows = {NULL, NULL, cpu_copy_rows, NULL},
     .cache_copy = {NULL, NULL, cpu_cache_copy, NULL},
     .decode = {NULL, cpu_decode_workspace, cpu_decode, NULL},
     .block_index = {NULL, cpu_block_index_workspace, cpu_block_index, cpu_block_index_kernel},

@@ -96,11 +96,17 @@ typedef struct step_run {
     int64_t sequence, first, row, count;
 } step_run;
 
+/* Element i of a vector of i32 or i64. */
+static inline int64_t index_at(const quern_tensor *t, int64_t i)
+{
+    const int64_t at = i * t->strides[0];
+    return t->dtype == QUERN_I64 ? ((const int64_t *)t->data)[at] : ((const int32_t *)t->data)[at];
+}
+
 static inline step_run step_run_at(const stage_step *s, int64_t b)
 {
     const int32_t *rows = (const int32_t *)s->rows.data + b * s->rows.strides[0];
-    const int64_t sequence = ((const int32_t *)s->slots.data)[b * s->slots.strides[0]],
-                  first = ((const int32_t *)s->positions.data)[b * s->positions.strides[0]];
+    const int64_t sequence = index_at(&s->slots, b), first = index_at(&s->positions, b);
     return (step_run){sequence, first, rows[0], sequence >= 0 ? rows[1] - rows[0] : 0};
 }
 

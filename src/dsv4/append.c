@@ -20,7 +20,9 @@ typedef struct append_call {
     const pool_state *like; /* the first state */
     int64_t tokens, entries, batch;
     quern_dsv4_state *const *states;
-    int64_t *cu; /* in the workspace */
+    const int64_t *counts;
+    /* in the workspace: i64 [B], i32 [B], [B], [B], [B + 1] */
+    quern_tensor slots, positions, merged, origins, cu;
     _Alignas(op_step) char program[DSV4_WEIGHT_BYTES + OP_STEP_BYTES(gemm) + OP_STEP_BYTES(pool_append)];
 } append_call;
 
@@ -96,7 +98,7 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
 {
     const quern_dsv4_append_tensors *t = &c->t;
     const bool csa = c->params.kind == QUERN_DSV4_CSA, project = t->x != NULL;
-    const int64_t width = c->like->width, r = c->params.ratio, columns = pool_state_columns(c->like);
+    const int64_t width = c->like->width, r = c->params.ratio, columns = pool_row_columns(csa, width);
     const int64_t bytes = dsv4_row_bytes(c->params.format, width);
     const bool fp8 = t->w_fp8 != NULL, codes = t->w_codes != NULL, floats = !fp8 && !codes;
     if (project == (t->proj != NULL) || project != (t->w != NULL || !floats))
@@ -160,56 +162,89 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
     return dsv4_check_width(&c->params, width, t->cos_sin != NULL ? t->cos_sin->shape[1] : 0);
 }
 
-/* A tensor of the caller as steps take it; absent for NULL. */
-static void set(quern_tensor *to, const quern_tensor *t)
-{
-    if (t == NULL) return;
-    *to = *t;
-    to->data = op_address(t->data);
-}
-
 /* x w in f32. */
 static quern_tensor add_projection(op_build *b)
 {
     const append_call *c = (const append_call *)b->call;
     const quern_dsv4_append_tensors *t = &c->t;
-    dsv4_weight_given given = {.w = {0}};
-    quern_tensor x;
-    set(&x, t->x);
-    set(&given.w, t->w);
-    set(&given.w_fp8, t->w_fp8);
-    set(&given.w_fp8_scales, t->w_fp8_scales);
-    set(&given.w_codes, t->w_codes);
-    set(&given.w_scales, t->w_scales);
-    set(&given.w_global, t->w_global);
+    const quern_tensor x = op_known_view(t->x, false);
+    const dsv4_weight_given given = {.w = op_known_view(t->w, false),
+                                     .w_fp8 = op_known_view(t->w_fp8, false),
+                                     .w_fp8_scales = op_known_view(t->w_fp8_scales, false),
+                                     .w_codes = op_known_view(t->w_codes, false),
+                                     .w_scales = op_known_view(t->w_scales, false),
+                                     .w_global = op_known_view(t->w_global, false)};
     const dsv4_weight weight = dsv4_weight_add(b, &x, &given, false);
     if (weight.proj.ndim > 0) return weight.proj;
-    const quern_tensor proj = op_matrix(b, QUERN_F32, c->tokens, pool_state_columns(c->like));
+    const quern_tensor proj =
+        op_matrix(b, QUERN_F32, c->tokens, pool_row_columns(c->like->overlap != 0, c->like->width));
     *OP_ADD(b, gemm) = (gemm_args){.a = x, .b = weight.w, .c = proj};
     return proj;
 }
 
+/* The lowest address of the states' floats. */
+static float *first_floats(const append_call *c)
+{
+    float *first = pool_state_data(c->like);
+    for (int64_t b = 1; b < c->batch; b++)
+        if (pool_state_data(state_at(c->states, b)) < first) first = pool_state_data(state_at(c->states, b));
+    return first;
+}
+
+/* States may stand anywhere at multiples of 64 bytes: they are rows of a view that has one at each. */
+enum { STATE_STEP = 64 / sizeof(float) };
+
 static void build(op_build *b)
 {
-    const append_call *c = (const append_call *)b->call;
+    append_call *c = (append_call *)b->call;
     const quern_dsv4_append_tensors *t = &c->t;
-    (void)arena_take(&b->a, (size_t)(c->batch + 1) * sizeof *c->cu); /* first: at the workspace's start */
-    quern_tensor proj;
-    if (t->x != NULL) proj = add_projection(b);
-    else set(&proj, t->proj);
+    const pool_state *like = c->like;
+    const int64_t batch = c->batch, more = batch + 1, floats[] = {1, pool_floats_of(like)};
+    c->slots = op_room(b, QUERN_I64, 1, &batch);
+    c->positions = op_room(b, QUERN_I32, 1, &batch);
+    c->merged = op_room(b, QUERN_I32, 1, &batch);
+    c->origins = op_room(b, QUERN_I32, 1, &batch);
+    c->cu = op_room(b, QUERN_I32, 1, &more);
+    const quern_tensor proj = t->x != NULL ? add_projection(b) : op_known_view(t->proj, false);
     pool_append_args *args = OP_ADD(b, pool_append);
-    args->batch = c->batch;
-    args->states = (pool_state *const *)c->states;
-    args->cu = c->cu;
+    args->ratio = like->ratio;
+    args->width = like->width;
+    args->ring = like->ring;
+    args->overlap = like->overlap != 0;
+    args->step = (stage_step){c->slots, c->positions, view_ranges(&c->cu)};
+    args->origins = c->origins;
+    args->merged = c->merged;
+    args->state = view_on(&b->call->like, op_address(first_floats(c)), QUERN_F32, 2, floats);
+    args->state.strides[0] = STATE_STEP;
     args->proj = proj;
-    set(&args->bias_a, t->b_a);
-    set(&args->bias_b, t->b_b);
-    set(&args->prev_b, t->prev_b);
+    args->bias_a = op_known_view(t->b_a, false);
+    args->bias_b = op_known_view(t->b_b, false);
+    args->prev_b = op_known_view(t->prev_b, false);
     args->entry = dsv4_entry(&c->params, NULL, NULL);
-    set(&args->entry.norm_weight, t->norm_weight);
-    set(&args->entry.cos_sin, t->cos_sin);
-    set(&args->out, t->out);
-    set(&args->pooled, t->pooled);
+    args->entry.norm_weight = op_known_view(t->norm_weight, false);
+    args->entry.cos_sin = op_known_view(t->cos_sin, false);
+    args->out = op_known_view(t->out, false);
+    args->pooled = op_known_view(t->pooled, false);
+}
+
+/* What the states' headers say. */
+static void begin(const op_call *call, const op_frame *frame)
+{
+    const append_call *c = (const append_call *)call;
+    int64_t *slots = op_placed(c->slots.data, frame);
+    int32_t *positions = op_placed(c->positions.data, frame), *merged = op_placed(c->merged.data, frame),
+            *origins = op_placed(c->origins.data, frame), *cu = op_placed(c->cu.data, frame);
+    const float *first = first_floats(c);
+    cu[0] = 0;
+    for (int64_t b = 0; b < c->batch; b++) {
+        const pool_state *s = state_at(c->states, b);
+        slots[b] =
+            (int64_t)(((uintptr_t)pool_state_data(s) - (uintptr_t)first) / (STATE_STEP * sizeof *first));
+        positions[b] = (int32_t)s->position;
+        merged[b] = (int32_t)(s->position - s->held);
+        origins[b] = (int32_t)s->origin;
+        cu[b + 1] = (int32_t)(cu[b] + c->counts[b]);
+    }
 }
 
 static const char *const operations[] = {"dsv4_append"};
@@ -219,11 +254,12 @@ static const op_family family = {
     .call_size = sizeof(append_call),
     .program_at = offsetof(append_call, program),
     .build = build,
+    .begin = begin,
 };
 
 static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
                          quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
-                         const quern_dsv4_append_tensors *tensors, void *workspace, bool run, append_call *c)
+                         const quern_dsv4_append_tensors *tensors, bool run, append_call *c)
 {
     quern_exec how;
     quern_status status;
@@ -253,7 +289,7 @@ static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern
     if (head->backend == NULL) return error_status();
     c->batch = batch;
     c->states = states;
-    c->cu = (int64_t *)(void *)arena_on(workspace).base;
+    c->counts = counts;
     return op_program_build(head);
 }
 
@@ -285,7 +321,7 @@ quern_status quern_dsv4_append_workspace(quern_context *ctx, const quern_dsv4_co
                                          size_t *bytes)
 {
     append_call c;
-    const quern_status status = plan(ctx, NULL, params, states, counts, batch, tensors, NULL, false, &c);
+    const quern_status status = plan(ctx, NULL, params, states, counts, batch, tensors, false, &c);
     if (status != QUERN_OK) return status;
     if (bytes == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
@@ -300,14 +336,15 @@ quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec,
 {
     DEFAULT_FLOAT_STATE;
     append_call c;
-    quern_status status = plan(ctx, exec, params, states, counts, batch, tensors, workspace, true, &c);
+    quern_status status = plan(ctx, exec, params, states, counts, batch, tensors, true, &c);
     if (status != QUERN_OK || batch == 0 ||
         (status = view_check_workspace(workspace, workspace_bytes, c.head.bytes, c.t.out)) != QUERN_OK)
         return status;
-    c.cu[0] = 0;
-    for (int64_t b = 0; b < batch; b++) c.cu[b + 1] = c.cu[b] + counts[b];
     if ((status = check_data(&c.t)) != QUERN_OK) return status;
     const quern_exec how = QUERN_EXEC_INIT;
     const op_frame frame = op_frame_of(&c.head, &how, NULL, workspace);
-    return op_program_run(&c.head, &frame);
+    status = op_program_run(&c.head, &frame);
+    for (int64_t b = 0; b < batch && status == QUERN_OK; b++)
+        dsv4_state_advance((pool_state *)states[b], counts[b], c.t.prev_b != NULL);
+    return status;
 }

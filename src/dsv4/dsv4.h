@@ -8,6 +8,38 @@
 
 #include "stages/pool.h"
 
+#include <assert.h>
+
+/* What the host knows of one sequence that is pooled token by token; the floats of pool_append_args.state
+ * follow it. */
+typedef struct pool_state {
+    uint32_t magic, version;
+    uint64_t checksum; /* of a saved copy; else 0 */
+    int32_t ratio;
+    int16_t overlap, begun; /* begun: it has taken in a token or a block before it */
+    int64_t width;
+    int64_t ring;             /* rows that it can take back */
+    int64_t origin, position; /* of the first token, of the next one */
+    int64_t held;             /* rows in the ring that are not in the sums yet */
+} pool_state;
+static_assert(sizeof(pool_state) == 64, "a header is a line");
+
+static inline float *pool_state_data(const pool_state *s)
+{
+    return (float *)(uintptr_t)(s + 1);
+}
+
+static inline int64_t pool_floats_of(const pool_state *s)
+{
+    return pool_state_floats(s->overlap != 0, s->width, s->ring);
+}
+
+/* Entries that are whole before `position`. */
+static inline int64_t pool_state_entries(const pool_state *s, int64_t position)
+{
+    return (position - s->origin) / s->ratio;
+}
+
 enum { DSV4_WIDTH_MOST = 65536, DSV4_RATIO_MOST = 65536, DSV4_HEADS_MOST = 65536 };
 enum { DSV4_INDEX_WIDTH_MOST = 256, DSV4_TOP_K_MOST = 2048, DSV4_RING_MOST = 8 };
 /* The released models', and defaults. */
@@ -30,6 +62,8 @@ entry_format dsv4_entry_format(quern_dsv4_format format);
 entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,
                       const quern_tensor *cos_sin);
 
+/* Notes that an append has put tokens, and maybe a block before them, into a state's floats. */
+void dsv4_state_advance(pool_state *state, int64_t tokens, bool after_block);
 quern_status dsv4_state_check(const quern_dsv4_state *state, const char *name);
 /* Whether saved bytes are a state that began at position 0, stands at `position` and can take back `held`
  * tokens or more. */

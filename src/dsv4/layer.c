@@ -19,12 +19,12 @@ static void choose(op_build *b, const layer_parts *parts, int64_t batch, quern_t
     const quern_tensor keys = op_matrix(b, parts->x.dtype, batch * s[LS_S], s[LS_CI]),
                        q = op_matrix(b, parts->x.dtype, rows, s[LS_HICI]);
     const quern_tensor scores = layer_view(b, DL(idx_score));
-    const layer_keys by_batch = {.format = ENTRY_ROWS, .rows = layer_batches(&keys, batch)};
+    const quern_tensor by_batch = layer_batches(&keys, batch);
     *idx = op_matrix(b, QUERN_I32, rows, s[LS_K]);
     *count = op_matrix(b, QUERN_I32, rows, 1);
     layer_pool(b, OP_ADD(b, pool_forward), &parts->index, &keys, DL(indexer_bias), batch);
-    layer_make_index_q(b, &parts->index_q_in, &q, batch, 0);
-    layer_choose(b, &q, &by_batch, &parts->heads, batch, 0, idx, count, &scores);
+    layer_make_index_q(b, &parts->index_q_in, &q, batch, NULL);
+    layer_choose(b, &q, &by_batch, &parts->heads, idx, count, batch)->scores = scores;
     const quern_tensor q_by_head = layer_heads(&q, batch, s[LS_HI]);
     op_give(b, DL(idx_k), &keys);
     op_give(b, DL(idx_q), &q_by_head);
@@ -50,8 +50,8 @@ layer_states layer_compute(op_build *b, const layer_parts *parts, bool lse)
     layer_states states = {.batch = batch, .sinks = parts->sinks};
     states.q = op_matrix(b, dtype, rows, s[LS_HD]);
     states.kv = op_matrix(b, dtype, rows, s[LS_D]);
-    layer_make_q(b, &parts->q_in, &states.q, batch, 0);
-    layer_make_kv(b, &parts->kv_in, &states.kv, batch, 0);
+    layer_make_q(b, &parts->q_in, &states.q, batch, NULL);
+    layer_make_kv(b, &parts->kv_in, &states.kv, batch, NULL);
     if (parts->main.ndim > 0) {
         states.entries = op_matrix(b, dtype, batch * s[LS_S], s[LS_D]);
         layer_pool(b, OP_ADD(b, pool_forward), &parts->main, &states.entries, DL(compressor_bias), batch);
@@ -64,7 +64,7 @@ layer_states layer_compute(op_build *b, const layer_parts *parts, bool lse)
     }
     const attend_mqa_args core = layer_states_core(b, &states);
     const quern_tensor unrotated = layer_view(b, DL(core));
-    layer_attend(b, &core, &states.core, &unrotated);
+    layer_attend(b, &core, NULL, &unrotated);
     return states;
 }
 
@@ -72,11 +72,7 @@ attend_mqa_args layer_states_core(const op_build *b, const layer_states *states)
 {
     const quern_tensor kv = layer_batches(&states->kv, states->batch),
                        entries = layer_batches(&states->entries, states->batch);
-    attend_mqa_args core =
-        layer_core(b, &states->sinks, &states->q, &kv, &entries, &states->idx, &states->count, 0);
-    core.o = layer_heads(&states->core, states->batch, b->call->symbol[LS_H]);
-    core.lse = states->lse;
-    return core;
+    return layer_core(b, states, &kv, &entries);
 }
 
 static void build_forward(op_build *b)

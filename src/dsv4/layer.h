@@ -103,13 +103,32 @@ typedef struct layer_whole_call {
     _Alignas(op_step) char program[LAYER_PROGRAM_BYTES];
 } layer_whole_call;
 
-/* A call of dsv4_layer_decode_family, in pieces: of one step, but that of the first output projection. What
- * the caller's structs do not say stands behind what is cleared when the call begins. */
-enum { LAYER_PIECE_BYTES = sizeof(op_step) + sizeof(op_args) };
+/* What the cache's books say of a step, in the workspace. */
+typedef struct layer_step {
+    quern_tensor slots, copies;          /* i64 [B]: rows of the cache's states, and of copies of them */
+    quern_tensor positions, merged[2];   /* i32 [B]; merged: of the compressor's, the indexer's state */
+    quern_tensor cu, cu_raw;             /* i32 [B + 1]: tokens; raw rows, old ones before new ones */
+    quern_tensor at;                     /* i32 [T]: the tokens' positions */
+    quern_tensor raw_slots, entry_slots; /* i64 [T], [S]: of the new rows among the raw ones, in the cache */
+    quern_tensor table;                  /* i32 [B, columns]: pages of entries and keys */
+    /* i64 [B, 3]: runs of raw rows from the cache and back, of states to their copies and back */
+    quern_tensor old, kept, copied, returned;
+} layer_step;
+
+/* A call of dsv4_layer_decode_family; CSA with weights in FP8 or NVFP4 has most steps. What the caller's
+ * structs do not say stands behind what is cleared when the call begins. */
+enum {
+    LAYER_DECODE_BYTES = 15 * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES + 9 * OP_STEP_BYTES(permute) +
+                         5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
+                         6 * OP_STEP_BYTES(copy_rows) + 3 * OP_STEP_BYTES(store_rows) +
+                         2 * OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) + OP_STEP_BYTES(attend_mqa) +
+                         3 * sizeof(int64_t) /* by which views of a product move */
+};
 typedef struct layer_decode_call {
     dsv4_layer_call call;
-    _Alignas(op_step) char program[LAYER_PIECE_BYTES];
+    _Alignas(op_step) char program[LAYER_DECODE_BYTES];
     layer_batch batch;
+    layer_step step;
 } layer_decode_call;
 
 static inline const layer_batch *layer_batch_of(const op_call *call)
@@ -153,13 +172,14 @@ typedef struct layer_parts {
 /* Converts [batch, rows, heads, width] to another dtype. */
 void layer_change(op_build *b, const quern_tensor *from, const quern_tensor *to);
 layer_parts layer_project(op_build *b);
-/* Norm and rotation of rows of tokens from `position` on: of heads, of raw rows, of the indexer's queries. */
+/* Norm and rotation of rows of tokens: of heads, of raw rows, of the indexer's queries. `at`: their
+ * positions, as in norm_rope_args; NULL: sequences begin at 0. */
 void layer_make_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                  int64_t position);
+                  const quern_tensor *at);
 void layer_make_kv(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                   int64_t position);
+                   const quern_tensor *at);
 void layer_make_index_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                        int64_t position);
+                        const quern_tensor *at);
 /* The biases of a compressor's series, [r, width] each; where there is none, or no second one as in HCA,
  * the view stays absent. */
 void layer_biases(const quern_tensor *bias, int64_t width, quern_tensor *a, quern_tensor *second);
@@ -168,23 +188,25 @@ entry_args layer_entry(const op_build *b, int32_t first);
 /* Fills the arguments of a step that makes entries of whole sequences. */
 void layer_pool(const op_build *b, pool_args *args, const quern_tensor *proj, const quern_tensor *out,
                 int32_t first, int64_t batch);
-/* The keys of the indexer: [batch, S, C_I] or bytes; or a pool with i32 table [batch, columns]. */
-typedef struct layer_keys {
-    entry_format format;
-    int64_t page;
-    quern_tensor rows, table;
-} layer_keys;
-/* The indexer on queries at `position`; scores may be absent. */
-void layer_choose(op_build *b, const quern_tensor *q, const layer_keys *keys, const quern_tensor *heads,
-                  int64_t batch, int64_t position, const quern_tensor *idx, const quern_tensor *count,
-                  const quern_tensor *scores);
-/* The core's arguments; kv [batch, N, D], entries [batch, S, D], idx, count and sinks may be absent. */
-attend_mqa_args layer_core(const op_build *b, const quern_tensor *sinks, const quern_tensor *q,
-                           const quern_tensor *kv, const quern_tensor *entries, const quern_tensor *idx,
-                           const quern_tensor *count, int64_t position);
-/* The core to `core` [rows, H D], rotated back, and where it is wanted to `unrotated` [batch, T, H, D]: its
- * rows before that, from which the others then have the same bits. */
-void layer_attend(op_build *b, const attend_mqa_args *args, const quern_tensor *core,
+/* The indexer on queries from position 0 on, which the caller may change. keys: as the stage takes them. */
+indexer_args *layer_choose(op_build *b, const quern_tensor *q, const quern_tensor *keys,
+                           const quern_tensor *heads, const quern_tensor *idx, const quern_tensor *count,
+                           int64_t batch);
+
+/* What the core reads and makes. */
+typedef struct layer_states {
+    int64_t batch;               /* 1: a decoding call's tokens are a varlen batch */
+    quern_tensor q, kv, entries; /* [rows, H D] [rows, D] [batch S, D] */
+    quern_tensor idx, count;     /* [rows, k] [rows, 1], or absent */
+    quern_tensor core, lse;      /* [rows, H D] rotated back; [batch, H, T] or absent */
+    quern_tensor sinks;
+} layer_states;
+/* The core's arguments; kv [batch, N, D], entries as the stage takes them. */
+attend_mqa_args layer_core(const op_build *b, const layer_states *states, const quern_tensor *kv,
+                           const quern_tensor *entries);
+/* The core, rotated back, and where it is wanted to `unrotated` [batch, T, H, D]: its rows before that,
+ * from which the others then have the same bits. `at` as above. */
+void layer_attend(op_build *b, const attend_mqa_args *args, const quern_tensor *at,
                   const quern_tensor *unrotated);
 /* Both output projections of [rows, H D]. Returns the first's result [rows, G o_lora]. */
 quern_tensor layer_project_groups(op_build *b, const quern_tensor *core);
@@ -192,26 +214,19 @@ void layer_project_out(op_build *b, const quern_tensor *o_a_out);
 
 /* ---- calls ---- */
 
-/* What the core of whole sequences reads and makes. */
-typedef struct layer_states {
-    int64_t batch;
-    quern_tensor q, kv, entries; /* [rows, H D] [rows, D] [batch S, D] */
-    quern_tensor idx, count;     /* [rows, k] [rows, 1] */
-    quern_tensor core, lse;      /* [rows, H D] rotated back; [batch, H, T] or absent */
-    quern_tensor sinks;
-} layer_states;
-
 /* In layer.c. */
 layer_states layer_compute(op_build *b, const layer_parts *parts, bool lse);
 attend_mqa_args layer_states_core(const op_build *b, const layer_states *states);
 void layer_build(op_build *b);          /* layer.c */
 void layer_build_backward(op_build *b); /* layer_backward.c */
-void layer_build_decode(op_build *b);   /* layer_decode.c */
+/* layer_decode.c */
+void layer_build_decode(op_build *b);
+void layer_begin_decode(const op_call *call, const op_frame *frame);
 
 /* ---- caches ---- */
 
-/* In layer_cache.c. Checks a decoding call's ids and counts; sets the sums of tokens and of the entries that
- * become whole, and the entries and tokens of the longest sequence. */
+/* In layer_cache.c. Checks a decoding call's ids and counts; sets the sums of tokens and of the entries
+ * that become whole, and the entries and tokens of the longest sequence. */
 quern_status layer_check_batch(const layer_batch *d, int64_t *tokens, int64_t *entries, int64_t *most,
                                int64_t *last);
 /* Whether a pointer is a cache. */

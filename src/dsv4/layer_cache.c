@@ -110,7 +110,7 @@ static bool add_aligned(size_t *bytes, size_t *at, int64_t count, size_t each)
     return add(bytes, count, each);
 }
 
-/* The areas of rows: those of a sequence next to each other, or with pages one after the other. */
+/* The areas of rows, one after the other. */
 static bool lay_out_rows(cache_layout *l)
 {
     const quern_dsv4_layer_cache_params *p = &l->header.params;
@@ -119,17 +119,13 @@ static bool lay_out_rows(cache_layout *l)
     plane[LAYER_RAW] = plane_of(p->format, p->dtype, p->dim);
     if (p->ratio > 0) plane[LAYER_ENTRIES] = plane[LAYER_RAW];
     if (p->index_dim > 0) plane[LAYER_KEYS] = plane_of(p->key_format, p->dtype, p->index_dim);
-    size_t sequence = 0, unused;
     bool fits = true;
     for (int i = 0; i < LAYER_AREAS; i++) {
         plane[i].paged = p->page > 0 && i != LAYER_RAW;
-        if (!plane[i].paged) fits = fits && add_aligned(&sequence, &l->area_at[i], counts[i], plane[i].row);
-    }
-    fits = fits && add_aligned(&sequence, &unused, 0, 0) && add(&l->rows, p->sequences, sequence);
-    for (int i = 0; i < LAYER_AREAS; i++) {
-        plane[i].sequence = sequence;
-        if (plane[i].paged)
-            fits = fits && add_aligned(&l->rows, &l->area_at[i], p->pages, (size_t)p->page * plane[i].row);
+        plane[i].sequence = (size_t)counts[i] * plane[i].row;
+        fits = fits && (plane[i].paged
+                            ? add_aligned(&l->rows, &l->area_at[i], p->pages, (size_t)p->page * plane[i].row)
+                            : add_aligned(&l->rows, &l->area_at[i], p->sequences, plane[i].sequence));
     }
     return fits && add(&l->rows, 1, ARENA_ALIGN - 1);
 }
@@ -164,6 +160,8 @@ static quern_status lay_out(const quern_dsv4_layer_cache_params *given, cache_la
     if (status == QUERN_OK && p->index_dim > 0)
         status = quern_dsv4_state_size(&c, p->index_dim, p->ring, &h->state_bytes[1]);
     if (status != QUERN_OK) return status;
+    for (int i = 0; i < 2; i++) /* states are rows of a matrix */
+        h->state_bytes[i] = (h->state_bytes[i] + ARENA_ALIGN - 1) & ~(size_t)(ARENA_ALIGN - 1);
     if (!lay_out_rows(l) || !lay_out_memory(l) || l->memory > PTRDIFF_MAX || l->rows > PTRDIFF_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "%lld sequences of %lld tokens, %lld pages: caches below 2^63 bytes are accepted",

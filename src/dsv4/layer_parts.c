@@ -117,13 +117,12 @@ static quern_tensor f32_sinks(op_build *b)
     return view_on(&to, to.data, QUERN_F32, 1, &heads);
 }
 
-/* Rotates rows of `heads` heads, from `position` on. Before that it norms them where `norm` is set, by a
- * weight or OP_NONE. */
+/* Rotates rows of `heads` heads. Before that it norms them where `norm` is set, by a weight or OP_NONE. */
 static void add_rows(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                     int64_t heads, int64_t position, bool norm, int32_t weight)
+                     int64_t heads, const quern_tensor *at, bool norm, int32_t weight)
 {
     norm_rope_args *args = OP_ADD(b, norm_rope_forward);
-    args->position = position;
+    if (at != NULL) args->positions = *at;
     args->norm = norm;
     args->eps = layer_params(b)->eps;
     args->x = layer_heads(in, batch, heads);
@@ -133,21 +132,21 @@ static void add_rows(op_build *b, const quern_tensor *in, const quern_tensor *ou
 }
 
 void layer_make_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                  int64_t position)
+                  const quern_tensor *at)
 {
-    add_rows(b, in, out, batch, b->call->symbol[LS_H], position, true, OP_NONE);
+    add_rows(b, in, out, batch, b->call->symbol[LS_H], at, true, OP_NONE);
 }
 
 void layer_make_kv(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                   int64_t position)
+                   const quern_tensor *at)
 {
-    add_rows(b, in, out, batch, 1, position, true, DL(kv_norm));
+    add_rows(b, in, out, batch, 1, at, true, DL(kv_norm));
 }
 
 void layer_make_index_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                        int64_t position)
+                        const quern_tensor *at)
 {
-    add_rows(b, in, out, batch, b->call->symbol[LS_HI], position, false, OP_NONE);
+    add_rows(b, in, out, batch, b->call->symbol[LS_HI], at, false, OP_NONE);
 }
 
 layer_parts layer_project(op_build *b)
@@ -204,64 +203,57 @@ void layer_pool(const op_build *b, pool_args *args, const quern_tensor *proj, co
     layer_biases(&bias, args->width, &args->bias_a, &args->bias_b);
 }
 
-void layer_choose(op_build *b, const quern_tensor *q, const layer_keys *keys, const quern_tensor *heads,
-                  int64_t batch, int64_t position, const quern_tensor *idx, const quern_tensor *count,
-                  const quern_tensor *scores)
+indexer_args *layer_choose(op_build *b, const quern_tensor *q, const quern_tensor *keys,
+                           const quern_tensor *heads, const quern_tensor *idx, const quern_tensor *count,
+                           int64_t batch)
 {
     const int64_t *s = b->call->symbol;
     indexer_args *args = OP_ADD(b, indexer);
     *args = (indexer_args){.ratio = s[LS_R],
-                           .position = position,
                            .scale = (float)(1.0 / sqrt((double)s[LS_CI] * (double)s[LS_HI])),
                            .q = layer_heads(q, batch, s[LS_HI]),
-                           .page = keys->page,
-                           .format = keys->format,
-                           .table = keys->table,
-                           .keys = keys->rows,
+                           .keys = *keys,
                            .w = layer_batches(heads, batch),
                            .idx = layer_batches(idx, batch),
-                           .count = layer_batches(count, batch),
-                           .scores = *scores};
+                           .count = layer_batches(count, batch)};
     args->count.ndim = 2;
+    return args;
 }
 
-attend_mqa_args layer_core(const op_build *b, const quern_tensor *sinks, const quern_tensor *q,
-                           const quern_tensor *kv, const quern_tensor *entries, const quern_tensor *idx,
-                           const quern_tensor *count, int64_t position)
+attend_mqa_args layer_core(const op_build *b, const layer_states *states, const quern_tensor *kv,
+                           const quern_tensor *entries)
 {
-    const int64_t *s = b->call->symbol, batch = kv->shape[0];
+    const int64_t *s = b->call->symbol, batch = states->batch;
     attend_mqa_args args = {.window = layer_params(b)->window,
                             .ratio = entries->ndim > 0 ? s[LS_R] : 1,
-                            .position = position,
                             .scale = 1.0f / sqrtf((float)s[LS_D]),
-                            .q = layer_heads(q, batch, s[LS_H]),
+                            .q = layer_heads(&states->q, batch, s[LS_H]),
                             .kv = *kv,
                             .entries = *entries,
-                            .list = layer_batches(idx, batch),
-                            .count = layer_batches(count, batch),
-                            .sink = *sinks,
-                            .cos_sin = layer_view(b, DL(cos_sin))};
+                            .list = layer_batches(&states->idx, batch),
+                            .count = layer_batches(&states->count, batch),
+                            .sink = states->sinks,
+                            .cos_sin = layer_view(b, DL(cos_sin)),
+                            .o = layer_heads(&states->core, batch, s[LS_H]),
+                            .lse = states->lse};
     args.seqs = (stage_seqs){.batch = batch, .n_q = args.q.shape[1], .n_kv = kv->shape[1]};
     if (args.count.ndim > 0) args.count.ndim = 2;
     return args;
 }
 
-void layer_attend(op_build *b, const attend_mqa_args *args, const quern_tensor *core,
+void layer_attend(op_build *b, const attend_mqa_args *args, const quern_tensor *at,
                   const quern_tensor *unrotated)
 {
-    const int64_t batch = args->q.shape[0], heads = b->call->symbol[LS_H];
-    const quern_tensor to = layer_heads(core, batch, heads);
     attend_mqa_args *now = OP_ADD(b, attend_mqa_forward);
     *now = *args;
-    now->o = to;
     if (unrotated->ndim == 0) return;
-    const quern_tensor rows = op_matrix(b, QUERN_F32, core->shape[0], core->shape[1]),
-                       from = layer_heads(&rows, batch, heads);
+    const quern_tensor from = op_room(b, QUERN_F32, 4, args->o.shape);
     now->o = from;
     now->cos_sin = (quern_tensor){0};
     layer_change(b, &from, unrotated);
-    *OP_ADD(b, norm_rope_forward) = (norm_rope_args){
-        .position = args->position, .inverse = true, .x = from, .cos_sin = args->cos_sin, .out = to};
+    norm_rope_args *rotate = OP_ADD(b, norm_rope_forward);
+    *rotate = (norm_rope_args){.inverse = true, .x = from, .cos_sin = args->cos_sin, .out = args->o};
+    if (at != NULL) rotate->positions = *at;
 }
 
 quern_tensor layer_project_groups(op_build *b, const quern_tensor *core)

@@ -384,5 +384,5 @@ const op_family dsv4_layer_decode_family = {
     .call_size = offsetof(layer_decode_call, batch),
     .program_at = offsetof(layer_decode_call, program),
     .build = layer_build_decode,
-    .in_pieces = true,
+    .begin = layer_begin_decode,
 };

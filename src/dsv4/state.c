@@ -39,7 +39,7 @@ static quern_status header_of(const quern_dsv4_compress_params *params, int64_t 
 
 static size_t packed_bytes(const pool_state *header)
 {
-    return sizeof *header + (size_t)pool_state_floats(header) * sizeof(float);
+    return sizeof *header + (size_t)pool_floats_of(header) * sizeof(float);
 }
 
 /* The aligned state in the caller's memory; NULL, with the error set, if the memory is NULL or too small. */
@@ -51,6 +51,13 @@ static pool_state *place(const pool_state *header, void *memory, size_t bytes)
         error_set(QUERN_ERR_WORKSPACE, "memory has %zu bytes: at least %zu are accepted", bytes, needed);
     else return (pool_state *)(((uintptr_t)memory + STATE_ALIGN - 1) & ~(uintptr_t)(STATE_ALIGN - 1));
     return NULL;
+}
+
+void dsv4_state_advance(pool_state *state, int64_t tokens, bool after_block)
+{
+    state->position += tokens;
+    state->held = state->held + tokens < state->ring ? state->held + tokens : state->ring;
+    if (tokens > 0 || after_block) state->begun = 1;
 }
 
 quern_status dsv4_state_check(const quern_dsv4_state *state, const char *name)
@@ -87,8 +94,9 @@ quern_status quern_dsv4_state_create(const quern_dsv4_compress_params *params, i
     if (at == NULL) return error_status();
     *at = header;
     float *data = pool_state_data(at);
-    memset(data, 0, (size_t)pool_state_floats(at) * sizeof *data);
-    for (int64_t i = 0; i < pool_state_sums(at); i += 3 * width) /* the largest logit of each accumulator */
+    memset(data, 0, (size_t)pool_floats_of(at) * sizeof *data);
+    for (int64_t i = 0; i < pool_sums_floats(at->overlap != 0, width);
+         i += 3 * width) /* the largest logit of each accumulator */
         for (int64_t c = 0; c < width; c++) data[i + c] = -INFINITY;
     *state = (quern_dsv4_state *)at;
     return QUERN_OK;

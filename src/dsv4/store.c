@@ -86,7 +86,6 @@ static void build(op_build *b)
     const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
     *OP_ADD(b, store_rows) = (store_rows_args){.format = dsv4_entry_format(p->format),
                                                .page = p->page,
-                                               .name = "x",
                                                .x = op_view(call, DT(x), false),
                                                .slots = op_view(call, DT(slots), false),
                                                .cache = op_view(call, DT(cache), false)};

@@ -176,6 +176,7 @@ static const op_family family = {
     .call_size = sizeof(decode_call),
     .program_at = offsetof(decode_call, program),
     .build = build,
+    .begin = cache_write_step,
 };
 
 static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
@@ -217,5 +218,5 @@ quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const 
     decode_call c;
     quern_status status = plan(ctx, exec, params, cache, batch, tensors, true, &c);
     if (status == QUERN_OK) status = cache_check_run(&c.call, workspace, workspace_bytes);
-    return status == QUERN_OK ? cache_run(&c.call, workspace, NULL) : status;
+    return status == QUERN_OK ? cache_run(&c.call, workspace) : status;
 }

@@ -1,18 +1,19 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_mqa.h - the arguments of the stage in which all query heads share one row per key, which is key and
- * value at once.
+ * attend_mqa.h - the arguments of the stage in which all query heads share one row per key, which is key
+ * and value at once.
  *
  * A query's keys are the raw rows of its window and, of the entries that stand for `ratio` tokens each, the
  * visible ones: all, or those of its list. The i-th query of a sequence of n stands at `position` + i, the
- * j-th of m raw rows at `position` + n - m + j; entry s is visible from position (s + 1) ratio - 1 on. Varlen
- * batches ([1, T, ..], seqs.cu_q): position is 0, raw rows are the queries' own, and a sequence of n has n /
- * ratio entries, sequence after sequence.
+ * j-th of m raw rows at `position` + n - m + j; entry s is visible from position (s + 1) ratio - 1 on.
+ * Varlen batches ([1, T, ..], seqs.cu_q): without `positions` position is 0; raw rows are those of
+ * seqs.cu_kv or, where that is absent, the queries' own; without a table a sequence of n has n / ratio
+ * entries, sequence after sequence.
  *
- * Pages: row i of sequence b stands in slot i % page of page table[b, i / page] of a pool [pages, page, D],
- * or as bytes [pages, page row bytes], all slots' data before all slots' scales. Raw rows with a table are
- * numbered by position from 0 on. Raw rows or entries without a table are contiguous.
+ * Pages: row i of sequence b stands in slot i % page of page table[b, i / page] of a pool [pages, page, D
+ * or bytes], or as bytes [pages, page row bytes], all slots' data before all slots' scales. Raw rows with a
+ * table are numbered by position from 0 on. Raw rows or entries without a table are contiguous.
  */
 #ifndef QUERN_STAGES_ATTEND_MQA_H
 #define QUERN_STAGES_ATTEND_MQA_H

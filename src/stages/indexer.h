@@ -1,14 +1,18 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * indexer.h - the arguments of the stage that scores a query against all entries it sees and keeps the best:
+ * indexer.h - the arguments of the stage that scores a query against all entries it sees and keeps the
+ * best:
  *
  *   score[t,s] = scale sum_h w[t,h] max(0, q[t,h] . key[s]),   s < (position of t + 1) / ratio
  *
  * The scores go into the choice as they come; they are stored only where `scores` is present.
  *
- * Pages: entry s of sequence b stands in slot s % page of page table[b, s / page] of a pool [pages, page, C],
- * or as bytes [pages, page row bytes], all slots' data before all slots' scales.
+ * Varlen batches, [1, T, ..] by `cu`, have positions and pages. Scores past a sequence's entries then stay
+ * as they are.
+ *
+ * Pages: entry s of sequence b stands in slot s % page of page table[b, s / page] of a pool [pages, page, C
+ * or bytes], or as bytes [pages, page row bytes], all slots' data before all slots' scales.
  */
 #ifndef QUERN_STAGES_INDEXER_H
 #define QUERN_STAGES_INDEXER_H
@@ -21,6 +25,7 @@ typedef struct indexer_args {
     int64_t page;            /* slots of a page; 0: keys are contiguous */
     entry_format format;     /* of keys: ENTRY_ROWS, or bytes */
     float scale;
+    quern_tensor cu;         /* i32 [B + 1]: a varlen batch; or absent */
     quern_tensor positions;  /* i32 [B] in place of position, or absent */
     quern_tensor table;      /* i32 [B, columns], with pages */
     quern_tensor q, keys, w; /* [B,T,H,C], [B,S,C or bytes], [B,T,H] */
@@ -29,7 +34,7 @@ typedef struct indexer_args {
 } indexer_args;
 STAGE_DECLARE(indexer);
 #define INDEXER_TENSORS(IN, OUT, GRAD)                                                                       \
-    IN(positions) IN(table) IN(q) IN(keys) IN(w) OUT(idx) OUT(count) OUT(scores)
+    IN(cu) IN(positions) IN(table) IN(q) IN(keys) IN(w) OUT(idx) OUT(count) OUT(scores)
 #define INDEXER_VALUES(F) F(ratio) F(position) F(page) F(format) F(scale)
 
 #endif

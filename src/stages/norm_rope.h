@@ -10,10 +10,10 @@
 #include "stages/stage.h"
 
 typedef struct norm_rope_args {
-    int64_t position; /* of token 0 of every sequence */
-    bool norm;        /* divide by the root of mean square + eps */
-    bool inverse;     /* rotate back */
+    bool norm;    /* divide by the root of mean square + eps */
+    bool inverse; /* rotate back */
     float eps;
+    quern_tensor positions; /* i32 [T], where B is 1: of its tokens. Absent: sequences begin at 0 */
     quern_tensor x;       /* [B, T, H, C] */
     quern_tensor weight;  /* [C], or absent: 1; with norm */
     quern_tensor cos_sin; /* [P, R], or absent: no rotation */
@@ -23,7 +23,7 @@ typedef struct norm_rope_args {
 } norm_rope_args;
 STAGE_DECLARE(norm_rope);
 #define NORM_ROPE_TENSORS(IN, OUT, GRAD)                                                                     \
-    IN(x) IN(weight) IN(cos_sin) OUT(out) IN(d_out) GRAD(d_x) GRAD(d_weight)
-#define NORM_ROPE_VALUES(F) F(position) F(norm) F(inverse) F(eps)
+    IN(positions) IN(x) IN(weight) IN(cos_sin) OUT(out) IN(d_out) GRAD(d_x) GRAD(d_weight)
+#define NORM_ROPE_VALUES(F) F(norm) F(inverse) F(eps)
 
 #endif

@@ -5,15 +5,13 @@
  * channel by channel, then norm, rotation and format of the pooled row.
  *
  * A token's projection is [value, logit] (one series) or [value a, logit a, value b, logit b], each `width`
- * columns. Series a counts in the token's own block, series b (`overlap`) in the next block. Views of varlen
- * batches are [1, T, ..]; an absent view has ndim 0.
+ * columns. Series a counts in the token's own block, series b (`overlap`) in the next block. Views of
+ * varlen batches are [1, T, ..]; an absent view has ndim 0.
  */
 #ifndef QUERN_STAGES_POOL_H
 #define QUERN_STAGES_POOL_H
 
-#include "stages/stage.h"
-
-#include <assert.h>
+#include "stages/step.h"
 
 /* How an entry is stored; all but ROWS are bytes. */
 typedef enum entry_format {
@@ -84,61 +82,47 @@ STAGE_DECLARE(pool);
     F(start_token)                                                                                           \
     F(start_position) F(blocks) F(continued) F(followed) ENTRY_VALUES(F) F(accumulate) F(accumulate_x)
 
-/* The state of one sequence that is pooled token by token: a header, then floats. */
-typedef struct pool_state {
-    uint32_t magic, version;
-    uint64_t checksum; /* of a saved copy; else 0 */
-    int32_t ratio;
-    int16_t overlap, begun; /* begun: it has taken in a token or a block before it */
-    int64_t width;
-    int64_t ring;             /* rows that it can take back */
-    int64_t origin, position; /* of the first token, of the next one */
-    int64_t held;             /* rows in the ring that are not in the accumulators yet */
-} pool_state;
-static_assert(sizeof(pool_state) == 64, "a header is a line");
-
-/* Columns of a projected row, floats of the accumulators, and floats of both with the ring. */
-static inline int64_t pool_state_columns(const pool_state *s)
-{
-    return (s->overlap ? 4 : 2) * s->width;
-}
-
-static inline int64_t pool_state_sums(const pool_state *s)
-{
-    return (s->overlap ? 6 : 3) * s->width;
-}
-
-static inline int64_t pool_state_floats(const pool_state *s)
-{
-    return pool_state_sums(s) + s->ring * pool_state_columns(s);
-}
-
-static inline float *pool_state_data(const pool_state *s)
-{
-    return (float *)(uintptr_t)(s + 1);
-}
-
-/* Entries that are whole before `position`. */
-static inline int64_t pool_state_entries(const pool_state *s, int64_t position)
-{
-    return (position - s->origin) / s->ratio;
-}
-
-/* Appends tokens to states. Rows of sequence b in proj [T, columns] are cu[b] ... cu[b + 1] - 1 (host
- * memory). */
+/*
+ * Appends tokens to sequences that are pooled token by token. Row slots[b] of `state` is sequence b's: the
+ * sums of the open block (begun with series b of the block before), with overlap the sums of series b of
+ * the open block, and a ring of projected rows that can still be taken back, row q of the sequence in slot
+ * q mod ring. A sum is [3, width]: maximum, sum of weights, weighted sum. The sums hold the rows before
+ * merged[b], the ring those from there on.
+ */
 typedef struct pool_append_args {
-    int64_t batch;
-    pool_state *const *states;
-    const int64_t *cu;
+    int64_t ratio, width, ring;
+    bool overlap;
+    stage_step step;      /* rows of proj */
+    quern_tensor origins; /* i32 [B]: the position of a sequence's first token; absent: 0 */
+    quern_tensor merged;  /* i32 [B], updated */
+    quern_tensor state;   /* f32 [slots, pool_state_floats()], updated */
     quern_tensor proj, bias_a, bias_b;
-    quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of states that have not begun. Or absent */
+    quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of sequences without a row. Or absent */
     entry_args entry;
     /* rows of the entries that become whole, sequence after sequence; pooled may be absent */
     quern_tensor out, pooled;
 } pool_append_args;
 STAGE_DECLARE(pool_append);
 #define POOL_APPEND_TENSORS(IN, OUT, GRAD)                                                                   \
-    IN(proj) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) OUT(out) OUT(pooled)
-#define POOL_APPEND_VALUES(F) F(batch) F(states) F(cu) ENTRY_VALUES(F)
+    STAGE_STEP_TENSORS(IN)                                                                                   \
+    IN(origins)                                                                                              \
+    OUT(merged) OUT(state) IN(proj) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) OUT(out) OUT(pooled)
+#define POOL_APPEND_VALUES(F) F(ratio) F(width) F(ring) F(overlap) ENTRY_VALUES(F)
+
+/* Columns of a projected row, floats of the sums, and floats of both with the ring. */
+static inline int64_t pool_row_columns(bool overlap, int64_t width)
+{
+    return (overlap ? 4 : 2) * width;
+}
+
+static inline int64_t pool_sums_floats(bool overlap, int64_t width)
+{
+    return (overlap ? 6 : 3) * width;
+}
+
+static inline int64_t pool_state_floats(bool overlap, int64_t width, int64_t ring)
+{
+    return pool_sums_floats(overlap, width) + ring * pool_row_columns(overlap, width);
+}
 
 #endif

@@ -10,7 +10,8 @@
  * positions[b] on are rows[b, 0] ... rows[b, 1] - 1 of the call's tensors. A view of cu_seqlens [B + 1]
  * whose strides are both 1 is such rows. On the call's device. */
 typedef struct stage_step {
-    quern_tensor slots, positions; /* i32 [B] */
+    quern_tensor slots;            /* i32 or i64 [B] */
+    quern_tensor positions;        /* i32 [B] */
     quern_tensor rows;             /* i32 [B, 2] */
 } stage_step;
 #define STAGE_STEP_TENSORS(F) F(step.slots) F(step.positions) F(step.rows)

@@ -11,15 +11,13 @@ typedef struct store_rows_args {
     entry_format format;
     int64_t page;       /* slots of a page; 0: rows are contiguous */
     quern_tensor x;     /* [n, D] */
-    quern_tensor slots; /* i32 [n]: a row's number, or page * slots + slot; -1: the row is not stored. Or
-                           absent: `first` and the slots after it */
-    int64_t first;
-    const char *name;   /* of x, in errors */
-    quern_tensor cache; /* [rows, D or bytes]; [pages, page, D] or, as bytes, [pages, page row bytes]: data
+    quern_tensor
+        slots; /* i32 or i64 [n]: a row's number, or page * slots + slot; -1: the row is not stored */
+    quern_tensor cache; /* [rows, D or bytes]; [pages, page, D or bytes]; or [pages, page row bytes], data
                            before scales */
 } store_rows_args;
 STAGE_DECLARE(store_rows);
 #define STORE_ROWS_TENSORS(IN, OUT, GRAD) IN(x) IN(slots) OUT(cache)
-#define STORE_ROWS_VALUES(F) F(format) F(page) F(first) F(name)
+#define STORE_ROWS_VALUES(F) F(format) F(page)
 
 #endif

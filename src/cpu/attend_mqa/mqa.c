@@ -44,9 +44,12 @@ static row_place place_of(const mqa_plan *plan, const mqa_sequence *s, bool entr
         return (row_place){data, data + ROW584_DATA, step, step, INT64_MAX};
     }
     const int64_t slot = row % a->page,
-                  page = ((const int32_t *)table->data)[s->view_b * table->strides[0] + row / a->page];
+                  page = ((const int32_t *)table->data)[s->b * table->strides[0] + row / a->page];
     const char *base = (const char *)t->data + page * t->strides[0] * size;
-    if (a->format == ENTRY_ROWS) return (row_place){base + slot * step, NULL, step, 0, a->page - slot};
+    if (t->ndim == 3) {
+        const char *data = base + slot * step;
+        return (row_place){data, data + ROW584_DATA, step, step, a->page - slot};
+    }
     return (row_place){base + slot * ROW584_DATA, base + a->page * ROW584_DATA + slot * ROW584_SCALES,
                        ROW584_DATA, ROW584_SCALES, a->page - slot};
 }

@@ -27,7 +27,8 @@ enum {
 
 /* One sequence of the call: its rows in the views, and its first query. */
 typedef struct mqa_sequence {
-    int64_t view_b, query0, queries, raw0, raw, entry0, entries, position;
+    int64_t b, view_b; /* its number, and that in the views: 0 in varlen batches */
+    int64_t query0, queries, raw0, raw, entry0, entries, position;
 } mqa_sequence; /* raw0, entry0 are 0 with pages */
 
 /* The first entry and task of each sequence: [batch + 1]. Rows of a fixed-length batch start at 0. */

@@ -62,21 +62,27 @@ int64_t mqa_starts_fill(const mqa_plan *plan, int64_t queries, mqa_starts *start
 mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int64_t b)
 {
     const attend_mqa_args *a = plan->args;
-    const int32_t *cu = a->seqs.cu_q.data;
-    const bool entries = is_present(&a->entries);
+    const int32_t *cu = a->seqs.cu_q.data, *cu_kv = a->seqs.cu_kv.data;
+    mqa_sequence s = {.b = b, .position = cu == NULL ? a->position : 0};
+    if (is_present(&a->positions)) s.position = ((const int32_t *)a->positions.data)[b];
     if (cu == NULL) {
-        const int64_t position =
-                          is_present(&a->positions) ? ((const int32_t *)a->positions.data)[b] : a->position,
-                      tokens = position + a->seqs.n_q;
-        const int64_t most = !entries                        ? 0
-                             : is_present(&a->entries_table) ? tokens / a->ratio
-                                                             : a->entries.shape[1],
-                      raw = is_present(&a->kv_table) ? tokens : a->seqs.n_kv;
-        return (mqa_sequence){b, 0, a->seqs.n_q, 0, raw, 0, most, position};
+        s.view_b = b;
+        s.queries = a->seqs.n_q;
+        s.raw = a->seqs.n_kv;
+        s.entries = is_present(&a->entries) ? a->entries.shape[1] : 0;
+    } else {
+        s.query0 = s.raw0 = cu[b];
+        s.queries = s.raw = cu[b + 1] - cu[b];
+        s.entry0 = starts->entry[b];
+        s.entries = is_present(&a->entries) ? starts->entry[b + 1] - starts->entry[b] : 0;
     }
-    const int64_t n = cu[b + 1] - cu[b];
-    return (mqa_sequence){
-        0, cu[b], n, cu[b], n, starts->entry[b], entries ? starts->entry[b + 1] - starts->entry[b] : 0, 0};
+    if (cu_kv != NULL) {
+        s.raw0 = cu_kv[b];
+        s.raw = cu_kv[b + 1] - cu_kv[b];
+    }
+    if (is_present(&a->kv_table)) s.raw = s.position + s.queries;
+    if (is_present(&a->entries_table)) s.entries = (s.position + s.queries) / a->ratio;
+    return s;
 }
 
 int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_t task)

@@ -44,7 +44,10 @@ static key_place place_of(const key_panel *p, int64_t b, int64_t key)
     const int64_t slot = key % a->page,
                   page = ((const int32_t *)a->table.data)[b * a->table.strides[0] + key / a->page];
     const char *base = (const char *)t->data + page * t->strides[0] * size;
-    if (a->format == ENTRY_ROWS) return (key_place){base + slot * t->strides[1] * size, NULL, a->page - slot};
+    if (t->ndim == 3) {
+        const char *row = base + slot * t->strides[1] * size;
+        return (key_place){row, row + data, a->page - slot};
+    }
     const int64_t scales = t->shape[1] / a->page - data;
     return (key_place){base + slot * data, base + a->page * data + slot * scales, a->page - slot};
 }
@@ -91,10 +94,15 @@ int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key)
     int64_t bad = 0;
     while (bad < p->width / FP4_BLOCK && exponent[bad] != E8M0_NAN) bad++;
     if (bad == p->width / FP4_BLOCK) return -1;
-    const bool pages = a->page > 0;
-    const int64_t row = pages ? ((const int32_t *)a->table.data)[b * a->table.strides[0] + key / a->page]
-                              : b * t->shape[1] + key,
-                  at = pages ? row * t->strides[0] : b * t->strides[0] + key * t->strides[1];
+    const bool pages = a->page > 0,
+               inside = t->ndim == 3; /* a row is an element of the pages or of all keys */
+    const int64_t page =
+        pages ? ((const int32_t *)a->table.data)[b * a->table.strides[0] + key / a->page] : b;
+    const int64_t slot = !inside ? 0
+                         : pages ? key % a->page
+                                 : key,
+                  row = inside ? page * t->shape[1] + slot : page,
+                  at = page * t->strides[0] + (inside ? slot * t->strides[1] : 0);
     return row * t->shape[t->ndim - 1] + (exponent + bad - (const uint8_t *)t->data - at);
 }
 
@@ -140,9 +148,7 @@ key_bytes key_panel_bytes(const key_panel *p, int64_t b, int64_t first, int64_t 
 {
     const quern_tensor *t = &p->args->keys;
     const int64_t row = (int64_t)row_bytes(p),
-                  step = p->args->page == 0 || p->args->format == ENTRY_ROWS
-                             ? t->strides[1] * (int64_t)quern_dtype_size(t->dtype)
-                             : row;
+                  step = t->ndim == 3 ? t->strides[1] * (int64_t)quern_dtype_size(t->dtype) : row;
     if (n <= 0 || step > 2 * row) return (key_bytes){NULL, 0};
     const key_place place = place_of(p, b, first);
     return (key_bytes){place.data, (n < place.left ? n : place.left) * step};

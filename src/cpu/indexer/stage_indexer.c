@@ -31,12 +31,17 @@ typedef struct indexer_scratch {
     indexer_best best[TASK_QUERIES];
 } indexer_scratch;
 
+/* A sequence's queries in the views. */
+typedef struct indexer_sequence {
+    int64_t b, view_b, query0, queries;
+} indexer_sequence;
+
 typedef struct indexer_job {
     const indexer_args *args;
     const indexer_kernels *kernels;
     const attention_kernels *packing;
     bool bf16;
-    int64_t queries, heads, width, entries, k, room;
+    int64_t batch, queries, heads, width, entries, k, room; /* queries: the most of a sequence */
     int64_t blocks, ranges;                /* tasks of a sequence: blocks times ranges of entries */
     indexer_scratch *scratch;              /* one a thread */
     int32_t *partial_rank, *partial_index; /* [B][T][ranges][k], where there are several */
@@ -76,6 +81,7 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
                        .packing = attention_kernels_for(exec->cpu_level)};
     const quern_tensor *q = &args->q;
     job.bf16 = by_bf16(job.kernels, args);
+    job.batch = is_present(&args->cu) ? args->cu.shape[0] - 1 : q->shape[0];
     job.queries = q->shape[1];
     job.heads = q->shape[2];
     job.width = q->shape[3];
@@ -84,7 +90,8 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
     job.room = best_room(job.k, job.kernels->panel);
     job.blocks = (job.queries + TASK_QUERIES - 1) / TASK_QUERIES;
     const int64_t panels = (job.entries + job.kernels->panel - 1) / job.kernels->panel,
-                  tasks = q->shape[0] * job.blocks;
+                  tasks =
+                      is_present(&args->cu) && job.batch > job.blocks ? job.batch : q->shape[0] * job.blocks;
     const int64_t wanted = exec->threads > 1 ? (int64_t)TASKS_A_THREAD * exec->threads : 1,
                   most = (panels + RANGE_PANELS - 1) / RANGE_PANELS;
     job.ranges = tasks >= wanted || tasks == 0 ? 1 : (wanted + tasks - 1) / tasks;
@@ -104,6 +111,27 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
     return job;
 }
 
+static indexer_sequence sequence_of(const indexer_job *job, int64_t b)
+{
+    const int32_t *cu = job->args->cu.data;
+    if (!is_present(&job->args->cu)) return (indexer_sequence){b, b, 0, job->queries};
+    return (indexer_sequence){b, 0, cu[b], cu[b + 1] - cu[b]};
+}
+
+/* The sequence of a row of all queries. */
+static indexer_sequence sequence_with(const indexer_job *job, int64_t row)
+{
+    const int32_t *cu = job->args->cu.data;
+    int64_t low = 0, high = job->batch;
+    if (!is_present(&job->args->cu)) return sequence_of(job, row / job->queries);
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (cu[middle] <= row) low = middle;
+        else high = middle;
+    }
+    return sequence_of(job, low);
+}
+
 /* Entries that a query sees. */
 static int64_t seen_by(const indexer_job *job, int64_t b, int64_t query)
 {
@@ -113,14 +141,16 @@ static int64_t seen_by(const indexer_job *job, int64_t b, int64_t query)
     return whole < job->entries ? whole : job->entries;
 }
 
-static void pack_queries(const indexer_job *job, int64_t b, int64_t first, int64_t n, indexer_scratch *s)
+static void pack_queries(const indexer_job *job, const indexer_sequence *seq, int64_t first, int64_t n,
+                         indexer_scratch *s)
 {
     const int64_t words = key_panel_words(&s->panel);
     const quern_tensor *q = &job->args->q, *w = &job->args->w;
     for (int64_t i = 0; i < n; i++) {
-        const row_source heads = {row_at(q, b, first + i, 0), q->dtype, q->strides[2], job->heads,
-                                  job->width};
-        const row_source weights = {row_at(w, b, first + i, 0), w->dtype, job->heads, 1, job->heads};
+        const row_source heads = {row_at(q, seq->view_b, seq->query0 + first + i, 0), q->dtype, q->strides[2],
+                                  job->heads, job->width};
+        const row_source weights = {row_at(w, seq->view_b, seq->query0 + first + i, 0), w->dtype, job->heads,
+                                    1, job->heads};
         float *to = (float *)s->q + i * job->heads * words;
         if (job->bf16) job->packing->pack_rows_bf16(&heads, (uint16_t *)to, job->width);
         else job->packing->pack_rows_f32(&heads, 1.0f, to, words);
@@ -130,8 +160,8 @@ static void pack_queries(const indexer_job *job, int64_t b, int64_t first, int64
 
 /* One query against the panel that holds entries first ... first + n - 1, all of which it sees. `ahead`:
  * prefetched meanwhile. */
-static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_t slot, int64_t first,
-                        int64_t n, key_bytes ahead, indexer_scratch *s)
+static void score_panel(const indexer_job *job, const indexer_sequence *seq, int64_t query, int64_t slot,
+                        int64_t first, int64_t n, key_bytes ahead, indexer_scratch *s)
 {
     const int64_t words = key_panel_words(&s->panel);
     indexer_best *best = &s->best[slot];
@@ -147,27 +177,32 @@ static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_
     job->kernels->scale_scores(s->score, s->panel.scale, job->args->scale, n);
     const quern_tensor *scores = &job->args->scores;
     if (is_present(scores))
-        memcpy((float *)row_at(scores, b, query, 0) + first, s->score, (size_t)n * sizeof *s->score);
+        memcpy((float *)row_at(scores, seq->view_b, seq->query0 + query, 0) + first, s->score,
+               (size_t)n * sizeof *s->score);
     if (best->n + n > job->room) job->kernels->cut(best, job->k);
     job->kernels->collect(s->score, n, (int32_t)first, best);
 }
 
-static void give(const indexer_job *job, int64_t b, int64_t query, indexer_best *best)
+static void give(const indexer_job *job, const indexer_sequence *seq, int64_t query, indexer_best *best)
 {
     const quern_tensor *count = &job->args->count;
-    int32_t *idx = row_at(&job->args->idx, b, query, 0);
+    const int64_t b = seq->view_b, row = seq->query0 + query;
+    int32_t *idx = row_at(&job->args->idx, b, row, 0);
     job->kernels->cut(best, job->k);
     memcpy(idx, best->index, (size_t)best->n * sizeof *idx);
     for (int64_t i = best->n; i < job->k; i++) idx[i] = -1;
-    ((int32_t *)count->data)[b * count->strides[0] + query * count->strides[1]] = (int32_t)best->n;
+    ((int32_t *)count->data)[b * count->strides[0] + row * count->strides[1]] = (int32_t)best->n;
     const quern_tensor *scores = &job->args->scores;
-    for (int64_t e = seen_by(job, b, query); is_present(scores) && e < scores->shape[2]; e++)
-        ((float *)row_at(scores, b, query, 0))[e] = -INFINITY;
+    const int64_t end =
+        is_present(&job->args->cu) ? seen_by(job, seq->b, seq->queries - 1) : scores->shape[2];
+    for (int64_t e = seen_by(job, seq->b, query); is_present(scores) && e < end; e++)
+        ((float *)row_at(scores, b, row, 0))[e] = -INFINITY;
 }
 
-static void keep_partial(const indexer_job *job, int64_t b, int64_t query, int64_t range, indexer_best *best)
+/* `row`: of all queries. */
+static void keep_partial(const indexer_job *job, int64_t row, int64_t range, indexer_best *best)
 {
-    const int64_t list = (b * job->queries + query) * job->ranges + range;
+    const int64_t list = row * job->ranges + range;
     job->kernels->cut(best, job->k);
     memcpy(job->partial_rank + list * job->k, best->rank, (size_t)best->n * sizeof *best->rank);
     memcpy(job->partial_index + list * job->k, best->index, (size_t)best->n * sizeof *best->index);
@@ -182,11 +217,13 @@ static void run_task(void *arg, int64_t index, int32_t thread)
                   panel = job->kernels->panel;
     const int64_t query0 =
         (job->blocks - 1 - index / job->ranges % job->blocks) * TASK_QUERIES; /* the longest first */
-    const int64_t n = job->queries - query0 < TASK_QUERIES ? job->queries - query0 : TASK_QUERIES;
+    const indexer_sequence seq = sequence_of(job, b);
+    const int64_t n = seq.queries - query0 < TASK_QUERIES ? seq.queries - query0 : TASK_QUERIES;
+    if (n <= 0) return;
     const int64_t last = seen_by(job, b, query0 + n - 1), share = (last + job->ranges - 1) / job->ranges,
                   length = round_up(share, panel), from = range * length,
                   stop = from + length < last ? from + length : last;
-    pack_queries(job, b, query0, n, s);
+    pack_queries(job, &seq, query0, n, s);
     for (int64_t i = 0; i < n; i++) best_reset(&s->best[i]);
     for (int64_t first = from; first < stop; first += panel) {
         const int64_t next = first + panel;
@@ -194,13 +231,14 @@ static void run_task(void *arg, int64_t index, int32_t thread)
         key_panel_fill(&s->panel, b, first, stop - first < panel ? stop - first : panel);
         for (int64_t i = n - 1; i >= 0; i--) {
             const int64_t seen = seen_by(job, b, query0 + i) - first;
-            if (seen > 0) score_panel(job, b, query0 + i, i, first, seen < panel ? seen : panel, ahead, s);
+            if (seen > 0) score_panel(job, &seq, query0 + i, i, first, seen < panel ? seen : panel, ahead, s);
             ahead.bytes = 0;
         }
     }
     for (int64_t i = 0; i < n; i++) {
-        if (job->ranges > 1) keep_partial(job, b, query0 + i, range, &s->best[i]);
-        else give(job, b, query0 + i, &s->best[i]);
+        const int64_t row = seq.view_b * job->queries + seq.query0 + query0 + i;
+        if (job->ranges > 1) keep_partial(job, row, range, &s->best[i]);
+        else give(job, &seq, query0 + i, &s->best[i]);
     }
 }
 
@@ -217,7 +255,8 @@ static void merge_query(void *arg, int64_t index, int32_t thread)
         memmove(all.index + all.n, job->partial_index + (list + r) * job->k, bytes);
         all.n += job->partial_n[list + r];
     }
-    give(job, index / job->queries, index % job->queries, &all);
+    const indexer_sequence seq = sequence_with(job, index);
+    give(job, &seq, index - seq.view_b * job->queries - seq.query0, &all);
 }
 
 void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES])
@@ -236,7 +275,8 @@ size_t cpu_indexer_workspace(const stage_exec *exec, const indexer_args *args)
 /* The entries that the last query of a sequence sees, and with it any. */
 static int64_t seen_by_all(const indexer_job *job, int64_t b)
 {
-    return job->queries > 0 ? seen_by(job, b, job->queries - 1) : 0;
+    const int64_t queries = sequence_of(job, b).queries;
+    return queries > 0 ? seen_by(job, b, queries - 1) : 0;
 }
 
 enum { CHECKED = 1024 }; /* entries of a task */
@@ -266,7 +306,7 @@ static quern_status check_scales(const stage_exec *exec, const indexer_job *job)
     first_fault bad = NO_FAULT;
     const check_job c = {job, (job->entries + CHECKED - 1) / CHECKED, &bad};
     if (job->args->format != ENTRY_FP4) return QUERN_OK;
-    parallel_for(exec, job->args->q.shape[0] * c.chunks, check_entries, (void *)(uintptr_t)&c);
+    parallel_for(exec, job->batch * c.chunks, check_entries, (void *)(uintptr_t)&c);
     const int64_t at = atomic_load(&bad);
     if (at == NO_FAULT) return QUERN_OK;
     const int64_t byte = key_panel_bad_scale(&job->scratch[0].panel, at / job->entries, at % job->entries);
@@ -277,10 +317,10 @@ quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void 
 {
     arena a = arena_on(workspace);
     indexer_job job = carve(exec, args, &a);
-    const int64_t batch = args->q.shape[0];
+    const int64_t rows = args->q.shape[0] * args->q.shape[1];
     const quern_status status = check_scales(exec, &job);
     if (status != QUERN_OK) return status;
-    parallel_for(exec, batch * job.blocks * job.ranges, run_task, &job);
-    if (job.ranges > 1) parallel_for(exec, batch * job.queries, merge_query, &job);
+    parallel_for(exec, job.batch * job.blocks * job.ranges, run_task, &job);
+    if (job.ranges > 1) parallel_for(exec, rows, merge_query, &job);
     return QUERN_OK;
 }

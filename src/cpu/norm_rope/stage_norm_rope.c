@@ -71,7 +71,8 @@ static void rotate(const norm_rope_job *job, float *row, int64_t i, bool inverse
     const quern_tensor *table = &job->args->cos_sin;
     const int64_t n = job->rotated;
     if (n == 0) return;
-    const int64_t position = job->args->position + i / job->args->x.shape[2] % job->args->x.shape[1];
+    const int64_t token = i / job->args->x.shape[2] % job->args->x.shape[1],
+                  position = i32_at(&job->args->positions, token, token);
     const char *from =
         (const char *)table->data + position * table->strides[0] * (int64_t)quern_dtype_size(table->dtype);
     job->kernels->rows->convert(from, table->dtype, angles, QUERN_F32, n);

@@ -1,17 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_pool_append.c - the pool_append stage: tokens into states, token by token.
- *
- * After a state's header stand its floats: the sums of the open block (begun with series b of the block
- * before), with overlap the sums of series b of the open block, and the ring of rows that can still be taken
- * back; row q of the sequence in slot q mod ring. The sums lag behind by the rows in the ring.
+ * stage_pool_append.c - the pool_append stage: tokens into states, token by token. The sums of a state lag
+ * behind by the rows in its ring.
  *
  * A call merges the rows that leave the ring; where a block becomes whole, it merges the ring's rows too,
  * into a copy of the sums, and emits the entry. With formats that may refuse an entry the stage works on
- * copies: it writes states and outputs after it has checked every entry. Rows are merged in order, some at a
- * time, which gives the bits of one by one. A token costs the merges of a row; an entry those of up to `ring`
- * rows more, without series a of entries that are out, and a copy of the sums (at most 12 KiB at C 512).
+ * copies: it writes states and outputs after it has checked every entry. Rows are merged in order, some at
+ * a time, which gives the bits of one by one. A token costs the merges of a row; an entry those of up to
+ * `ring` rows more, without series a of entries that are out, and a copy of the sums (at most 12 KiB at C
+ * 512).
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -20,32 +18,49 @@
 
 #include <string.h>
 
+/* A sequence of the call. */
+typedef struct append_state {
+    step_run run;
+    int64_t origin, position, end; /* of the first token, of the first new one, of the one after these */
+    int64_t merged, left;          /* rows in the sums: before and after the call */
+    int64_t entry;                 /* its first one in the call's outputs */
+    float *data;
+} append_state;
+
 typedef struct append_job {
     const pool_append_args *args;
     const pool_kernels *kernels;
     f32_rows bias_a, bias_b;
     entry_plan entry;
-    int64_t width, sums_floats; /* of both accumulators */
-    float *work;                /* [batch]: sums with the ring's rows, the state's new sums */
-    float *rows;                /* a thread's: a row, angles */
-    float *finished, *pooled;   /* entries and pooled rows before they are stored, or NULL */
+    int64_t batch, width, columns, sums_floats; /* of both accumulators */
+    append_state *states;
+    float *work;              /* [batch]: sums with the ring's rows, the state's new sums */
+    float *rows;              /* a thread's: a row, angles */
+    float *finished, *pooled; /* entries and pooled rows before they are stored, or NULL */
 } append_job;
 
-static float *ring_row(const pool_state *state, int64_t q)
+static int64_t entries_before(const append_job *job, const append_state *s, int64_t position)
 {
-    return pool_state_data(state) + pool_state_sums(state) + q % state->ring * pool_state_columns(state);
+    return (position - s->origin) / job->args->ratio;
+}
+
+static float *ring_row(const append_job *job, const append_state *s, int64_t q)
+{
+    return s->data + job->sums_floats + q % job->args->ring * job->columns;
 }
 
 static append_job carve(const stage_exec *exec, const pool_append_args *args, arena *a)
 {
     append_job job = {.args = args, .kernels = pool_kernels_for(exec->cpu_level)};
-    const pool_state *state = args->states[0];
-    job.width = state->width;
-    job.sums_floats = pool_state_sums(state);
+    job.batch = args->step.slots.shape[0];
+    job.width = args->width;
+    job.columns = pool_row_columns(args->overlap, args->width);
+    job.sums_floats = pool_sums_floats(args->overlap, args->width);
     job.bias_a = carve_rows(&args->bias_a, a);
     job.bias_b = carve_rows(&args->bias_b, a);
-    job.entry = carve_entry(&args->entry, job.kernels, job.width, state->ratio, a);
-    job.work = arena_take(a, (size_t)(2 * args->batch * job.sums_floats) * sizeof(float));
+    job.entry = carve_entry(&args->entry, job.kernels, job.width, args->ratio, a);
+    job.states = arena_take(a, (size_t)job.batch * sizeof *job.states);
+    job.work = arena_take(a, (size_t)(2 * job.batch * job.sums_floats) * sizeof(float));
     job.rows = arena_take(a, (size_t)(2 * job.width * exec->threads) * sizeof(float));
     const size_t waiting =
         args->entry.format != ENTRY_ROWS ? (size_t)(args->out.shape[0] * job.width) * sizeof(float) : 0;
@@ -54,21 +69,20 @@ static append_job carve(const stage_exec *exec, const pool_append_args *args, ar
     return job;
 }
 
-static int64_t tokens_of(const append_job *job, int64_t b)
+static void find_states(const append_job *job)
 {
-    return job->args->cu[b + 1] - job->args->cu[b];
-}
-
-/* The first entry of sequence b in the call's outputs. */
-static int64_t first_entry(const append_job *job, int64_t b)
-{
-    int64_t n = 0;
-    for (int64_t i = 0; i < b; i++) {
-        const pool_state *state = job->args->states[i];
-        n += pool_state_entries(state, state->position + tokens_of(job, i)) -
-             pool_state_entries(state, state->position);
+    const pool_append_args *args = job->args;
+    int64_t entry = 0;
+    for (int64_t b = 0; b < job->batch; b++) {
+        const step_run run = step_run_at(&args->step, b);
+        append_state *s = &job->states[b];
+        *s = (append_state){.run = run, .position = run.first, .end = run.first + run.count, .entry = entry};
+        s->origin = i32_at(&args->origins, b, 0);
+        s->merged = s->left = index_at(&args->merged, b);
+        if (s->end - args->ring > s->left) s->left = s->end - args->ring;
+        if (run.sequence >= 0) s->data = (float *)args->state.data + run.sequence * args->state.strides[0];
+        entry += entries_before(job, s, s->end) - entries_before(job, s, s->position);
     }
-    return n;
 }
 
 /* Contiguous rows from q on: in the ring up to its end, or in proj. */
@@ -81,32 +95,31 @@ typedef struct row_run {
 
 /* While old rows are merged, which lie in the caches, as many of the call's are requested: these may come
  * from memory. `at` is the oldest row of a run of the ring, `first` its number there. */
-static int64_t ahead_of(const append_job *job, int64_t b, const float *at, int64_t first, int64_t rows)
+static int64_t ahead_of(const append_job *job, const append_state *s, const float *at, int64_t first,
+                        int64_t rows)
 {
     const quern_tensor *proj = &job->args->proj;
-    if (proj->dtype != QUERN_F32 || first + rows > tokens_of(job, b) ||
-        (rows > 1 && proj->strides[0] != pool_state_columns(job->args->states[b])))
+    if (proj->dtype != QUERN_F32 || first + rows > s->run.count ||
+        (rows > 1 && proj->strides[0] != job->columns))
         return 0;
-    const float *row = (const float *)proj->data + (job->args->cu[b] + first) * proj->strides[0];
+    const float *row = (const float *)proj->data + (s->run.row + first) * proj->strides[0];
     return (int64_t)((uintptr_t)row - (uintptr_t)at);
 }
 
-static row_run rows_from(const append_job *job, int64_t b, int64_t q, int64_t end)
+static row_run rows_from(const append_job *job, const append_state *s, int64_t q, int64_t end)
 {
-    const pool_state *state = job->args->states[b];
+    const int64_t ring = job->args->ring;
     const quern_tensor *proj = &job->args->proj;
-    if (q >= state->position) {
-        const int64_t row = job->args->cu[b] + q - state->position;
+    if (q >= s->position) {
+        const int64_t row = s->run.row + q - s->position;
         return (row_run){(const char *)proj->data +
                              row * proj->strides[0] * (int64_t)quern_dtype_size(proj->dtype),
                          proj->dtype, proj->strides[0], end - q, 0};
     }
-    if (end > state->position) end = state->position;
-    const int64_t to_the_end = state->ring - q % state->ring,
-                  rows = end - q < to_the_end ? end - q : to_the_end;
-    const float *at = ring_row(state, q);
-    return (row_run){at, QUERN_F32, pool_state_columns(state), rows,
-                     ahead_of(job, b, at, q - state->position + state->held, rows)};
+    if (end > s->position) end = s->position;
+    const int64_t to_the_end = ring - q % ring, rows = end - q < to_the_end ? end - q : to_the_end;
+    const float *at = ring_row(job, s, q);
+    return (row_run){at, QUERN_F32, job->columns, rows, ahead_of(job, s, at, q - s->merged, rows)};
 }
 
 /* Merges a run's rows, which begin with token j of a block. */
@@ -149,25 +162,25 @@ static void begin_next(const append_job *job, bool overlap, float *sums)
     clear_sums(&next, width);
 }
 
-/* Merges rows q ... end - 1 of sequence b into sums and emits the entries from block `emitted` on, as the
+/* Merges rows q ... end - 1 of a sequence into sums and emits the entries from block `emitted` on, as the
  * n-th and later ones of the call. Series a of a block that ends here and was emitted before is not needed.
  * `last`: no block follows, so the sums that one would begin with are not needed. Returns the n that comes
  * next. */
-static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end, bool last, int64_t emitted,
-                       int64_t n, float *sums, float *row)
+static int64_t advance(const append_job *job, const append_state *s, int64_t q, int64_t end, bool last,
+                       int64_t emitted, int64_t n, float *sums, float *row)
 {
-    const pool_state *state = job->args->states[b];
-    const int64_t r = state->ratio;
+    const int64_t r = job->args->ratio;
+    const bool overlap = job->args->overlap;
     while (q < end) {
-        const int64_t j = (q - state->origin) % r, whole = q - j + r, block = (q - state->origin) / r;
-        const row_run run = rows_from(job, b, q, whole < end ? whole : end);
+        const int64_t j = (q - s->origin) % r, whole = q - j + r, block = (q - s->origin) / r;
+        const row_run run = rows_from(job, s, q, whole < end ? whole : end);
         const bool final = last && whole == end;
         if (whole > end || block >= emitted) merge_run(job, 0, &run, j, sums);
-        if (state->overlap && !final) merge_run(job, 1, &run, j, sums + 3 * job->width);
+        if (overlap && !final) merge_run(job, 1, &run, j, sums + 3 * job->width);
         q += run.rows;
         if (q < whole) continue;
-        if (block >= emitted) emit(job, sums, n++, state->origin + block * r, row);
-        if (!final) begin_next(job, state->overlap, sums);
+        if (block >= emitted) emit(job, sums, n++, s->origin + block * r, row);
+        if (!final) begin_next(job, overlap, sums);
     }
     return n;
 }
@@ -175,8 +188,7 @@ static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end,
 /* The memory of a state's new sums: the state itself, if the format accepts every entry. */
 static float *sums_to_keep(const append_job *job, int64_t b)
 {
-    return job->finished == NULL ? pool_state_data(job->args->states[b])
-                                 : job->work + (2 * b + 1) * job->sums_floats;
+    return job->finished == NULL ? job->states[b].data : job->work + (2 * b + 1) * job->sums_floats;
 }
 
 static void merge_prev(const append_job *job, int64_t b, float *sums)
@@ -184,20 +196,19 @@ static void merge_prev(const append_job *job, int64_t b, float *sums)
     const quern_tensor *prev = &job->args->prev_b;
     const char *first =
         (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
-    const pool_rows before = series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0,
-                                         job->args->states[b]->ratio);
+    const pool_rows before =
+        series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0, job->args->ratio);
     const pool_sums own = sums_at(sums, job->width);
     merge_block(job->kernels, &before, job->width, &own);
 }
 
-/* Copies of the sums what rows from `left` on to `last`, the end of a block, need: series a of an emitted
+/* Copies of the sums what the ring's rows up to `last`, the end of a block, need: series a of an emitted
  * block, and series b of the last, are not. */
-static void copy_ahead(const append_job *job, const pool_state *state, int64_t left, int64_t last,
-                       int64_t emitted, const float *sums, float *ahead)
+static void copy_ahead(const append_job *job, const append_state *s, int64_t last, int64_t emitted,
+                       const float *sums, float *ahead)
 {
-    const int64_t block = (left - state->origin) / state->ratio, series = 3 * job->width;
-    const bool own = block >= emitted,
-               next = state->overlap && state->origin + (block + 1) * state->ratio < last;
+    const int64_t r = job->args->ratio, block = (s->left - s->origin) / r, series = 3 * job->width;
+    const bool own = block >= emitted, next = job->args->overlap && s->origin + (block + 1) * r < last;
     if (own) memcpy(ahead, sums, (size_t)series * sizeof *sums);
     if (next) memcpy(ahead + series, sums + series, (size_t)series * sizeof *sums);
 }
@@ -205,47 +216,37 @@ static void copy_ahead(const append_job *job, const pool_state *state, int64_t l
 static void append_one(void *arg, int64_t b, int32_t thread)
 {
     const append_job *job = arg;
-    const pool_state *state = job->args->states[b];
-    const int64_t tokens = tokens_of(job, b), end = state->position + tokens;
-    const int64_t left =
-        end - (state->held + tokens < state->ring ? state->held + tokens
-                                                  : state->ring); /* rows before leave the ring */
-    const int64_t emitted = pool_state_entries(state, state->position),
-                  blocks = pool_state_entries(state, end);
-    const int64_t last = state->origin + blocks * state->ratio; /* rows from here on are in no whole block */
+    const append_state *s = &job->states[b];
+    const int64_t emitted = entries_before(job, s, s->position), blocks = entries_before(job, s, s->end),
+                  last = s->origin + blocks * job->args->ratio; /* rows from here on are in no whole block */
     float *kept = sums_to_keep(job, b), *ahead = job->work + 2 * b * job->sums_floats,
           *row = job->rows + 2 * thread * job->width;
-    const size_t bytes = (size_t)job->sums_floats * sizeof *kept;
-    if (kept != pool_state_data(state)) memcpy(kept, pool_state_data(state), bytes);
+    if (s->data == NULL) return;
+    if (kept != s->data) memcpy(kept, s->data, (size_t)job->sums_floats * sizeof *kept);
     if (is_present(&job->args->prev_b)) merge_prev(job, b, kept);
-    const int64_t n =
-        advance(job, b, state->position - state->held, left, false, emitted, first_entry(job, b), kept, row);
-    if (blocks == emitted || left >= last) return;
-    copy_ahead(job, state, left, last, emitted, kept, ahead);
-    advance(job, b, left, last, true, emitted, n, ahead, row);
+    const int64_t n = advance(job, s, s->merged, s->left, false, emitted, s->entry, kept, row);
+    if (blocks == emitted || s->left >= last) return;
+    copy_ahead(job, s, last, emitted, kept, ahead);
+    advance(job, s, s->left, last, true, emitted, n, ahead, row);
 }
 
-/* Writes a state and its finished entries. */
+/* Writes a state. */
 static void commit_one(void *arg, int64_t b, int32_t thread)
 {
     (void)thread;
     const append_job *job = arg;
-    pool_state *state = job->args->states[b];
-    const quern_tensor *proj = &job->args->proj;
-    const int64_t tokens = tokens_of(job, b), end = state->position + tokens,
-                  size = (int64_t)quern_dtype_size(proj->dtype);
-    const int64_t held = state->held + tokens < state->ring ? state->held + tokens : state->ring;
+    const append_state *s = &job->states[b];
+    const quern_tensor *proj = &job->args->proj, *merged = &job->args->merged;
+    const int64_t size = (int64_t)quern_dtype_size(proj->dtype);
     const float *sums = sums_to_keep(job, b);
-    if (sums != pool_state_data(state))
-        memcpy(pool_state_data(state), sums, (size_t)job->sums_floats * sizeof *sums);
-    for (int64_t q = end - held > state->position ? end - held : state->position; q < end; q++) {
-        const int64_t row = job->args->cu[b] + q - state->position;
+    if (s->data == NULL) return;
+    if (sums != s->data) memcpy(s->data, sums, (size_t)job->sums_floats * sizeof *sums);
+    for (int64_t q = s->left > s->position ? s->left : s->position; q < s->end; q++) {
+        const int64_t row = s->run.row + q - s->position;
         job->kernels->rows->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype,
-                                    ring_row(state, q), QUERN_F32, pool_state_columns(state));
+                                    ring_row(job, s, q), QUERN_F32, job->columns);
     }
-    state->position = end;
-    state->held = held;
-    if (tokens > 0 || is_present(&job->args->prev_b)) state->begun = 1;
+    ((int32_t *)merged->data)[b * merged->strides[0]] = (int32_t)s->left;
 }
 
 static bool every_entry_is_storable(const append_job *job)
@@ -266,19 +267,19 @@ static bool every_entry_is_storable(const append_job *job)
 size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args)
 {
     arena a = {NULL, 0};
-    if (args->batch > 0) carve(exec, args, &a);
+    carve(exec, args, &a);
     return arena_size(&a);
 }
 
 quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *args, void *workspace)
 {
-    if (args->batch == 0) return QUERN_OK;
     arena a = arena_on(workspace);
     append_job job = carve(exec, args, &a);
+    find_states(&job);
     fill_rows(job.kernels, &args->bias_a, &job.bias_a);
     fill_rows(job.kernels, &args->bias_b, &job.bias_b);
     fill_rows(job.kernels, &args->entry.norm_weight, &job.entry.norm);
-    parallel_for(exec, args->batch, append_one, &job);
+    parallel_for(exec, job.batch, append_one, &job);
     if (job.finished != NULL) {
         if (!every_entry_is_storable(&job)) return QUERN_ERR_INVALID_ARGUMENT;
         for (int64_t n = 0; n < args->out.shape[0]; n++) {
@@ -288,6 +289,6 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
                        (size_t)job.width * sizeof(float));
         }
     }
-    parallel_for(exec, args->batch, commit_one, &job);
+    parallel_for(exec, job.batch, commit_one, &job);
     return QUERN_OK;
 }

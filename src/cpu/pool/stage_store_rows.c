@@ -5,9 +5,10 @@
  * wins. One thread is enough, as a row takes less than a microsecond and a call has the new tokens of a step.
  * Byte formats accept finite rows only; all rows are checked before one is written.
  */
-#include "core/error.h"
 #include "cpu/pool/pool.h"
 #include "cpu/stages.h"
+
+#include <quern/cuda.h>
 
 #include <string.h>
 
@@ -20,7 +21,7 @@ typedef struct store_space {
 static store_space carve(const store_rows_args *args, arena *a)
 {
     store_space s = {.row = arena_take(a, (size_t)args->x.shape[1] * sizeof(float))};
-    if (args->page > 0 && args->format != ENTRY_ROWS)
+    if (args->page > 0 && args->cache.ndim == 2)
         s.bytes = arena_take(a, (size_t)(args->cache.shape[1] / args->page));
     return s;
 }
@@ -72,15 +73,14 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
     const int64_t rows = args->x.shape[0];
     for (int64_t i = 0; i < rows && args->format != ENTRY_ROWS; i++) {
         widen(args, kernels->rows, i, row);
-        if (i32_at(&args->slots, i, 0) < 0 || entry_is_storable(&entry, row)) continue;
+        if (index_at(&args->slots, i) < 0 || entry_is_storable(&entry, row)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s[%lld, %lld] is %g before it is quantised: finite values are accepted",
-                         args->name, (long long)i, (long long)column, (double)row[column]);
+        return stage_report(
+            exec, (stage_fault){QUERN_STATUS_NOT_FINITE, &args->x, i * args->x.shape[1] + column, 0, 0});
     }
     for (int64_t i = 0; i < rows; i++) {
-        const int64_t slot = i32_at(&args->slots, i, args->first + i);
+        const int64_t slot = index_at(&args->slots, i);
         if (slot < 0) continue;
         widen(args, kernels->rows, i, row);
         store(args, &entry, &space, slot);

@@ -435,7 +435,7 @@ static void bad_rows_are_not_stored(void **state)
         rows[at] = trial % 2 ? NAN : -INFINITY;
         if (c.bytes) {
             assert_int_equal(store_rows(ctx, &c, 0, 1, rows, 0, &random), QUERN_ERR_INVALID_ARGUMENT);
-            assert_non_null(strstr(quern_last_error(ctx), "x[0, 5] is"));
+            assert_non_null(strstr(quern_last_error(ctx), "(row 0, column 5) is"));
         }
         assert_true(test_tensor_same_bits(&before, &c.pool[0]));
         test_tensor_free(&before);

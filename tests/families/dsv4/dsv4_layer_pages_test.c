@@ -303,8 +303,8 @@ static int count_of(const char *text, const char *part)
     return count;
 }
 
-/* The sentence is about the first sequence that is refused, and names no other. */
-static void a_refusal_names_one_sequence(void **state)
+/* The sentence is about the first row that is refused, by its number in the call. */
+static void a_refusal_names_one_row(void **state)
 {
     static const int64_t counts[] = {2, 3};
     (void)state;
@@ -319,8 +319,8 @@ static void a_refusal_names_one_sequence(void **state)
         for (int64_t id = 0; id < 2; id++) layer_store_grow(&s, id, STORED_TOKENS);
         x[bad * 2 * 40] = NAN;
         layer_expect_error(step(&c, ctx, &s, x, counts, out), QUERN_ERR_INVALID_ARGUMENT,
-                           bad == 0 ? "sequence 0: kv_rows[0, 0] is" : "sequence 1: kv_rows[0, 0] is");
-        assert_int_equal(count_of(quern_last_error(ctx), "sequence "), 1);
+                           bad == 0 ? "kv_rows[0] (row 0, column 0) is" : "(row 2, column 0) is");
+        assert_int_equal(count_of(quern_last_error(ctx), "kv_rows"), 1);
         layer_store_close(&s);
         quern_context_destroy(ctx);
         layer_case_free(&c);
@@ -334,7 +334,7 @@ static void rows_that_cannot_be_stored(void **state)
     static const struct {
         int tensor;
         const char *sentence;
-    } cases[] = {{LAYER_X, "sequence 1: kv_rows[1, 0] is nan before it is quantised"},
+    } cases[] = {{LAYER_X, "(row 3, column 0) is nan: finite numbers are accepted"},
                  {LAYER_WEIGHTS + OW_BIAS, "compressed["},
                  {LAYER_WEIGHTS + OW_INDEX_BIAS, "idx_k["}};
     (void)state;
@@ -383,6 +383,6 @@ int main(void)
                                        cmocka_unit_test(forged_bytes),
                                        cmocka_unit_test(bad_pages),
                                        cmocka_unit_test(rows_that_cannot_be_stored),
-                                       cmocka_unit_test(a_refusal_names_one_sequence)};
+                                       cmocka_unit_test(a_refusal_names_one_row)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
