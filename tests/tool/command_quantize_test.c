@@ -296,6 +296,28 @@ static void a_killed_run_goes_on(void **state)
     }
 }
 
+/* A .gguf file is one shard: its conversion begins anew; the old file stays until the new one is whole. */
+static void a_killed_run_leaves_the_old_gguf_file(void **state)
+{
+    (void)state;
+    shell("rm -rf killed && mkdir killed");
+    expect(0, "quantize $DIR/model $DIR/whole.gguf --format gguf", "");
+    for (int i = 0; i < 6; i++) {
+        char command[1024];
+        snprintf(command, sizeof command,
+                 "cd '%s'; '%s' quantize model killed/m.gguf --format gguf >/dev/null 2>&1 & "
+                 "pid=$!; sleep 0.%03d; kill -9 $pid 2>/dev/null; wait $pid 2>/dev/null; true",
+                 directory, QUERN_COMMAND, 4 * i);
+        if (i % 2 == 1) shell("printf old > killed/m.gguf");
+        assert_int_equal(system(command), 0);
+        shell("test ! -e killed/m.gguf || cmp -s killed/m.gguf whole.gguf || test \"$(cat killed/m.gguf)\" = "
+              "old");
+        expect(0, "quantize $DIR/model $DIR/killed/m.gguf --format gguf", "");
+        shell("cmp killed/m.gguf whole.gguf && rm killed/m.gguf");
+    }
+    shell("rm -rf killed whole.gguf");
+}
+
 static void a_full_disk_is_an_error(void **state)
 {
     (void)state;
@@ -458,6 +480,7 @@ int main(void)
         cmocka_unit_test(a_dry_run_writes_nothing),
         cmocka_unit_test(finished_shards_are_kept),
         cmocka_unit_test(a_killed_run_goes_on),
+        cmocka_unit_test(a_killed_run_leaves_the_old_gguf_file),
         cmocka_unit_test(a_full_disk_is_an_error),
         cmocka_unit_test(memory_that_lacks_is_an_error),
         cmocka_unit_test(bad_models_are_refused),

@@ -52,7 +52,9 @@ static void print_help(void)
         "       quern quantize SRC DST --dequantize\n\n"
         "SRC is a safetensors file or a model's folder; DST a folder, or with --format gguf a .gguf file.\n"
         "Weights of linear layers in bf16, f16, f32, MXFP4 and FP8 become NVFP4; everything else is copied.\n"
-        "A run that was interrupted goes on shard by shard when it is started again.\n\noptions:\n");
+        "A run that was interrupted goes on shard by shard when it is started again; a .gguf file is one, "
+        "and "
+        "begins\nanew.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
     printf("\nThe report has, for each tensor, the relative RMSE, that of the worst block, the blocks with a "
            "value\n"
