@@ -1,13 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* safetensors_test.c - the reader refuses every malformed file with a sentence, and the writer never leaves a
- * partial file. */
+/* safetensors_test.c - what the reader hands out of each dtype, and that the writer never leaves a partial
+ * file. */
+#include "cmocka_c11.h"
+#include "safetensors_bytes.h"
+
 #include <quern/safetensors.h>
-
-#include <setjmp.h>
-#include <stdarg.h>
-
-#include <cmocka.h>
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -48,152 +46,13 @@ static int files_in_directory(void)
     return n;
 }
 
-/* A file of `header` and data_bytes bytes of data 0, 1, 2 ...; free it. */
-static uint8_t *file_of(const char *header, size_t data_bytes, size_t *size)
-{
-    const size_t length = strlen(header);
-    *size = 8 + length + data_bytes;
-    uint8_t *file = malloc(*size);
-    assert_non_null(file);
-    for (int i = 0; i < 8; i++) file[i] = (uint8_t)((uint64_t)length >> 8 * i);
-    memcpy(file + 8, header, length);
-    for (size_t i = 0; i < data_bytes; i++) file[8 + length + i] = (uint8_t)i;
-    return file;
-}
-
-static void expect_refused(const char *header, size_t data_bytes, const char *sentence_part)
-{
-    size_t size;
-    uint8_t *bytes = file_of(header, data_bytes, &size);
-    quern_safetensors *file = (quern_safetensors *)&size; /* must stay as it is */
-    const quern_status status = quern_safetensors_open_bytes(bytes, size, &file);
-    if (status != QUERN_ERR_FORMAT || strstr(quern_last_error(NULL), sentence_part) == NULL)
-        fail_msg("%s: status %d, \"%s\" lacks \"%s\"", header, status, quern_last_error(NULL), sentence_part);
-    assert_ptr_equal(file, &size);
-    free(bytes);
-}
-
-static void hostile_headers_are_refused(void **state)
-{
-    (void)state;
-    expect_refused("[]", 0, "no safetensors file");
-    expect_refused(" {}", 0, "no safetensors file");
-    expect_refused("{", 0, "no valid JSON");
-    expect_refused("{}x", 0, "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},\"a\":{\"dtype\":\"U8\","
-                   "\"shape\":[0],"
-                   "\"data_offsets\":[0,0]}}",
-                   0, "duplicate");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0,
-                   "duplicate");
-    expect_refused("{\"__metadata__\":{\"k\":\"1\",\"k\":\"2\"}}", 0, "duplicate");
-    expect_refused("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "duplicate");
-    expect_refused("{\"a\xff\":{}}", 0, "no valid JSON");
-    expect_refused("{\"a\xc0\x80\":{}}", 0,
-                   "no valid JSON"); /* what an escaped zero comes out as is no UTF-8 */
-    expect_refused("{\"a\\u000\":{}}", 0, "no valid JSON");
-    expect_refused("{\"__metadata__\":nul}", 0, "no valid JSON");
-    expect_refused("{\"__metadata__\":null,\"__metadata__\":null}", 0, "duplicate");
-    expect_refused("{\"a\":{\"dtype\":\"F4\",\"shape\":[4],\"data_offsets\":[0,3]}}", 3, "16 bits");
-    expect_refused("{\"a\":7}", 0, "no JSON object");
-    expect_refused("{\"a\":{}}", 0, "dtype is missing");
-    expect_refused("{\"a\":{\"dtype\":3,\"shape\":[],\"data_offsets\":[0,4]}}", 4, "dtype is missing");
-    expect_refused("{\"a\":{\"dtype\":\"F31\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, "'F31'");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"data_offsets\":[0,4]}}", 4, "shape");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[-1],\"data_offsets\":[0,4]}}", 4, "shape");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1.0],\"data_offsets\":[0,4]}}", 4, "shape");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4, "data_offsets");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0]}}", 4, "data_offsets");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,0]}}", 4, "[4, 0]");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 4, "[0, 8]");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,9223372036854775807]}}", 4,
-                   "9223372036854775807");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[99999999999999999999],\"data_offsets\":[0,4]}}", 4,
-                   "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 4, "64 bits");
-    expect_refused("{\"a\":{\"dtype\":\"F4\",\"shape\":[3],\"data_offsets\":[0,2]}}", 2, "12 bits");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,4]}}", 4,
-                   "overflows");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[0,4611686018427387904,4],\"data_offsets\":[0,0]}}",
-                   0, "overflows");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\","
-                   "\"shape\":[4],"
-                   "\"data_offsets\":[3,7]}}",
-                   7, "overlap");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\","
-                   "\"shape\":[4],"
-                   "\"data_offsets\":[5,9]}}",
-                   9, "hole");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}", 5, "must agree");
-    expect_refused("{\"a\":1,}", 0, "no JSON object");
-    expect_refused("{\"a\\ud800\":{}}", 0, "no valid JSON");
-    expect_refused("{\"a\\udc00\":{}}", 0, "no valid JSON");
-    expect_refused("{\"a\\x\":{}}", 0, "no valid JSON");
-    expect_refused("{\"a\n\":{}}", 0, "no valid JSON");
-    expect_refused("{\"a\xed\xa0\x80\":{}}", 0, "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[01],\"data_offsets\":[0,1]}}", 1, "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":[1,]}}", 1,
-                   "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":nul}}", 1,
-                   "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},}", 1, "no valid JSON");
-    expect_refused("{\"a\" {}}", 0, "no valid JSON");
-    expect_refused("{} {}", 0, "no valid JSON");
-    expect_refused("{\"__metadata__\":[]}", 0, "__metadata__");
-    expect_refused("{\"__metadata__\":{\"a\":1}}", 0, "no string");
-}
-
-static void bad_lengths_are_refused(void **state)
-{
-    (void)state;
-    quern_safetensors *file = NULL;
-    uint8_t bytes[16] = {0};
-    assert_int_equal(quern_safetensors_open_bytes(NULL, 0, &file), QUERN_ERR_FORMAT);
-    for (size_t n = 0; n <= 16; n++)
-        assert_int_equal(quern_safetensors_open_bytes(bytes, n, &file), QUERN_ERR_FORMAT);
-    memset(bytes, 0xff, sizeof bytes);
-    assert_int_equal(quern_safetensors_open_bytes(bytes, sizeof bytes, &file), QUERN_ERR_FORMAT);
-    assert_non_null(strstr(quern_last_error(NULL), "no safetensors file"));
-    bytes[8] = '{';
-    assert_int_equal(quern_safetensors_open_bytes(bytes, sizeof bytes, &file), QUERN_ERR_FORMAT);
-    assert_non_null(strstr(quern_last_error(NULL), "18446744073709551615"));
-    assert_int_equal(quern_safetensors_open_bytes(NULL, 8, &file), QUERN_ERR_INVALID_ARGUMENT);
-    assert_int_equal(quern_safetensors_open_bytes(bytes, 8, NULL), QUERN_ERR_INVALID_ARGUMENT);
-    assert_null(file);
-}
-
-static void every_truncation_is_refused(void **state)
-{
-    (void)state;
-    size_t size;
-    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16]}}", 16, &size);
-    for (size_t n = 0; n < size; n++) {
-        quern_safetensors *file = NULL;
-        assert_int_equal(quern_safetensors_open_bytes(bytes, n, &file), QUERN_ERR_FORMAT);
-        assert_null(file);
-    }
-    free(bytes);
-}
-
-static void unreadable_paths_are_io_errors(void **state)
-{
-    (void)state;
-    quern_safetensors *file = NULL;
-    assert_int_equal(quern_safetensors_open("no/such/file", &file), QUERN_ERR_IO);
-    assert_non_null(strstr(quern_last_error(NULL), "no/such/file"));
-    assert_int_equal(quern_safetensors_open(directory, &file), QUERN_ERR_IO);
-    assert_int_equal(quern_safetensors_open("/dev/null", &file), QUERN_ERR_IO);
-    assert_int_equal(quern_safetensors_open(NULL, &file), QUERN_ERR_INVALID_ARGUMENT);
-    assert_null(file);
-}
-
 static void misaligned_data_comes_out_aligned(void **state)
 {
     (void)state;
     size_t size;
-    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
-                             "\"b\":{\"dtype\":\"I32\",\"shape\":[1,2],\"data_offsets\":[1,9]}}",
-                             9, &size);
+    uint8_t *bytes = safetensors_bytes("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
+                                       "\"b\":{\"dtype\":\"I32\",\"shape\":[1,2],\"data_offsets\":[1,9]}}",
+                                       9, &size);
     quern_safetensors *file = NULL;
     quern_tensor t;
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
@@ -209,10 +68,11 @@ static void tensors_that_a_view_cannot_hold_are_unsupported(void **state)
 {
     (void)state;
     size_t size;
-    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]},"
-                             "\"b\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1],\"data_offsets\":[3,4]},"
-                             "\"odd\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[4,7]}}",
-                             7, &size);
+    uint8_t *bytes =
+        safetensors_bytes("{\"a\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]},"
+                          "\"b\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1],\"data_offsets\":[3,4]},"
+                          "\"odd\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[4,7]}}",
+                          7, &size);
     quern_safetensors *file = NULL;
     quern_tensor t = {.ndim = -77};
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
@@ -263,7 +123,7 @@ static void every_dtype_goes_in_and_comes_out(void **state)
         quern_tensor t, again;
         snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"%s\",\"shape\":[3,2],\"data_offsets\":[0,%d]}}",
                  all[i].name, 6 * all[i].bits / 8);
-        uint8_t *bytes = file_of(header, (size_t)(6 * all[i].bits / 8), &size);
+        uint8_t *bytes = safetensors_bytes(header, (size_t)(6 * all[i].bits / 8), &size);
         assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
         assert_int_equal(quern_safetensors_get(file, "x", &t), QUERN_OK);
         assert_int_equal(t.dtype, all[i].dtype);
@@ -292,10 +152,11 @@ static void both_counts_of_4_bit_elements_are_read(void **state)
 {
     (void)state;
     size_t size;
-    uint8_t *bytes = file_of("{\"elements\":{\"dtype\":\"F4\",\"shape\":[2,6],\"data_offsets\":[0,6]},"
-                             "\"pairs\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[6,12]},"
-                             "\"none\":{\"dtype\":\"F4\",\"shape\":[0,6],\"data_offsets\":[12,12]}}",
-                             12, &size);
+    uint8_t *bytes =
+        safetensors_bytes("{\"elements\":{\"dtype\":\"F4\",\"shape\":[2,6],\"data_offsets\":[0,6]},"
+                          "\"pairs\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[6,12]},"
+                          "\"none\":{\"dtype\":\"F4\",\"shape\":[0,6],\"data_offsets\":[12,12]}}",
+                          12, &size);
     quern_safetensors *file = NULL;
     quern_tensor t;
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
@@ -316,10 +177,11 @@ static void every_tensor_comes_out_as_bytes(void **state)
 {
     (void)state;
     size_t size;
-    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]},"
-                             "\"b\":{\"data_offsets\":[3,11],\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,2]},"
-                             "\"c\":{\"dtype\":\"BF16\",\"shape\":[],\"data_offsets\":[11,13]}}",
-                             13, &size);
+    uint8_t *bytes =
+        safetensors_bytes("{\"a\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]},"
+                          "\"b\":{\"data_offsets\":[3,11],\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,2]},"
+                          "\"c\":{\"dtype\":\"BF16\",\"shape\":[],\"data_offsets\":[11,13]}}",
+                          13, &size);
     quern_safetensors *file = NULL;
     quern_safetensors_data data = QUERN_SAFETENSORS_DATA_INIT;
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
@@ -348,10 +210,11 @@ static void zeros_and_null_are_read_and_written(void **state)
 {
     (void)state;
     size_t size;
-    uint8_t *bytes = file_of("{\"__metadata__\":{\"k\\u0000\":\"\\u0000v\"},"
-                             "\"a\\u0000b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
-                             "\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}",
-                             2, &size);
+    uint8_t *bytes =
+        safetensors_bytes("{\"__metadata__\":{\"k\\u0000\":\"\\u0000v\"},"
+                          "\"a\\u0000b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
+                          "\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}",
+                          2, &size);
     quern_safetensors *file = NULL;
     quern_tensor t;
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
@@ -380,8 +243,8 @@ static void zeros_and_null_are_read_and_written(void **state)
     assert_string_equal(quern_safetensors_metadata(file, pair.key), pair.value);
     quern_safetensors_close(file);
 
-    bytes = file_of("{\"__metadata__\": null,\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}",
-                    1, &size);
+    bytes = safetensors_bytes(
+        "{\"__metadata__\": null,\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", 1, &size);
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
     assert_int_equal(quern_safetensors_metadata_count(file), 0);
     assert_int_equal(quern_safetensors_count(file), 1);
@@ -412,10 +275,11 @@ static void names_are_found(void **state)
     free(names);
     free(items);
     size_t size;
-    uint8_t *bytes = file_of("{\"\\u00e9\\ud83d\\ude00\\/"
-                             "\\n\\\"\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0],\"more\":"
-                             "[1.5e3,{\"x\":null},true,false,-0]} } ",
-                             0, &size);
+    uint8_t *bytes =
+        safetensors_bytes("{\"\\u00e9\\ud83d\\ude00\\/"
+                          "\\n\\\"\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0],\"more\":"
+                          "[1.5e3,{\"x\":null},true,false,-0]} } ",
+                          0, &size);
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
     assert_true(quern_safetensors_has(file, "\xc3\xa9\xf0\x9f\x98\x80/\n\""));
     quern_safetensors_close(file);
@@ -592,10 +456,6 @@ static void a_symbolic_link_is_written_through(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(hostile_headers_are_refused),
-        cmocka_unit_test(bad_lengths_are_refused),
-        cmocka_unit_test(every_truncation_is_refused),
-        cmocka_unit_test(unreadable_paths_are_io_errors),
         cmocka_unit_test(misaligned_data_comes_out_aligned),
         cmocka_unit_test(tensors_that_a_view_cannot_hold_are_unsupported),
         cmocka_unit_test(every_dtype_goes_in_and_comes_out),
