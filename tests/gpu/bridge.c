@@ -187,8 +187,10 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
         for (size_t i = 0; i < made; i++) image_take(&images[i], run, stage);
     }
     for (size_t i = 0; i < made; i++) {
-        if (images[i].host != NULL && images[i].bytes > 0)
-            memcpy(images[i].host, images[i].start[1] + images[i].at, images[i].bytes);
+        /* What a file's mapping holds cannot be written, and does not change. */
+        const unsigned char *now = images[i].start[1] + images[i].at;
+        if (images[i].host != NULL && memcmp(images[i].host, now, images[i].bytes) != 0)
+            memcpy(images[i].host, now, images[i].bytes);
         image_free(&images[i]);
     }
     return status;

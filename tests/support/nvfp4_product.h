@@ -17,7 +17,11 @@ typedef enum product_a {
     PRODUCT_A_BF16,
     PRODUCT_A_NVFP4,
     PRODUCT_A_INT8,
+#ifdef QUERN_TEST_GPU
+    PRODUCT_A_KINDS = PRODUCT_A_INT8 /* the CPU's alone */
+#else
     PRODUCT_A_KINDS
+#endif
 } product_a;
 
 /* How B's codes, and A's scales, are handed in. B's scales are often in another order. */

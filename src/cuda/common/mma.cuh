@@ -48,6 +48,13 @@ __device__ __forceinline__ void stmatrix4(uint32_t address, const uint32_t (&r)[
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
+/* The same of transposed matrices: a row of shared memory is a column of fragments. */
+__device__ __forceinline__ void stmatrix4_trans(uint32_t address, const uint32_t (&r)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
 __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"

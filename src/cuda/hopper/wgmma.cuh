@@ -192,6 +192,29 @@ __device__ __forceinline__ void wgmma_ss(float (&c)[N / 8][4], uint64_t a, uint6
     else if constexpr (N == 128 && B16) HOPPER_SS("bf16", 128, 64, 64, 65, 66, 67);
     else HOPPER_SS("f16", 128, 64, 64, 65, 66, 67);
 }
+
+#define HOPPER_COMMA ,
+#define HOPPER_RS(type, n, list, tiles, a0, a1, a2, a3, at_b)                                                \
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, 1, 1; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type \
+                 "." type " {" list "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #at_b ", p, 1, 1, 0; }"    \
+                 : tiles                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+/* C[64][N] += A[64][16] B[16][N], A in registers, B in shared memory, its 16 in a row. */
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_rs(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b)
+{
+    constexpr bool B16 = __is_same(T, bf16);
+    if constexpr (N == 8 && B16) HOPPER_RS("bf16", 8, "%0,%1,%2,%3", WG4(c[0]), 4, 5, 6, 7, 8);
+    else if constexpr (N == 8) HOPPER_RS("f16", 8, "%0,%1,%2,%3", WG4(c[0]), 4, 5, 6, 7, 8);
+    else if constexpr (N == 16 && B16)
+        HOPPER_RS("bf16", 16, "%0,%1,%2,%3,%4,%5,%6,%7", WG4(c[0]) HOPPER_COMMA WG4(c[1]), 8, 9, 10, 11, 12);
+    else if constexpr (N == 16)
+        HOPPER_RS("f16", 16, "%0,%1,%2,%3,%4,%5,%6,%7", WG4(c[0]) HOPPER_COMMA WG4(c[1]), 8, 9, 10, 11, 12);
+    else if constexpr (N == 32 && B16) HOPPER_RS("bf16", 32, WG_LIST_16, WG_TILES_16(c), 16, 17, 18, 19, 20);
+    else if constexpr (N == 32) HOPPER_RS("f16", 32, WG_LIST_16, WG_TILES_16(c), 16, 17, 18, 19, 20);
+    else wg_rs_wide<T, N, true, false>(c, a, b);
+}
 #endif
 
 /* Before a thread's registers become operands or accumulators; after the last product of a batch. Shared

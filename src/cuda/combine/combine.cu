@@ -1,0 +1,114 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * combine.cu - sorted rows back to their tokens: one kernel inverts the permutation, one sums a token's rows
+ * in slot order, four columns a thread. A slot that no row holds counts as 0. Limit: y read once.
+ */
+#include "common/launch.cuh"
+#include "common/rows.cuh"
+#include "variants.cuh"
+
+enum { THREADS = 256, COLUMNS = 4 };
+
+struct combine_params {
+    const float *y, *weights, *plus, *plus_too;
+    int64_t y_s, weights_s, plus_s, plus_too_s;
+    const int32_t *permutation;
+    int32_t *row_of; /* [slots], workspace; -1: no row */
+    rows_view out;
+    int64_t tokens, per, slots, columns;
+    bool wide, wide_out;
+};
+
+__global__ void __launch_bounds__(THREADS) invert(const __grid_constant__ combine_params a)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.slots) return;
+    const int32_t slot = a.permutation[i];
+    if (slot >= 0 && slot < a.slots) a.row_of[slot] = (int32_t)i;
+}
+
+/* sum += w x in two roundings. */
+__device__ __forceinline__ void add_columns(const combine_params &a, float (&sum)[COLUMNS], const float *x,
+                                            float w, int64_t left, bool wide)
+{
+    float v[COLUMNS] = {};
+    if (wide && left >= COLUMNS) *(float4 *)v = __ldcs((const float4 *)x);
+    else
+        for (int c = 0; c < COLUMNS && c < left; c++) v[c] = x[c];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(w, v[c]));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ combine_params a)
+{
+    const int64_t per_row = (a.columns + COLUMNS - 1) / COLUMNS,
+                  i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.tokens * per_row) return;
+    const int64_t token = i / per_row, c = (i - token * per_row) * COLUMNS, left = a.columns - c;
+    float sum[COLUMNS] = {};
+    for (int64_t j = 0; j < a.per; j++) {
+        const int32_t row = __ldg(a.row_of + token * a.per + j);
+        const float w = a.weights != NULL ? __ldg(a.weights + token * a.weights_s + j) : 1.0f;
+        if (row >= 0) add_columns(a, sum, a.y + row * a.y_s + c, w, left, a.wide);
+    }
+    if (a.plus != NULL) add_columns(a, sum, a.plus + token * a.plus_s + c, 1.0f, left, false);
+    if (a.plus_too != NULL) add_columns(a, sum, a.plus_too + token * a.plus_too_s + c, 1.0f, left, false);
+    T *out = a.out.row<T>(token) + c;
+    T rounded[COLUMNS];
+#pragma unroll
+    for (int e = 0; e < COLUMNS; e++) rounded[e] = from_float<T>(sum[e]);
+    if (a.wide_out && left >= COLUMNS) {
+        if constexpr (sizeof(T) == 4) *(float4 *)out = *(const float4 *)rounded;
+        else *(uint2 *)out = *(const uint2 *)rounded;
+    } else {
+        for (int e = 0; e < COLUMNS && e < left; e++) out[e] = rounded[e];
+    }
+}
+
+static size_t combine_any_bytes(const stage_exec *, const combine_args *args)
+{
+    return room_for((size_t)args->permutation.shape[0] * sizeof(int32_t));
+}
+
+static const float *floats(const quern_tensor &t)
+{
+    return present(t) ? (const float *)t.data : NULL;
+}
+
+static quern_status combine_any_run(const stage_exec *exec, const combine_args *args, void *workspace)
+{
+    cudaStream_t stream = (cudaStream_t)exec->stream;
+    const combine_params a = {floats(args->y),
+                              floats(args->weights),
+                              floats(args->plus),
+                              floats(args->plus_too),
+                              args->y.strides[0],
+                              args->weights.strides[0],
+                              args->plus.strides[0],
+                              args->plus_too.strides[0],
+                              (const int32_t *)args->permutation.data,
+                              room_at<int32_t>(workspace),
+                              rows_view_of(args->out),
+                              rows_of(args->out),
+                              args->per,
+                              args->permutation.shape[0],
+                              args->y.shape[1],
+                              rows_aligned(args->y, 16),
+                              rows_aligned(args->out, COLUMNS * bytes_of(args->out.dtype))};
+    const int64_t n = a.tokens * ((a.columns + COLUMNS - 1) / COLUMNS);
+    if (n == 0) return QUERN_OK;
+    if (a.slots > 0) {
+        const cudaError_t code = cudaMemsetAsync(a.row_of, 0xff, (size_t)a.slots * sizeof(int32_t), stream);
+        if (code != cudaSuccess) return cuda_report(code, "combine, clearing");
+        invert<<<blocks_for(a.slots, THREADS), THREADS, 0, stream>>>(a);
+    }
+    const unsigned grid = blocks_for(n, THREADS);
+    if (args->out.dtype == QUERN_F32) combine<float><<<grid, THREADS, 0, stream>>>(a);
+    else if (args->out.dtype == QUERN_BF16) combine<bf16><<<grid, THREADS, 0, stream>>>(a);
+    else combine<f16><<<grid, THREADS, 0, stream>>>(a);
+    return LAUNCHED("combine");
+}
+
+extern const variant<combine_args> combine_any = {"combine_any", NULL, combine_any_bytes, combine_any_run};

@@ -1,0 +1,128 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * fused_quantise.cu - a product's interleaved output to quantised gate and up, or to quantised SwiGLU. A
+ * thread has a block of 16 columns of the result: 32 columns of x. Runs of 8 are read 16 bytes at a time. A
+ * block that comes from a value that is not finite becomes zeros. Limit: x read once.
+ */
+#include "common/fp4.cuh"
+#include "common/launch.cuh"
+#include "common/rows.cuh"
+#include "common/swiglu.cuh"
+#include "variants.cuh"
+
+enum { THREADS = 256, RUN = 8 };
+
+struct fused_params {
+    rows_view x, codes[2], scales[2];
+    const float *global[2];
+    int64_t rows, width, blocks;
+    bool part[2], swiglu, reciprocal, runs, wide_codes[2];
+    swiglu_rule rule;
+};
+
+/* Sixteen gates (or ups) from column c on. */
+template <typename T>
+__device__ __forceinline__ void load_part(const fused_params &a, float (&x)[FP4_BLOCK], const T *row,
+                                          int64_t c, bool up)
+{
+    const int64_t q = a.rule.granularity;
+    if (a.runs && c + FP4_BLOCK <= a.width) {
+        uint4 raw[2][sizeof(T) / 2];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (unsigned i = 0; i < sizeof(T) / 2; i++)
+                raw[r][i] = __ldcs((const uint4 *)(row + 2 * c + r * 2 * RUN + (up ? RUN : 0)) + i);
+#pragma unroll
+        for (int i = 0; i < FP4_BLOCK; i++) x[i] = to_float<T>(((const T *)raw[i / RUN])[i % RUN]);
+    } else {
+        for (int i = 0; i < FP4_BLOCK; i++)
+            x[i] = c + i < a.width ? to_float<T>(row[gate_column(c + i, q) + (up ? q : 0)]) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ bool is_finite(const float (&x)[FP4_BLOCK])
+{
+    return largest_bits(x) < INFINITE_BITS;
+}
+
+template <fp4_kind KIND>
+__device__ __forceinline__ void store_part(const fused_params &a, int part, int64_t row, int64_t block,
+                                           const float (&x)[FP4_BLOCK], bool finite)
+{
+    fp4_block b = {{0, 0}, 0};
+    if (finite) b = quantise_block<KIND>(*a.global[part], a.reciprocal, x, __uint_as_float(largest_bits(x)));
+    uint8_t *codes = a.codes[part].row<uint8_t>(row) + 8 * block;
+    if (a.wide_codes[part]) __stcs((uint2 *)codes, make_uint2(b.codes[0], b.codes[1]));
+    else
+        for (int i = 0; i < 8; i++) codes[i] = (uint8_t)(b.codes[i / 4] >> i % 4 * 8);
+    a.scales[part].row<uint8_t>(row)[block] = (uint8_t)b.scale;
+}
+
+template <typename T, fp4_kind KIND>
+__global__ void __launch_bounds__(THREADS) fused(const __grid_constant__ fused_params a)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.rows * a.blocks) return;
+    const int64_t row = i / a.blocks, block = i - row * a.blocks, c = block * FP4_BLOCK;
+    const T *x = a.x.row<const T>(row);
+    float gate[FP4_BLOCK], up[FP4_BLOCK];
+    if (a.part[0] || a.swiglu) load_part<T>(a, gate, x, c, false);
+    if (a.part[1] || a.swiglu) load_part<T>(a, up, x, c, true);
+    bool finite = true;
+    if (a.swiglu) {
+        finite = is_finite(gate) && is_finite(up); /* their SwiGLU may be infinite: it saturates */
+#pragma unroll
+        for (int e = 0; e < FP4_BLOCK; e++)
+            gate[e] = c + e < a.width ? swiglu_of(a.rule, gate[e], up[e]) : 0.0f;
+    }
+    if (a.part[0]) store_part<KIND>(a, 0, row, block, gate, a.swiglu ? finite : is_finite(gate));
+    if (a.part[1]) store_part<KIND>(a, 1, row, block, up, is_finite(up));
+}
+
+static fused_params params_of(const fused_quantise_args *args)
+{
+    fused_params a = {};
+    a.x = rows_view_of(args->x);
+    a.rows = args->x.shape[0];
+    a.width = args->x.shape[1] / 2;
+    a.blocks = (a.width + FP4_BLOCK - 1) / FP4_BLOCK;
+    a.swiglu = args->swiglu;
+    a.rule = args->rule;
+    a.reciprocal = args->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS;
+    a.runs = args->rule.granularity == RUN && rows_aligned(args->x, 16);
+    for (int p = 0; p < 2; p++) {
+        a.part[p] = present(args->codes[p]);
+        if (!a.part[p]) continue;
+        a.codes[p] = rows_view_of(args->codes[p]);
+        a.scales[p] = rows_view_of(args->scales[p]);
+        a.global[p] = (const float *)args->global[p].data;
+        a.wide_codes[p] = rows_aligned(args->codes[p], 8);
+    }
+    return a;
+}
+
+template <typename T> static quern_status fused_as(const fused_params &a, fp4_kind kind, cudaStream_t stream)
+{
+    const int64_t n = a.rows * a.blocks;
+    if (n == 0) return QUERN_OK;
+    const unsigned grid = blocks_for(n, THREADS);
+    if (kind == FP4_RNE) fused<T, FP4_RNE><<<grid, THREADS, 0, stream>>>(a);
+    else if (kind == FP4_HALF_STEPS) fused<T, FP4_HALF_STEPS><<<grid, THREADS, 0, stream>>>(a);
+    else if (kind == FP4_MODELOPT) fused<T, FP4_MODELOPT><<<grid, THREADS, 0, stream>>>(a);
+    else fused<T, FP4_COMPRESSED><<<grid, THREADS, 0, stream>>>(a);
+    return LAUNCHED("fused_quantise");
+}
+
+static quern_status fused_quantise_any_run(const stage_exec *exec, const fused_quantise_args *args, void *)
+{
+    const fused_params a = params_of(args);
+    const fp4_kind kind = fp4_rule_of(args->profile, QUANTISE_SCALES_RNE).kind;
+    cudaStream_t stream = (cudaStream_t)exec->stream;
+    if (args->x.dtype == QUERN_F32) return fused_as<float>(a, kind, stream);
+    return args->x.dtype == QUERN_BF16 ? fused_as<bf16>(a, kind, stream) : fused_as<f16>(a, kind, stream);
+}
+
+extern const variant<fused_quantise_args> fused_quantise_any = {"fused_quantise_any", NULL, NULL,
+                                                                fused_quantise_any_run};

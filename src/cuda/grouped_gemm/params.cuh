@@ -1,0 +1,168 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * params.cuh - what the kernels of the grouped product share: a call as they take it, tiles from
+ * offsets on the device, the epilogue.
+ *
+ * The columns of B, 64 a panel, are the rows of the products, tokens their columns: decoded weights stay in
+ * registers. Sums run over K in steps of 16, whatever the number of tokens, so a row's bits depend on nothing
+ * but the row.
+ *
+ * A in f32 is three bf16 numbers a value, whose products follow one another; A in NVFP4 becomes code times
+ * scale in bf16, which is exact. Both, and 16-bit rows that the copy engine cannot read, are written to the
+ * workspace first (ready.cu).
+ */
+#ifndef QUERN_CUDA_GROUPED_GEMM_PARAMS_CUH
+#define QUERN_CUDA_GROUPED_GEMM_PARAMS_CUH
+
+#include "grouped_gemm/weights.cuh"
+#include "common/launch.cuh"
+#include "common/rows.cuh"
+#include "common/swiglu.cuh"
+
+enum { GEMM_MOST_EXPERTS = 1024, SWIGLU_RUN = 8 };
+
+struct gemm_params {
+    int64_t tokens;
+    expert_ends ends;
+    weight_source b;
+    const void *a; /* [tokens][a_stride], bf16 or f16; `parts` of them, each b.units * 64 columns, for f32 */
+    int64_t a_stride;
+    int32_t parts;
+    const float *a_global, *b_global; /* NULL: 1 */
+    int64_t a_global_stride, b_global_expert;
+    quantise_global a_per;
+    int32_t b_parts; /* 2: gate and up have globals of their own, by runs of */
+    int32_t run;
+    const void *bias;
+    quern_dtype bias_dtype;
+    int64_t bias_stride;
+    bool swiglu; /* of runs of SWIGLU_RUN */
+    swiglu_rule rule;
+    void *c;
+    quern_dtype c_dtype;
+    int64_t c_stride;
+    bool c_wide; /* rows of c allow 16-byte stores */
+};
+
+/* The first tile of each expert: a tile is TOKENS rows of an expert and PANELS panels. All threads of a block
+ * call. */
+struct tile_list {
+    int32_t first[GEMM_MOST_EXPERTS + 1];
+};
+
+__device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p, int tokens, int across)
+{
+    if (threadIdx.x < 32) {
+        const int lane = threadIdx.x;
+        int32_t before = 0;
+        for (int32_t e = 0; e < p.ends.experts; e += 32) {
+            const int64_t rows =
+                e + lane < p.ends.experts ? p.ends.end_of(e + lane) - p.ends.first_of(e + lane) : 0;
+            const int32_t own = rows > 0 ? (int32_t)((rows + tokens - 1) / tokens) * across : 0;
+            int32_t sum = own;
+            for (int apart = 1; apart < 32; apart *= 2) {
+                const int32_t lower = __shfl_up_sync(~0u, sum, apart);
+                if (lane >= apart) sum += lower;
+            }
+            if (e + lane < p.ends.experts) list.first[e + lane] = before + sum - own;
+            before += __shfl_sync(~0u, sum, 31);
+        }
+        if (lane == 0) list.first[p.ends.experts] = before;
+    }
+    __syncthreads();
+}
+
+struct tile_place {
+    int32_t expert, panel, rows; /* rows: of the expert from row0 on */
+    int64_t row0;
+};
+__device__ __forceinline__ tile_place tile_at(const tile_list &list, const gemm_params &p, int32_t tile,
+                                              int tokens, int panels)
+{
+    int32_t low = 0, high = p.ends.experts;
+    while (high - low > 1) {
+        const int32_t middle = (low + high) / 2;
+        if (list.first[middle] <= tile) low = middle;
+        else high = middle;
+    }
+    const int64_t first = p.ends.first_of(low), rows = p.ends.end_of(low) - first;
+    const int32_t down = (int32_t)((rows + tokens - 1) / tokens), in = tile - list.first[low];
+    const int32_t part = in % down;
+    return {low, in / down * panels, (int32_t)(rows - (int64_t)part * tokens),
+            first + (int64_t)part * tokens};
+}
+
+__device__ __forceinline__ float load_any(const void *p, quern_dtype dtype, int64_t at)
+{
+    return dtype == QUERN_F32    ? ((const float *)p)[at]
+           : dtype == QUERN_BF16 ? to_float(((const bf16 *)p)[at])
+                                 : to_float(((const f16 *)p)[at]);
+}
+
+__device__ __forceinline__ void store_any(void *p, quern_dtype dtype, int64_t at, float x)
+{
+    if (dtype == QUERN_F32) ((float *)p)[at] = x;
+    else if (dtype == QUERN_BF16) ((bf16 *)p)[at] = from_float<bf16>(x);
+    else ((f16 *)p)[at] = from_float<f16>(x);
+}
+
+/* A's global of a row. */
+__device__ __forceinline__ float a_global_of(const gemm_params &p, int32_t expert, int64_t row)
+{
+    if (p.a_global == NULL) return 1.0f;
+    const int64_t at = p.a_per == QUANTISE_GLOBAL_ROW ? row : p.a_per == QUANTISE_GLOBAL_EXPERT ? expert : 0;
+    return __ldg(p.a_global + at * p.a_global_stride);
+}
+
+/* B's global and the bias of a column. */
+struct column_terms {
+    float global, bias;
+};
+__device__ __forceinline__ column_terms column_terms_of(const gemm_params &p, int32_t expert, int column)
+{
+    column_terms t = {1.0f, 0.0f};
+    if (column >= p.b.n) return t;
+    if (p.b_global != NULL)
+        t.global = __ldg(p.b_global + expert * p.b_global_expert + (p.b_parts == 2 ? column / p.run % 2 : 0));
+    if (p.bias != NULL) t.bias = load_any(p.bias, p.bias_dtype, expert * p.bias_stride + column);
+    return t;
+}
+
+/* A sum's result, before SwiGLU. */
+__device__ __forceinline__ float finished(const gemm_params &p, float sum, float unit, float a_global,
+                                          const column_terms &t)
+{
+    const float x = __fmul_rn(__fmul_rn(sum, unit), __fmul_rn(a_global, t.global));
+    return p.bias != NULL ? __fadd_rn(x, t.bias) : x;
+}
+
+/* Zeros in the rows past the last expert's; all threads of a grid call. */
+__device__ __forceinline__ void finish_tail(const gemm_params &p)
+{
+    const int64_t first = p.ends.end_of(p.ends.experts - 1), width = p.swiglu ? p.b.n / 2 : p.b.n;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (p.tokens - first) * width;
+         i += (int64_t)gridDim.x * blockDim.x)
+        store_any(p.c, p.c_dtype, (first + i / width) * p.c_stride + i % width, 0.0f);
+}
+
+/* How a call is run: its operand A made ready, its output made by the product or by stages behind it. */
+struct gemm_plan {
+    gemm_params p;
+    bool f16_product; /* else bf16 */
+    bool ready;       /* A is written to the workspace first */
+    float
+        *h; /* [tokens, n]: results in f32 that go on to C's old values, SwiGLU or quantisation; NULL: none */
+    float *act; /* [tokens, n / 2]: SwiGLU in f32 that quantisation takes; NULL: none */
+    size_t bytes;
+};
+
+/* `direct`: whether the kernel reads 16-bit rows as they are, which then have this alignment. */
+gemm_plan gemm_plan_of(const stage_exec *exec, const grouped_gemm_args *args, int64_t alignment,
+                       void *workspace);
+bool gemm_takes(const grouped_gemm_args *args, char why[STAGE_WHY_BYTES]);
+/* What comes before the product, and behind it. */
+quern_status gemm_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan);
+quern_status gemm_finish(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan);
+
+#endif

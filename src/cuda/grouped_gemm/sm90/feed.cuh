@@ -1,0 +1,102 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* feed.cuh - the warpgroup that fills the stages. Panels past the last are not filled: their columns are not
+ * stored. */
+#ifndef QUERN_CUDA_SM90_GROUPED_GEMM_FEED_CUH
+#define QUERN_CUDA_SM90_GROUPED_GEMM_FEED_CUH
+
+#include "grouped_gemm/sm90/shared.cuh"
+
+namespace sm90_gemm
+{
+
+/* The units of one stage: `count` from `unit` on, at column `column` of A. */
+struct stage_units {
+    int unit, count, column;
+};
+template <int TOKENS> __device__ __forceinline__ stage_units units_at(const gemm_params &p, int step)
+{
+    const int across = (p.b.units + form<TOKENS>::UNITS - 1) / form<TOKENS>::UNITS, part = step / across,
+              unit = (step - part * across) * form<TOKENS>::UNITS;
+    return {unit, min((int)form<TOKENS>::UNITS, p.b.units - unit), (part * p.b.units + unit) * UNIT};
+}
+template <int TOKENS> __device__ __forceinline__ int steps_of(const gemm_params &p)
+{
+    return p.parts * ((p.b.units + form<TOKENS>::UNITS - 1) / form<TOKENS>::UNITS);
+}
+
+template <int TOKENS>
+__device__ __forceinline__ void copy_tokens(const CUtensorMap &a, shared<TOKENS> &m, const tile_place &t,
+                                            const stage_units &u, int stage, uint32_t bar)
+{
+    for (int i = 0; i < u.count; i++)
+        tma_load(smem_address(m.a[stage][i]), a, bar, u.column + i * UNIT, 0, (int)t.row0, 0);
+}
+
+/* Repacked weights: all by one thread. */
+template <int TOKENS>
+__device__ __forceinline__ void feed_repacked(const gemm_params &p, const CUtensorMap &a, shared<TOKENS> &m)
+{
+    ring_place<form<TOKENS>::STAGES> at;
+    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int steps = steps_of<TOKENS>(p);
+    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const tile_place t = tile_at(m.tiles, p, tile, TOKENS, GROUPS);
+        const int panels = min((int)GROUPS, p.b.panels - t.panel);
+        for (int step = 0; step < steps; step++) {
+            const stage_units u = units_at<TOKENS>(p, step);
+            m.stages.wait_free(at);
+            const uint32_t bar = smem_address(&m.stages.full[at.stage]);
+            mbar_expect(bar, (uint32_t)(u.count * (TOKENS * 128 + panels * UNIT_BYTES)));
+            for (int g = 0; g < panels; g++)
+                bulk_load(smem_address(m.b[at.stage][g]),
+                          p.b.repacked + t.expert * p.b.repacked_expert +
+                              ((int64_t)(t.panel + g) * p.b.units + u.unit) * UNIT_BYTES,
+                          (uint32_t)(u.count * UNIT_BYTES), bar);
+            copy_tokens(a, m, t, u, at.stage, bar);
+            at.advance();
+        }
+    }
+}
+
+/* Weights in the caller's layout: each thread gathers a lane's part. */
+template <int TOKENS>
+__device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtensorMap &a, shared<TOKENS> &m)
+{
+    ring_place<form<TOKENS>::STAGES> at;
+    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int steps = steps_of<TOKENS>(p), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const tile_place t = tile_at(m.tiles, p, tile, TOKENS, GROUPS);
+        const int panels = min((int)GROUPS, p.b.panels - t.panel);
+        for (int step = 0; step < steps; step++) {
+            const stage_units u = units_at<TOKENS>(p, step);
+            m.stages.wait_free(at);
+            const uint32_t bar = smem_address(&m.stages.full[at.stage]);
+            if (threadIdx.x == 0) {
+                mbar_expect(bar, (uint32_t)(u.count * TOKENS * 128));
+                copy_tokens(a, m, t, u, at.stage, bar);
+            }
+            for (int g = 0; g < panels; g++)
+#pragma unroll 1
+                for (int i = 0; i < u.count * UNIT_STEPS; i++) {
+                    const int s = i % UNIT_STEPS;
+                    const step_part w =
+                        gather_step(p.b, t.expert, t.panel + g, u.unit * UNIT + i * 16, warp, lane);
+                    char *to = m.b[at.stage][g][i / UNIT_STEPS];
+                    *(uint32_t *)(to + threadIdx.x * 16 + s * 4) = w.codes;
+                    if (lane % 4 > 0) continue;
+                    to += UNIT_CODES + (warp * 8 + lane / 4) * 8 + s / 2 * 4 + s % 2;
+                    to[0] = (char)w.scales;
+                    to[2] = (char)(w.scales >> 16);
+                }
+            if (threadIdx.x != 0) m.stages.give(at);
+            else mbar_arrive(bar);
+            at.advance();
+        }
+    }
+}
+
+} // namespace sm90_gemm
+
+#endif

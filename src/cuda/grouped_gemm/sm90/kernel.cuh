@@ -1,0 +1,244 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* kernel.cuh - the warpgroups that multiply, their epilogue, and the kernel. */
+#ifndef QUERN_CUDA_SM90_GROUPED_GEMM_KERNEL_CUH
+#define QUERN_CUDA_SM90_GROUPED_GEMM_KERNEL_CUH
+
+#include "grouped_gemm/sm90/feed.cuh"
+
+namespace sm90_gemm
+{
+
+/* A unit's first operand. */
+struct unit_operand {
+    uint32_t step[UNIT_STEPS][4];
+};
+
+template <typename T> __device__ __forceinline__ void decode_unit(unit_operand &w, const char *unit)
+{
+    const int thread = threadIdx.x % 128;
+    const uint4 codes = *(const uint4 *)(unit + thread * 16);
+    const uint2 scales = *(const uint2 *)(unit + UNIT_CODES + thread / 4 * 8);
+    decode_step<T>(w.step[0], codes.x, scales.x, 0);
+    decode_step<T>(w.step[1], codes.y, scales.x, 1);
+    decode_step<T>(w.step[2], codes.z, scales.y, 2);
+    decode_step<T>(w.step[3], codes.w, scales.y, 3);
+}
+
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply_unit(float (&c)[TOKENS / 8][4], const unit_operand &w,
+                                              const char *tokens)
+{
+    const uint64_t tile = wg_fresh(wg_tile(smem_address(tokens), 0));
+    wg_start();
+#pragma unroll
+    for (int s = 0; s < UNIT_STEPS; s++) wgmma_rs<T, TOKENS>(c, w.step[s], wg_further(tile, s * 32));
+    wg_commit();
+}
+
+/* Where a warpgroup stands in the stages. A stage is given back once the products of its last unit have
+ * ended. */
+template <int TOKENS> struct unit_walk {
+    ring_place<form<TOKENS>::STAGES> at, before;
+    int step, unit, count; /* the unit of the stage, of how many */
+
+    /* Goes to the next unit, waits where a stage begins. False past the last of a tile. */
+    __device__ __forceinline__ bool next(const gemm_params &p, shared<TOKENS> &m, int steps)
+    {
+        if (++unit < count) return true;
+        if (step >= 0) at.advance();
+        if (++step >= steps) return false;
+        count = units_at<TOKENS>(p, step).count;
+        unit = 0;
+        m.stages.wait_full(at);
+        return true;
+    }
+    /* The products of the unit before have ended. */
+    __device__ __forceinline__ void ended(shared<TOKENS> &m)
+    {
+        if (unit > 0 || step == 0) return;
+        m.stages.give_back(before);
+        before.advance();
+    }
+};
+
+/* Sums of a tile; the products of a unit run while the next is decoded. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_params &p, shared<TOKENS> &m,
+                                         unit_walk<TOKENS> &walk, int group)
+{
+    const int steps = steps_of<TOKENS>(p);
+    unit_operand even, odd;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[i][e] = 0.0f;
+    walk.step = -1;
+    walk.unit = walk.count = 0;
+    while (walk.next(p, m, steps)) {
+        decode_unit<T>(even, m.b[walk.at.stage][group][walk.unit]);
+        multiply_unit<T, TOKENS>(c, even, m.a[walk.at.stage][walk.unit]);
+        wg_wait<1>(c);
+        walk.ended(m);
+        if (!walk.next(p, m, steps)) break;
+        decode_unit<T>(odd, m.b[walk.at.stage][group][walk.unit]);
+        multiply_unit<T, TOKENS>(c, odd, m.a[walk.at.stage][walk.unit]);
+        wg_wait<1>(c);
+        walk.ended(m);
+    }
+    wg_wait<0>(c);
+    m.stages.give_back(walk.before);
+    walk.before.advance();
+}
+
+/* Results of a warp: 16 columns of B and the tokens of a tile. */
+struct warp_place {
+    int32_t expert, rows;
+    int64_t row0;
+    int column, width; /* of C, the warp's first, and how many there are */
+};
+
+/* Sums become results: each thread's columns are lane / 4 and that + 8, which under SwiGLU are a gate and its
+ * up, so that the first two of four hold the result. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void finish_sums(float (&c)[TOKENS / 8][4], const gemm_params &p,
+                                            const warp_place &w, int first)
+{
+    const int lane = threadIdx.x % 32;
+    const column_terms low = column_terms_of(p, w.expert, first + lane / 4),
+                       high = column_terms_of(p, w.expert, first + lane / 4 + 8);
+    const bool by_row = p.a_global != NULL && p.a_per == QUANTISE_GLOBAL_ROW;
+    const float one = by_row ? 1.0f : a_global_of(p, w.expert, 0);
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; n++) {
+        float global[2] = {one, one};
+        if (by_row)
+            for (int i = 0; i < 2; i++) {
+                const int token = n * 8 + lane % 4 * 2 + i;
+                if (token < w.rows) global[i] = a_global_of(p, 0, w.row0 + token);
+            }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            c[n][i] = finished(p, c[n][i], weight_unit<T>(), global[i % 2], i < 2 ? low : high);
+        if (p.swiglu) {
+            c[n][0] = swiglu_of(p.rule, c[n][0], c[n][2]);
+            c[n][1] = swiglu_of(p.rule, c[n][1], c[n][3]);
+        }
+    }
+}
+
+/* Two numbers rounded to C's 16 bits. */
+__device__ __forceinline__ uint32_t pack_as(quern_dtype dtype, float x, float y)
+{
+    return dtype == QUERN_BF16 ? pack2<bf16>(x, y) : pack2<f16>(x, y);
+}
+
+template <int TOKENS>
+__device__ __forceinline__ void store_elements(const float (&c)[TOKENS / 8][4], const gemm_params &p,
+                                               const warp_place &w)
+{
+    const int lane = threadIdx.x % 32, column = w.column + lane / 4;
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = n * 8 + lane % 4 * 2 + i % 2, to = column + i / 2 * 8;
+            if (token >= w.rows || to >= w.width || (p.swiglu && i > 1)) continue;
+            const int64_t at = (w.row0 + token) * p.c_stride + to;
+            if (p.c_dtype == QUERN_F32) ((float *)p.c)[at] = c[n][i];
+            else ((uint16_t *)p.c)[at] = (uint16_t)pack_as(p.c_dtype, c[n][i], 0.0f);
+        }
+}
+
+/* 16-bit results through shared memory, which transposes them: of a token 32 bytes a warp, under SwiGLU 16,
+ * where the last two of four tiles are written to no use. */
+template <int TOKENS>
+__device__ __forceinline__ void store_rows(const float (&c)[TOKENS / 8][4], const gemm_params &p,
+                                           const warp_place &w, char *room)
+{
+    const int lane = threadIdx.x % 32, token = p.swiglu ? lane : lane / 2,
+              part = p.swiglu ? 0 : lane % 2 * 16;
+    const uint32_t to =
+        smem_address(room) + (p.swiglu ? lane * 16 : (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16);
+    char *row = (char *)p.c + ((w.row0 + token) * p.c_stride + w.column) * 2 + part;
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; n += 2, row += 32 * p.c_stride) {
+        const int turn = n / 2 % 2 * (STORE_BYTES / 2);
+        const uint32_t low[2] = {pack_as(p.c_dtype, c[n][0], c[n][1]),
+                                 pack_as(p.c_dtype, c[n + 1][0], c[n + 1][1])},
+                       high[2] = {pack_as(p.c_dtype, c[n][2], c[n][3]),
+                                  pack_as(p.c_dtype, c[n + 1][2], c[n + 1][3])};
+        const uint32_t packed[4] = {low[0], p.swiglu ? low[1] : high[0], low[1], high[1]};
+        stmatrix4_trans(to + turn, packed);
+        __syncwarp();
+        if (n * 8 + token < w.rows && token < 16) *(uint4 *)row = *(const uint4 *)(room + turn + lane * 16);
+    }
+    __syncwarp();
+}
+
+template <typename T, int TOKENS>
+__device__ __forceinline__ void store_tile(float (&c)[TOKENS / 8][4], const gemm_params &p,
+                                           const tile_place &t, int group, char *room)
+{
+    const int first = (t.panel + group) * UNIT + threadIdx.x / 32 % 4 * 16;
+    if (first >= p.b.n) return;
+    const int half = p.swiglu ? 2 : 1;
+    const warp_place w = {t.expert, t.rows, t.row0, first / half, p.b.n / half};
+    finish_sums<T, TOKENS>(c, p, w, first);
+    if constexpr (TOKENS > 8)
+        if (first + 16 <= p.b.n && p.c_wide && p.c_dtype != QUERN_F32) {
+            store_rows<TOKENS>(c, p, w, room);
+            return;
+        }
+    store_elements<TOKENS>(c, p, w);
+}
+
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m, int group)
+{
+    const int32_t tiles = m.tiles.first[p.ends.experts];
+    unit_walk<TOKENS> walk = {};
+    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        float c[TOKENS / 8][4];
+        sum_tile<T, TOKENS>(c, p, m, walk, group);
+        store_tile<T, TOKENS>(c, p, tile_at(m.tiles, p, tile, TOKENS, GROUPS), group,
+                              m.out[threadIdx.x / 32 - 4]);
+    }
+}
+
+template <typename T, int TOKENS>
+__global__ void __launch_bounds__(THREADS, form<TOKENS>::BLOCKS)
+    grouped_gemm_sm90(const __grid_constant__ gemm_params p, const __grid_constant__ CUtensorMap a)
+{
+#ifdef QUERN_WGMMA
+    extern __shared__ __align__(1024) char memory[];
+    shared<TOKENS> &m = *(shared<TOKENS> *)memory;
+    if (threadIdx.x == 0) {
+        m.stages.init(p.b.repacked != NULL ? 1 : 129, GROUPS * 128);
+        mbar_init_done();
+    }
+    make_tiles(m.tiles, p, TOKENS, (p.b.panels + GROUPS - 1) / GROUPS);
+    finish_tail(p);
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 0) {
+        if constexpr (form<TOKENS>::BLOCKS == 1) registers_down<FEW_REGISTERS>();
+        if (p.b.repacked == NULL) feed_gathered(p, a, m);
+        else if (threadIdx.x == 0) feed_repacked(p, a, m);
+    } else {
+        if constexpr (form<TOKENS>::BLOCKS == 1) registers_up<MANY_REGISTERS>();
+        multiply<T, TOKENS>(p, m, role - 1);
+    }
+#endif
+}
+
+template <typename T, int TOKENS>
+static quern_status launch_kernel(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a)
+{
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS>,
+                         dim3((unsigned)exec->multiprocessors * form<TOKENS>::BLOCKS), THREADS,
+                         sizeof(shared<TOKENS>), "grouped_gemm", p, a);
+}
+
+} // namespace sm90_gemm
+
+#endif

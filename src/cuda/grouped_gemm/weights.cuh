@@ -1,0 +1,185 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * weights.cuh - NVFP4 weights in the order of the products' fragments, and their decoding in registers.
+ *
+ * Repacked layout, version 1: for each expert panels of 64 columns, in each panel units of 64 of K, 2304
+ * bytes a unit. The columns of B are the rows of the product's first operand, of which a warp has 16: byte (w
+ * * 32 + l) * 16 begins the four words of lane l of warp w, one for each 16 of K. A word holds what mma's A
+ * fragment holds of that lane: registers 0 to 3, in each the codes of two neighbours in K. In each half of
+ * the word, which is of one neighbour, stand
+ *     register   sign  exponent  mantissa
+ *     0          15    8..7      6
+ *     1          12    5..4      3
+ *     2          9     2..1      0
+ *     3          10    14..13    11
+ * so that a shift and a mask make bf16, over 2^126, of three of them. After the 2048 bytes of codes stand the
+ * scales: 8 bytes for rows w * 16 + r and that + 8, as [two of K's 16][row, row + 8][16 of the two].
+ *
+ * A scale byte that is no number is repacked as 0.
+ */
+#ifndef QUERN_CUDA_GROUPED_GEMM_WEIGHTS_CUH
+#define QUERN_CUDA_GROUPED_GEMM_WEIGHTS_CUH
+
+#include "common/decode.cuh"
+#include "common/fp4.cuh"
+#include "common/mma.cuh"
+
+enum { UNIT = 64, UNIT_STEPS = 4, UNIT_CODES = 2048, UNIT_BYTES = 2304 };
+
+/* Experts' weights: repacked, or in one of the caller's layouts. */
+struct weight_source {
+    const uint8_t *repacked; /* NULL: the following */
+    int64_t repacked_expert;
+    uint8_t *codes, *scales;
+    int64_t codes_expert, pair, column;         /* bytes to the next pair of K, column */
+    int64_t scales_expert, block, scale_column; /* unless swizzled */
+    bool swizzled;
+    int32_t n, k, panels, units;
+};
+
+static inline weight_source weight_source_of(const quern_tensor &repacked, const quern_tensor &codes,
+                                             const quern_tensor &scales, bool k_major, scale_order order,
+                                             int64_t n, int64_t k)
+{
+    weight_source w = {};
+    w.n = (int32_t)n;
+    w.k = (int32_t)k;
+    w.panels = (int32_t)((n + UNIT - 1) / UNIT);
+    w.units = (int32_t)((k + UNIT - 1) / UNIT);
+    if (present(repacked)) {
+        w.repacked = (const uint8_t *)repacked.data;
+        w.repacked_expert = repacked.strides[0];
+    }
+    if (!present(codes)) return w;
+    w.codes = (uint8_t *)codes.data;
+    w.scales = (uint8_t *)scales.data;
+    w.codes_expert = codes.strides[0];
+    w.pair = k_major ? 1 : codes.strides[1];
+    w.column = k_major ? codes.strides[1] : 1;
+    w.scales_expert = scales.strides[0];
+    w.swizzled = order == SCALES_SWIZZLED;
+    if (!w.swizzled) {
+        w.block = order == SCALES_K_MAJOR ? 1 : scales.strides[1];
+        w.scale_column = order == SCALES_K_MAJOR ? scales.strides[1] : 1;
+    }
+    return w;
+}
+
+__device__ __forceinline__ uint8_t *scale_place(const weight_source &w, int64_t expert, int block, int column)
+{
+    uint8_t *base = w.scales + expert * w.scales_expert;
+    if (!w.swizzled) return base + block * w.block + column * w.scale_column;
+    const int64_t tiles = (w.k / FP4_BLOCK + 3) / 4;
+    return base + (column / 128 * tiles + block / 4) * 512 + column % 32 * 16 + column % 128 / 32 * 4 +
+           block % 4;
+}
+
+/* Where a register's code stands in half a word. */
+__device__ __forceinline__ uint32_t code_to_half(uint32_t code, int reg)
+{
+    if (reg < 3) return ((code & 8) << 12 | (code & 7) << 6) >> 3 * reg;
+    return (code & 6) << 12 | (code & 1) << 11 | (code & 8) << 7;
+}
+__device__ __forceinline__ uint32_t code_from_half(uint32_t half, int reg)
+{
+    if (reg < 3) return (half << 3 * reg >> 12 & 8) | (half << 3 * reg >> 6 & 7);
+    return (half >> 12 & 6) | (half >> 11 & 1) | (half >> 7 & 8);
+}
+
+/* The column of lane l of warp w for a register, and its pair of K within 16. */
+__device__ __forceinline__ int column_of(int w, int lane, int reg)
+{
+    return w * 16 + lane / 4 + reg % 2 * 8;
+}
+__device__ __forceinline__ int pair_of(int lane, int reg)
+{
+    return lane % 4 + reg / 2 * 4;
+}
+
+/* A lane's part of 16 of K from the caller's layout: a word of codes, and the bytes of its two rows' scales,
+ * in the low bits of its halves. What lies outside the matrix is 0. */
+struct step_part {
+    uint32_t codes, scales;
+};
+__device__ __forceinline__ step_part gather_step(const weight_source &w, int64_t expert, int panel, int k0,
+                                                 int warp, int lane)
+{
+    step_part p = {0, 0};
+    const uint8_t *codes = w.codes + expert * w.codes_expert;
+    if (k0 >= w.k) return p;
+#pragma unroll
+    for (int reg = 0; reg < 4; reg++) {
+        const int column = panel * UNIT + column_of(warp, lane, reg), pair = k0 / 2 + pair_of(lane, reg);
+        const uint32_t byte = column < w.n ? codes[pair * w.pair + column * w.column] : 0;
+        p.codes |= code_to_half(byte & 15, reg) | code_to_half(byte >> 4, reg) << 16;
+    }
+#pragma unroll
+    for (int high = 0; high < 2; high++) {
+        const int column = panel * UNIT + column_of(warp, lane, high);
+        const uint32_t byte = column < w.n ? *scale_place(w, expert, k0 / 16, column) : 0;
+        p.scales |= (is_scale((int)byte) ? byte : 0) << high * 16;
+    }
+    return p;
+}
+
+/* A lane's part of a unit. */
+struct unit_part {
+    uint32_t codes[UNIT_STEPS], scales[2];
+};
+__device__ __forceinline__ unit_part gather_unit(const weight_source &w, int64_t expert, int panel, int unit,
+                                                 int warp, int lane)
+{
+    unit_part p = {};
+#pragma unroll
+    for (int s = 0; s < UNIT_STEPS; s++) {
+        const step_part step = gather_step(w, expert, panel, unit * UNIT + s * 16, warp, lane);
+        p.codes[s] = step.codes;
+        p.scales[s / 2] |= step.scales << s % 2 * 8;
+    }
+    return p;
+}
+
+/* A step's four registers from its word, and its rows' scales from theirs. bf16 holds weights over 2^8, f16
+ * over 2^7: so scales and products stay within their range, exactly. */
+template <typename T> constexpr float weight_unit()
+{
+    return __is_same(T, bf16) ? 0x1p8f : 0x1p7f;
+}
+
+template <typename T> __device__ __forceinline__ uint32_t times2(uint32_t x, uint32_t y);
+template <> __device__ __forceinline__ uint32_t times2<bf16>(uint32_t x, uint32_t y)
+{
+    return times_bf16x2(x, y);
+}
+template <> __device__ __forceinline__ uint32_t times2<__half>(uint32_t x, uint32_t y)
+{
+    const __half2 product = __hmul2(*(const __half2 *)&x, *(const __half2 *)&y);
+    return *(const uint32_t *)&product;
+}
+
+template <typename T>
+__device__ __forceinline__ void decode_step(uint32_t (&a)[4], uint32_t word, uint32_t scales, int step)
+{
+    uint32_t s;
+    if constexpr (__is_same(T, bf16)) {
+        s = (step % 2 == 0 ? scales << 4 : scales >> 4) & 0x07f007f0;
+        s = times_bf16x2(times_bf16x2(s, 0x7b807b80), 0x7a807a80); /* 2^120, 2^118 */
+    } else {
+        s = (step % 2 == 0 ? scales << 7 : scales >> 1) & 0x3f803f80;
+        s = times2<T>(s, 0x78007800); /* 2^15 */
+    }
+    const uint32_t low = __byte_perm(s, 0, 0x1010), high = __byte_perm(s, 0, 0x3232);
+    uint32_t x[4];
+    x[0] = word & 0x81c081c0;
+    x[1] = word << 3 & 0x81c081c0;
+    x[2] = word << 6 & 0x81c081c0;
+    x[3] = (word >> 6 & 0x01800180) | (word >> 5 & 0x00400040) | (word << 5 & 0x80008000);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (!__is_same(T, bf16)) x[i] = (x[i] & 0x80008000) | (x[i] << 3 & 0x0e000e00);
+        a[i] = times2<T>(x[i], i % 2 == 0 ? low : high);
+    }
+}
+
+#endif

@@ -1,0 +1,276 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* forward.cu - the router: which kernels a call takes. */
+#include "route/params.cuh"
+#include "variants.cuh"
+
+__global__ void __launch_bounds__(ROUTE_THREADS) route_logits(const __grid_constant__ route_params a)
+{
+    enum { ROWS = ROUTE_TILE };
+    const int lane = threadIdx.x % 32;
+    const int64_t warp = (int64_t)blockIdx.x * ROUTE_WARPS + threadIdx.x / 32,
+                  across = (a.experts + ROWS - 1) / ROWS;
+    const int64_t t0 = warp / across * ROWS, e0 = warp % across * ROWS;
+    float sum[ROWS][ROWS] = {};
+    if (t0 >= a.tokens) return;
+    for (int64_t d = lane; d < a.dim; d += 32) {
+        float h[ROWS], w[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            h[i] = t0 + i < a.tokens ? value_at(a.hidden, a.hidden_dtype, (t0 + i) * a.hidden_s + d) : 0.0f;
+            w[i] = e0 + i < a.experts ? value_at(a.weight, a.weight_dtype, (e0 + i) * a.weight_s + d) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int j = 0; j < ROWS; j++) sum[i][j] = fmaf(h[i], w[j], sum[i][j]);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < ROWS; j++) {
+            const float whole = warp_sum(sum[i][j]);
+            if (lane == 0 && t0 + i < a.tokens && e0 + j < a.experts)
+                a.own[(t0 + i) * a.experts + e0 + j] = whole;
+        }
+}
+
+__device__ __forceinline__ int64_t index_at(const void *p, bool wide, int64_t at)
+{
+    return wide ? ((const int64_t *)p)[at] : ((const int32_t *)p)[at];
+}
+
+/* The table's expert j of a token; -1: there is none. */
+__device__ __forceinline__ int32_t table_expert(const route_params &a, int64_t token, int32_t j)
+{
+    const int64_t id = index_at(a.input_ids, a.ids64, token);
+    if (id < 0 || id >= a.vocabulary) return -1;
+    const int64_t e = index_at(a.table, a.table64, id * a.table_s + j);
+    return e >= 0 && e < a.experts ? (int32_t)e : -1;
+}
+
+/* The top_k best of the ranks; each that is taken becomes 0. Writes them to `list` in rising order. */
+__device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *rank, int32_t *list)
+{
+    const int lane = threadIdx.x % 32;
+    for (int32_t j = 0; j < a.top_k; j++) {
+        uint32_t best = 0, at = 0xffffffff;
+        for (int32_t e = lane; e < a.experts; e += 32)
+            if (rank[e] > best) {
+                best = rank[e];
+                at = (uint32_t)e;
+            }
+        const uint32_t most = __reduce_max_sync(~0u, best);
+        at = __reduce_min_sync(~0u, best == most ? at : 0xffffffff);
+        if (lane == 0) rank[at] = 0;
+        __syncwarp();
+    }
+    int32_t before = 0;
+    for (int32_t first = 0; first < a.experts; first += 32) {
+        const bool taken = first + lane < a.experts && rank[first + lane] == 0;
+        const unsigned bits = __ballot_sync(~0u, taken);
+        if (taken) list[before + __popc(bits & ((1u << lane) - 1))] = first + lane;
+        before += __popc(bits);
+    }
+    __syncwarp();
+}
+
+__global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_constant__ route_params a)
+{
+    extern __shared__ float room[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float *scores = room + warp * 3 * a.experts;
+    uint32_t *rank = (uint32_t *)scores + a.experts;
+    int32_t *list = (int32_t *)rank + a.experts;
+    const int64_t token = (int64_t)blockIdx.x * ROUTE_WARPS + warp;
+    if (token >= a.tokens) return;
+    make_scores(a, token, scores);
+    if (a.table == NULL) {
+        for (int32_t e = lane; e < a.experts; e += 32)
+            rank[e] = rank_of(a.bias != NULL ? scores[e] + a.bias[e] : scores[e]);
+        __syncwarp();
+        choose_experts(a, rank, list);
+    } else {
+        for (int32_t j = lane; j < a.top_k; j += 32) list[j] = table_expert(a, token, j);
+        __syncwarp();
+    }
+    float sum = 0.0f;
+    for (int32_t j = 0; j < a.top_k; j++) sum += list[j] >= 0 ? scores[list[j]] : 0.0f;
+    for (int32_t j = lane; j < a.top_k; j += 32) {
+        const float s = list[j] >= 0 ? scores[list[j]] : 0.0f;
+        a.weights[token * a.weights_s + j] = (a.renormalize ? s / (sum + 1e-20f) : s) * a.scale;
+        a.chosen[token * a.chosen_s + j] = list[j] >= 0 ? list[j] : 0;
+    }
+}
+
+__device__ __forceinline__ int32_t expert_of_slot(const route_params &a, int64_t slot)
+{
+    return a.chosen[slot / a.top_k * a.chosen_s + slot % a.top_k];
+}
+
+__global__ void __launch_bounds__(ROUTE_THREADS) route_count(const __grid_constant__ route_params a)
+{
+    extern __shared__ int32_t here[];
+    const int64_t first = (int64_t)blockIdx.x * ROUTE_CHUNK, slots = a.tokens * a.top_k;
+    for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS) here[e] = 0;
+    __syncthreads();
+    for (int64_t s = first + threadIdx.x; s < slots && s < first + ROUTE_CHUNK; s += ROUTE_THREADS)
+        atomicAdd(&here[expert_of_slot(a, s)], 1);
+    __syncthreads();
+    for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS)
+        a.counts[(int64_t)blockIdx.x * a.experts + e] = here[e];
+}
+
+/* Each chunk's counts become where its slots begin; the ends of all become offsets. One block, a thread an
+ * expert. */
+__global__ void __launch_bounds__(ROUTE_MOST_EXPERTS) route_scan(const __grid_constant__ route_params a)
+{
+    __shared__ int32_t warps[32];
+    const int e = threadIdx.x, lane = e % 32;
+    int32_t total = 0;
+    for (int64_t c = 0; e < a.experts && c < a.chunks; c++) total += a.counts[c * a.experts + e];
+    int32_t end = total;
+    for (int apart = 1; apart < 32; apart *= 2) {
+        const int32_t lower = __shfl_up_sync(~0u, end, apart);
+        if (lane >= apart) end += lower;
+    }
+    if (lane == 31) warps[e / 32] = end;
+    __syncthreads();
+    for (int w = 0; w < e / 32; w++) end += warps[w];
+    if (e >= a.experts) return;
+    a.offsets[e] = end;
+    int32_t begin = end - total;
+    for (int64_t c = 0; c < a.chunks; c++) {
+        const int32_t n = a.counts[c * a.experts + e];
+        a.counts[c * a.experts + e] = begin;
+        begin += n;
+    }
+}
+
+__global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_constant__ route_params a)
+{
+    extern __shared__ int32_t at[]; /* [warps][E]: where a warp's next slot of an expert goes */
+    enum { PER_WARP = ROUTE_CHUNK / ROUTE_WARPS };
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t slots = a.tokens * a.top_k, first = (int64_t)blockIdx.x * ROUTE_CHUNK + warp * PER_WARP;
+    int32_t *own = at + warp * a.experts;
+    for (int32_t i = threadIdx.x; i < ROUTE_WARPS * a.experts; i += ROUTE_THREADS) at[i] = 0;
+    __syncthreads();
+    for (int64_t s = first + lane; s < slots && s < first + PER_WARP; s += 32)
+        atomicAdd(&own[expert_of_slot(a, s)], 1);
+    __syncthreads();
+    for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS) {
+        int32_t begin = a.counts[(int64_t)blockIdx.x * a.experts + e];
+        for (int w = 0; w < ROUTE_WARPS; w++) {
+            const int32_t n = at[w * a.experts + e];
+            at[w * a.experts + e] = begin;
+            begin += n;
+        }
+    }
+    __syncthreads();
+    for (int64_t s = first; s < slots && s < first + PER_WARP; s += 32) {
+        const int32_t e = s + lane < slots ? expert_of_slot(a, s + lane) : -1;
+        const unsigned same = __match_any_sync(~0u, e), below = same & ((1u << lane) - 1);
+        if (e >= 0) a.permutation[own[e] + __popc(below)] = (int32_t)(s + lane);
+        __syncwarp();
+        if (e >= 0 && below == 0) own[e] += __popc(same);
+        __syncwarp();
+    }
+}
+
+route_params route_params_of(const route_args *args)
+{
+    route_params a = {};
+    const bool given = present(args->logits);
+    a.score = args->score;
+    a.top_k = (int32_t)args->top_k;
+    a.renormalize = args->renormalize;
+    a.scale = args->scale;
+    a.tokens = given ? args->logits.shape[0] : args->hidden.shape[0];
+    a.experts = (int32_t)(given ? args->logits.shape[1] : args->weight.shape[0]);
+    a.dim = given ? 0 : args->hidden.shape[1];
+    a.logits = args->logits.data;
+    a.logits_dtype = args->logits.dtype;
+    a.logits_s = args->logits.strides[0];
+    a.hidden = args->hidden.data;
+    a.hidden_dtype = args->hidden.dtype;
+    a.hidden_s = args->hidden.strides[0];
+    a.weight = args->weight.data;
+    a.weight_dtype = args->weight.dtype;
+    a.weight_s = args->weight.strides[0];
+    a.bias = present(args->bias) ? (const float *)args->bias.data : NULL;
+    if (present(args->tid2eid)) {
+        a.input_ids = args->input_ids.data;
+        a.ids64 = args->input_ids.dtype == QUERN_I64;
+        a.table = args->tid2eid.data;
+        a.table64 = args->tid2eid.dtype == QUERN_I64;
+        a.vocabulary = args->tid2eid.shape[0];
+        a.table_s = args->tid2eid.strides[0];
+    }
+    a.chosen = (int32_t *)args->experts.data;
+    a.chosen_s = args->experts.strides[0];
+    a.weights = (float *)args->weights.data;
+    a.weights_s = args->weights.strides[0];
+    a.offsets = (int32_t *)args->offsets.data;
+    a.permutation = (int32_t *)args->permutation.data;
+    a.chunks = (a.tokens * a.top_k + ROUTE_CHUNK - 1) / ROUTE_CHUNK;
+    return a;
+}
+
+static size_t carve(route_params &a, const route_args *args, void *workspace)
+{
+    arena room = arena_on(workspace);
+    a.counts = (int32_t *)arena_take(&room, (size_t)(a.chunks * a.experts) * sizeof(int32_t));
+    if (!present(args->logits))
+        a.own = (float *)arena_take(&room, (size_t)(a.tokens * a.experts) * sizeof(float));
+    return arena_size(&room);
+}
+
+quern_status route_make_logits(const launcher &to, const route_params &a)
+{
+    const int64_t tiles =
+        (a.tokens + ROUTE_TILE - 1) / ROUTE_TILE * ((a.experts + ROUTE_TILE - 1) / ROUTE_TILE);
+    return launch_shared(to, route_logits, dim3(blocks_for(tiles, ROUTE_WARPS)), ROUTE_THREADS, 0,
+                         "route, logits", a);
+}
+
+static bool route_any_supports(const stage_exec *, const route_args *args, char why[STAGE_WHY_BYTES])
+{
+    const route_params a = route_params_of(args);
+    if (a.experts <= ROUTE_MOST_EXPERTS) return true;
+    snprintf(why, STAGE_WHY_BYTES, "%d experts: the cuda backend takes up to %d", (int)a.experts,
+             (int)ROUTE_MOST_EXPERTS);
+    return false;
+}
+
+static size_t route_any_bytes(const stage_exec *, const route_args *args)
+{
+    route_params a = route_params_of(args);
+    return carve(a, args, NULL);
+}
+
+static quern_status route_any_run(const stage_exec *exec, const route_args *args, void *workspace)
+{
+    route_params a = route_params_of(args);
+    carve(a, args, workspace);
+    const launcher to = {(cudaStream_t)exec->stream, NULL};
+    const size_t row = (size_t)a.experts * sizeof(int32_t);
+    if (a.experts == 0) return QUERN_OK;
+    quern_status status = QUERN_OK;
+    if (a.own != NULL) status = route_make_logits(to, a);
+    if (status == QUERN_OK)
+        status = launch_shared(to, route_choose, dim3(blocks_for(a.tokens, ROUTE_WARPS)), ROUTE_THREADS,
+                               3 * ROUTE_WARPS * row, "route, choose", a);
+    if (status == QUERN_OK)
+        status =
+            launch_shared(to, route_count, dim3((unsigned)a.chunks), ROUTE_THREADS, row, "route, count", a);
+    if (status == QUERN_OK)
+        status = launch_shared(to, route_scan, dim3(1), ROUTE_MOST_EXPERTS, 0, "route, scan", a);
+    if (status == QUERN_OK)
+        status = launch_shared(to, route_place, dim3((unsigned)a.chunks), ROUTE_THREADS, ROUTE_WARPS * row,
+                               "route, place", a);
+    return status;
+}
+
+extern const variant<route_args> route_forward_any = {"route_forward_any", route_any_supports,
+                                                      route_any_bytes, route_any_run};
