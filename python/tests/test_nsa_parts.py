@@ -151,7 +151,7 @@ def test_out():
     o = torch.empty(2, 130, 4, 24)
     assert quern.attention(q, k, v, out=o) is o and torch.equal(o, quern.attention(q, k, v))
     again = torch.empty_like(o)
-    torch.ops.quern.attention_out(q, k, v, None, None, "", again, None)
+    torch.ops.quern.attention_out(q, k, v, *[None] * 5, settings="", out_o=again, out_lse=None)
     assert torch.equal(again, o)
     with pytest.raises(ValueError, match="no gradient"):
         quern.attention(q.requires_grad_(), k, v, out=o)

@@ -288,7 +288,7 @@ static void quantisers_and_their_names(void **state)
     exponents[1] = 0xFF;
     SAVE("m", tensor("codes", mx, QUERN_U8, 2, 2, 16, 0),
          tensor("exponents", exponents, QUERN_U8, 2, 2, 1, 0));
-    refused("nvfp4-from-mxfp4", "m", "", "exponents[1] is 0xFF");
+    refused("nvfp4-from-mxfp4", "m", "", "exponents[1] is the scale byte 0xFF");
     x[N + 3] = -INFINITY;
     SAVE("x", tensor("X", x, QUERN_F32, 2, T, N, 0));
     refused("nvfp4-quantize", "x", "", "x[35] (row 1, column 3) is -inf");
