@@ -181,8 +181,9 @@ static void pack_piece(void *arg, int64_t index, int32_t thread)
 void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets,
                      int32_t count)
 {
-    int64_t longest = 0;
-    for (int64_t b = 0; b < plan->sequences; b++) {
+    const stage_seqs *seqs = &plan->args->seqs;
+    int64_t longest = seqs->cu_q.data == NULL ? seqs->n_kv : 0;
+    for (int64_t b = 0; b < plan->sequences && seqs->cu_q.data != NULL; b++) {
         const attend_sequence seq = attend_sequence_at(plan, b);
         if (seq.nk > longest) longest = seq.nk;
     }
