@@ -32,6 +32,7 @@
 #include "stages/gemm.h"
 #include "stages/grouped_dense.h"
 #include "stages/grouped_gemm.h"
+#include "stages/index_loss.h"
 #include "stages/indexer.h"
 #include "stages/interleave.h"
 #include "stages/list_convert.h"
@@ -95,7 +96,8 @@
     FORWARD(cache_copy, cache_copy)                                                                          \
     FORWARD(decode, decode)                                                                                  \
     FORWARD(nsa_decode, nsa_decode)                                                                          \
-    FORWARD(block_index, block_index)
+    FORWARD(block_index, block_index)                                                                        \
+    FORWARD(index_loss, index_loss)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -134,7 +136,8 @@
     F(cache_copy, CACHE_COPY)                                                                                \
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)                                                                                \
-    F(block_index, BLOCK_INDEX)
+    F(block_index, BLOCK_INDEX)                                                                              \
+    F(index_loss, INDEX_LOSS)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

@@ -17,6 +17,7 @@ const op_family *const quern_families[] = {
     &nsa_family,            /* native sparse attention */
     &nsa_list_family,       /* its lists of blocks */
     &nsa_index_family,      /* its block indexer */
+    &nsa_index_loss_family, /* and that indexer's loss */
     &dsv4_compress_family,  /* DeepSeek-V4: compressors */
     &dsv4_index_family,     /* indexer */
     &dsv4_attention_family, /* attention core */

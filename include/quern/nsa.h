@@ -475,6 +475,58 @@ QUERN_API quern_status quern_nsa_index(quern_context *ctx, const quern_exec *exe
                                        const quern_nsa_index_tensors *tensors, void *workspace,
                                        size_t workspace_bytes);
 
+/*
+ * The indexer's loss: how far its choice is from what attention weighs, over the tokens s <= p of the blocks
+ * that list j of block_idx names for query t. With h the H / Hs heads of q that list j serves (group scope),
+ *   T = mean over h of softmax(scale q[t,h] . k[s,j]),   P = softmax(index_scale q_index[t,j] . k_index[s])
+ *   row_loss[t,j] = sum_s T (ln max(T, 1e-10) - ln P)            0 where the list has no token
+ *   loss = lambda sum row_loss / (Hs max(1, rows)),  rows: the queries with a token in some list
+ * d_q_index and d_k_index are the gradients of loss; q, k and the lists are constants. Lists may be the
+ * indexer's or any: entries in any order, -1 is padding, a repeated entry counts once, others out of range
+ * are skipped (QUERN_STATUS_BAD_INDEX). Row losses are strictly causal. So far on the CPU alone.
+ */
+typedef struct quern_nsa_index_loss_params {
+    size_t size;
+    int64_t select_block; /* l', 1 ... 2^31 - 1 tokens [128] */
+    int64_t query_offset; /* -1: S - N of each sequence; 0 ... 2^31 - 1 [-1] */
+    float lambda;         /* finite [1] */
+    float scale;          /* 0: 1 / sqrt(D); or finite and > 0 [0] */
+    float index_scale;    /* 0: 1 / sqrt(D_I); or finite and > 0 [0] */
+    uint8_t reserved[4];  /* 0; later fields stand here */
+} quern_nsa_index_loss_params;
+#define QUERN_NSA_INDEX_LOSS_PARAMS_INIT                                                                     \
+    {                                                                                                        \
+        sizeof(quern_nsa_index_loss_params), 128, -1, 1.0f, 0.0f, 0.0f,                                      \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
+    }
+
+/* Varlen as quern_nsa_index_tensors: q [T,H,D], k [T,Hs,D], lse_slc [H,T], row_loss [Hs,T+B]. Rows past the
+ * last query are 0. The results may each be NULL. */
+typedef struct quern_nsa_index_loss_tensors {
+    size_t size;
+    const quern_tensor *q_index, *k_index; /* as quern_nsa_index_tensors */
+    const quern_tensor *q;                 /* act [B,N,H,D], H a multiple of Hs */
+    const quern_tensor *k;                 /* act [B,S,Hs,D] */
+    const quern_tensor *block_idx;         /* i32 [B,Hs,N,k] */
+    const quern_tensor *lse_slc; /* f32 [B,H,N] of attention over the same lists, or NULL: computed */
+    const quern_tensor *cu_seqlens_q, *cu_seqlens_kv;
+    const quern_tensor *loss;                  /* f32 [] */
+    const quern_tensor *row_loss;              /* f32 [B,Hs,N] */
+    const quern_tensor *d_q_index, *d_k_index; /* act, like q_index, k_index */
+} quern_nsa_index_loss_tensors;
+#define QUERN_NSA_INDEX_LOSS_TENSORS_INIT QUERN_SIZED(quern_nsa_index_loss_tensors)
+
+QUERN_API quern_status quern_nsa_index_loss_workspace(quern_context *ctx,
+                                                      const quern_nsa_index_loss_params *params,
+                                                      const quern_nsa_index_loss_tensors *tensors,
+                                                      size_t *bytes);
+QUERN_API quern_status quern_nsa_index_loss(quern_context *ctx, const quern_exec *exec,
+                                            const quern_nsa_index_loss_params *params,
+                                            const quern_nsa_index_loss_tensors *tensors, void *workspace,
+                                            size_t workspace_bytes);
+
 #ifdef __cplusplus
 }
 #endif

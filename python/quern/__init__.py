@@ -12,7 +12,7 @@ from ._caches import KVCache, NSACache
 from ._checkpoint import Checkpoint, load_nvfp4
 from ._lists import block_mask, convert_blocks
 from ._nsa import nsa
-from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_index, nsa_select
+from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_index, nsa_index_loss, nsa_select
 from ._operations import version
 
 if sys.modules.get("torch") is not None:
@@ -48,6 +48,7 @@ __all__ = [
     "nsa_compress",
     "nsa_gate",
     "nsa_index",
+    "nsa_index_loss",
     "nsa_select",
     "nvfp4",
 ]

@@ -232,6 +232,14 @@ def need_tensors(tensors: Mapping[str, Any]) -> None:
                 raise TypeError(f"{name} is on the device meta: tensors with data are accepted")
 
 
+def train(*tensors: Any) -> bool:
+    """Whether one of them asks for a gradient, where gradients are recorded."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return False
+    return any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+
+
 def need_plain(what: str, *tensors: Any) -> None:
     """ValueError where one of them asks for a gradient, which `what` has not."""
     torch = sys.modules.get("torch")

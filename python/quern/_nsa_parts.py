@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""The steps of native sparse attention, for every framework: compress, select or index, attend, gate.
+"""The steps of native sparse attention, for every framework: compress, select or index, attend, gate; the
+indexer's loss.
 
 Their parameters are those of quern.nsa, by the same names.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import _arrays
 from ._faces import run
 
 
@@ -132,6 +134,64 @@ def nsa_index(
     }
     scores = ("block_score",) if return_scores else ()
     return run("nsa-index", tuple(settings.items()), tensors, ("block_idx", "block_count", *scores))
+
+
+def nsa_index_loss(
+    q_index: Any,
+    k_index: Any,
+    q: Any,
+    k: Any,
+    block_idx: Any,
+    *,
+    select_block: int = 128,
+    query_offset: int = -1,
+    lambda_: float = 1.0,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    lse_slc: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    return_rows: bool = False,
+) -> Any:
+    """The block indexer's loss: how far its weights are from attention's over the tokens of the listed blocks
+    up to the query's own → f32 []; with return_rows (loss, row_loss f32 [B, Hs, N]).
+
+    q_index [B, N, Hs, D_I], k_index [B, S, D_I] or [B, S, Hs, D_I], q [B, N, H, D], k [B, S, Hs, D],
+    block_idx int32 [B, Hs, N, ·], entries in any order. T is the mean over a list's heads of softmax(scale
+    · q kᵀ), P is softmax(index_scale · q_index k_indexᵀ), a row's loss Σ T (log max(T, 1e-10) − log P), and
+    loss is lambda_ times their sum over Hs and over the queries that see a token. scale None: 1/√D,
+    index_scale None: 1/√D_I. lse_slc f32 [B, H, N]: of attention over the same lists; None: it is computed.
+    Varlen, with cu_seqlens_q (and cu_seqlens_kv): [T, ·, ·], lists and row_loss [Hs, T + B, ·]. On the CPU
+    so far.
+
+    With torch loss is differentiable by q_index and k_index; q, k and row_loss carry no gradient.
+    """
+    settings = {
+        "select_block": select_block,
+        "query_offset": query_offset,
+        "lambda": lambda_,
+        "scale": scale,
+        "index_scale": index_scale,
+    }
+    tensors = {
+        "q_index": q_index,
+        "k_index": k_index,
+        "q": q,
+        "k": k,
+        "block_idx": block_idx,
+        "lse_slc": lse_slc,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+    }
+    trains = _arrays.train(q_index, k_index)
+    gradients = ("d_q_index", "d_k_index") if trains else ()
+    made = run("nsa-index-loss", tuple(settings.items()), tensors, ("loss", "row_loss", *gradients))
+    loss, rows = made[:2]
+    if trains:
+        from . import _torch
+
+        loss = _torch.with_gradients(loss, (q_index, k_index), made[2:])
+    return (loss, rows) if return_rows else loss
 
 
 def nsa_attend(

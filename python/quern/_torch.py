@@ -404,3 +404,24 @@ def run(
     else:
         made = operator.call(*inputs, ops.lines(settings) + ops.asked_lines(asked), wanted)
     return tuple(made[: len(results)]) if operator.results else ()
+
+
+class _Scaled(torch.autograd.Function):
+    """A loss whose gradients are known: a backward multiplies them by the loss's own."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[inputs:])
+        ctx.dtypes = [t.dtype for t in tensors[:inputs]]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        known = ctx.saved_tensors
+        scaled = [(t * grad).to(dtype) for t, dtype in zip(known, ctx.dtypes)]
+        return None, None, *scaled, *(None,) * len(known)
+
+
+def with_gradients(loss: Tensor, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> Tensor:
+    """`loss` as a function of the inputs that has these gradients."""
+    return _Scaled.apply(loss, len(inputs), *inputs, *gradients)

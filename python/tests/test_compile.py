@@ -122,6 +122,7 @@ DYNAMIC = {
     "nsa": (lambda x: quern.nsa(*_heads(x), block_size=8, num_selected=4, window=8), TOKENS),
     "nsa parts": (lambda x: _parts(*_heads(x)), TOKENS),
     "nsa index": (lambda x: quern.nsa_index(x[:, :, None], x, select_block=8, return_scores=True), TOKENS),
+    "nsa index loss": (lambda x: _index_loss(x[:, :, None], x), TOKENS),
     "nsa tiles": (lambda x: quern.nsa_select(*_tiles(x), preset="tile256", block_size=8), TOKENS),
     "convert_blocks": (
         lambda x: quern.convert_blocks(x[..., :2].int().clamp(0, 1), 8, 4, x.shape[1]),
@@ -144,6 +145,11 @@ def _parts(q, k, v):
     lists, count = quern.nsa_select(q, k_cmp, block_size=8, num_selected=4)
     branches = quern.nsa_attend(q, k, v, k_cmp, v_cmp, lists, block_size=8, window=8, return_lse=True)
     return (k_cmp, v_cmp, lists, count, *branches, *quern.nsa_gate(q, *branches[:3]))
+
+
+def _index_loss(q, k):
+    lists, _ = quern.nsa_index(q, k, select_block=8, num_selected=3)
+    return quern.nsa_index_loss(q, k, q.detach(), q.detach(), lists, select_block=8)
 
 
 @pytest.mark.parametrize("name", DYNAMIC)

@@ -106,6 +106,25 @@ def nsa_index(near, exact):
             near(scores[scores.isfinite()], want[want.isfinite()], BOUND)
 
 
+@case("nsa-index-loss")
+def nsa_index_loss(near, exact):
+    torch.manual_seed(5)
+    q_index, keys = torch.randn(2, 90, 2, 16), torch.randn(2, 120, 2, 16)
+    q, k = torch.randn(2, 90, 6, 24), torch.randn(2, 120, 2, 24)
+    lists = torch.randint(-1, 16, (2, 2, 90, 5), dtype=torch.int32)
+    for k_index in (keys, keys[:, :, 0]):
+        for more in ({}, {"query_offset": 10, "lambda_": 0.5, "scale": 0.3, "index_scale": 0.2}):
+            given = [t.clone().requires_grad_() for t in (q_index, k_index)]
+            exactly = [t.double().requires_grad_() for t in (q_index, k_index)]
+            loss, rows = quern.nsa_index_loss(*given, q, k, lists, select_block=8, return_rows=True, **more)
+            want, want_rows = exact(*exactly, *wide(q, k), lists, select_block=8, **more)
+            near(loss, want, BOUND)
+            near(rows, want_rows, BOUND)
+            got_gradients = torch.autograd.grad(3 * loss, given)
+            for a, b in zip(got_gradients, torch.autograd.grad(3 * want, exactly)):
+                near(a, b, 1e-5)
+
+
 @case("nsa-attend")
 def nsa_attend(near, exact):
     q, k, v = qkv(300)

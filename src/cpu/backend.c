@@ -74,6 +74,7 @@ const quern_backend quern_backend_cpu = {
     .cache_copy = {NULL, NULL, cpu_cache_copy, NULL},
     .decode = {NULL, cpu_decode_workspace, cpu_decode, NULL},
     .block_index = {NULL, cpu_block_index_workspace, cpu_block_index, cpu_block_index_kernel},
+    .index_loss = {NULL, cpu_index_loss_workspace, cpu_index_loss, cpu_index_loss_kernel},
     .nsa_decode = {NULL, cpu_nsa_decode_workspace, cpu_nsa_decode, NULL},
     .attend_mqa_forward = {cpu_attend_mqa_supports, cpu_attend_mqa_workspace, cpu_attend_mqa,
                            cpu_attend_mqa_kernel},

@@ -31,6 +31,10 @@ void cpu_block_index_kernel(const stage_exec *exec, const block_index_args *args
 size_t cpu_block_index_workspace(const stage_exec *exec, const block_index_args *args);
 quern_status cpu_block_index(const stage_exec *exec, const block_index_args *args, void *workspace);
 
+void cpu_index_loss_kernel(const stage_exec *exec, const index_loss_args *args, char text[STAGE_NAME_BYTES]);
+size_t cpu_index_loss_workspace(const stage_exec *exec, const index_loss_args *args);
+quern_status cpu_index_loss(const stage_exec *exec, const index_loss_args *args, void *workspace);
+
 void cpu_select_kernel(const stage_exec *exec, const select_args *args, char text[STAGE_NAME_BYTES]);
 size_t cpu_select_workspace(const stage_exec *exec, const select_args *args);
 quern_status cpu_select(const stage_exec *exec, const select_args *args, void *workspace);

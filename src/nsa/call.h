@@ -115,7 +115,8 @@ void nsa_build_gate_backward(nsa_build *c);
 /* index.c. Keys of the block indexer as stages take them: [B,S,D], which all lists share, with one head. */
 quern_tensor nsa_key_heads(quern_tensor keys);
 
-extern const op_family nsa_list_family;  /* list.c */
-extern const op_family nsa_index_family; /* index.c */
+extern const op_family nsa_list_family;       /* list.c */
+extern const op_family nsa_index_family;      /* index.c */
+extern const op_family nsa_index_loss_family; /* index_loss.c */
 
 #endif

@@ -56,6 +56,8 @@ int main(void)
     CHECK(quern_nsa_tensors, QUERN_NSA_TENSORS_INIT);
     CHECK(quern_nsa_index_params, QUERN_NSA_INDEX_PARAMS_INIT);
     CHECK(quern_nsa_index_tensors, QUERN_NSA_INDEX_TENSORS_INIT);
+    CHECK(quern_nsa_index_loss_params, QUERN_NSA_INDEX_LOSS_PARAMS_INIT);
+    CHECK(quern_nsa_index_loss_tensors, QUERN_NSA_INDEX_LOSS_TENSORS_INIT);
     CHECK(quern_nsa_list_params, QUERN_NSA_LIST_PARAMS_INIT);
     CHECK(quern_nsa_list_tensors, QUERN_NSA_LIST_TENSORS_INIT);
     CHECK(quern_safetensors_data, QUERN_SAFETENSORS_DATA_INIT);

@@ -87,6 +87,7 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_OP_NSA_GATE_BACKWARD, 26);
     assert_int_equal(QUERN_OP_NSA_LIST_CONVERT, 32);
     assert_int_equal(QUERN_OP_NSA_INDEX, 33);
+    assert_int_equal(QUERN_OP_NSA_INDEX_LOSS, 34);
     assert_int_equal(QUERN_OP_NVFP4_QUANTIZE, 64);
     assert_int_equal(QUERN_OP_NVFP4_DEQUANTIZE, 65);
     assert_int_equal(QUERN_OP_NVFP4_FROM_MXFP4, 66);
@@ -154,6 +155,8 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_nsa_list_tensors), 32);
     assert_int_equal(sizeof(quern_nsa_index_params), 48);
     assert_int_equal(sizeof(quern_nsa_index_tensors), 64);
+    assert_int_equal(sizeof(quern_nsa_index_loss_params), 40);
+    assert_int_equal(sizeof(quern_nsa_index_loss_tensors), 104);
     assert_int_equal(offsetof(quern_nsa_tensors, d_o), 224);
     assert_int_equal(sizeof(quern_cuda_device), 312);
     assert_int_equal(sizeof(quern_safetensors_item), 16);
@@ -195,6 +198,7 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_nsa_params, reserved);
     ENDS(quern_nsa_list_params, n);
     ENDS(quern_nsa_index_params, query_offset);
+    ENDS(quern_nsa_index_loss_params, reserved);
     ENDS(quern_cache_params, step);
     ENDS(quern_cache_columns, columns);
     ENDS(quern_cache_batch, table);

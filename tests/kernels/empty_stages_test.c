@@ -126,6 +126,20 @@ static void lists(void **state)
                                         .keys = view(QUERN_F32, 4, b, 0, 1, 8),
                                         .blocks = view(QUERN_I32, 4, b, h, 0, 3)};
         RUN(block_index, &index);
+        const index_loss_args loss = {.seqs = {.batch = b},
+                                      .block_size = 8,
+                                      .query_offset = -1,
+                                      .scale = 1,
+                                      .scale_index = 1,
+                                      .lambda = 1,
+                                      .list = view(QUERN_I32, 4, b, h, 0, 3),
+                                      .q_index = view(QUERN_F32, 4, b, 0, h, 8),
+                                      .keys_index = view(QUERN_F32, 4, b, 0, 1, 8),
+                                      .q = view(QUERN_F32, 4, b, 0, h, 8),
+                                      .keys = view(QUERN_F32, 4, b, 0, h, 8),
+                                      .d_q_index = view(QUERN_F32, 4, b, 0, h, 8),
+                                      .d_keys_index = view(QUERN_F32, 4, b, 0, 1, 8)};
+        RUN(index_loss, &loss);
     }
     assert_int_equal(word, 0);
     alarm(0);

@@ -502,6 +502,60 @@ static void best_of(const nsa_kernels *kernels, test_random *random)
     }
 }
 
+static void divergence(const nsa_kernels *kernels, test_random *random)
+{
+    enum { MOST = 160 };
+    for (int round = 0; round < 60; round++) {
+        const int32_t columns = 16 * (int32_t)test_random_int(random, 0, MOST / 16),
+                      lo = round % 3 ? 0 : (int32_t)test_random_int(random, 0, columns),
+                      hi = (int32_t)test_random_int(random, lo, columns);
+        const float scale = 0.3f, lse = 3.5f, weight = 1.0f / 3.0f;
+        test_tensor s = row_of(random, QUERN_F32, columns, TEST_UNALIGNED),
+                    teacher = row_of(random, QUERN_F32, columns, TEST_UNALIGNED);
+        double *t = test_tensor_get(&teacher), sum = 0, slack = 0;
+        for (int32_t c = 0; c < columns; c++) /* from 1 to far below 1e-10, and 0 */
+            t[c] = c % 11 == 3 ? 0 : c == lo ? 3 : 3 * exp(-9 * fabs(t[c]));
+        test_tensor_set(&teacher, t);
+        double *x = test_tensor_get(&s), *given = test_tensor_get(&teacher);
+        float sums[2];
+        double total = 0, total_slack = 0;
+        kernels->divergence(s.view.data, teacher.view.data, lo, hi, columns, scale, lse, weight, sums);
+        double *got = test_tensor_get(&s);
+        test_tensor_check_guards(&s, "divergence");
+        test_tensor_check_unchanged(&teacher, "teacher");
+        for (int32_t c = 0; c < columns; c++) {
+            const bool seen = c >= lo && c < hi;
+            const double part = given[c] * (double)weight, log_t = log(fmax(part, 1e-10)),
+                         log_p = x[c] * (double)scale - (double)lse, p = exp(log_p),
+                         argument = fabs(x[c] * (double)scale) + (double)lse;
+            expect(kernels, "divergence", QUERN_F32, columns, c, got[c], seen ? p - part : 0,
+                   seen ? bound_of(kernels, "divergence", 1, argument) * (p + part) : 0);
+            if (!seen) continue;
+            sum += part * (log_t - log_p);
+            total += part;
+            total_slack += bound_of(kernels, "divergence", hi - lo, 0) * part;
+            slack += bound_of(kernels, "divergence", hi - lo, 0) * part * (fabs(log_t) + argument + 1);
+        }
+        expect(kernels, "divergence", QUERN_F32, columns, -1, (double)sums[0], sum, slack);
+        expect(kernels, "divergence", QUERN_F32, columns, -2, (double)sums[1], total, total_slack);
+        TEST_TIME(
+            "nsa", "divergence", kernels->level, 8 * (int64_t)columns,
+            kernels->divergence(s.view.data, teacher.view.data, lo, hi, columns, scale, lse, weight, sums));
+        free(t), free(x), free(given), free(got);
+        test_tensor_free(&s), test_tensor_free(&teacher);
+    }
+    /* NaN shows where it is seen, and nowhere else. */
+    float s[32] = {[3] = NAN, [20] = NAN}, teacher[32] = {[21] = NAN}, sums[2];
+    kernels->divergence(s, teacher, 4, 20, 32, 1, 3, 1, sums);
+    assert_true(isfinite(sums[0]) && isfinite(sums[1]) && s[3] == 0 && s[20] == 0 && s[21] == 0);
+    s[5] = NAN;
+    kernels->divergence(s, teacher, 4, 20, 32, 1, 3, 1, sums);
+    assert_true(isnan(sums[0]) && isnan(s[5]));
+    teacher[6] = NAN, s[5] = 0;
+    kernels->divergence(s, teacher, 4, 20, 32, 1, 3, 1, sums);
+    assert_true(isnan(sums[0]) && isnan(sums[1]) && isnan(s[6]));
+}
+
 static void at_every_level(void **state)
 {
     const kernel_test *test = *state;
@@ -517,7 +571,7 @@ int main(int argc, char **argv)
     char program[] = "nsa_rows_test";
     kernel_test sum = {sum_rows}, spread = {spread_row}, gates = {gate_rows}, gradients = {gate_backward},
                 weights = {gate_weight}, probabilities = {add_probabilities}, maxima = {row_maxima},
-                best = {best_of};
+                divergences = {divergence}, best = {best_of};
     const struct CMUnitTest tests[] = {
         {"sum_rows", at_every_level, NULL, NULL, &sum},
         {"spread_row", at_every_level, NULL, NULL, &spread},
@@ -526,6 +580,7 @@ int main(int argc, char **argv)
         {"gate_weight", at_every_level, NULL, NULL, &weights},
         {"add_probabilities", at_every_level, NULL, NULL, &probabilities},
         {"row_maxima", at_every_level, NULL, NULL, &maxima},
+        {"divergence", at_every_level, NULL, NULL, &divergences},
         {"best_of", at_every_level, NULL, NULL, &best},
         {"every_kernel", test_every_kernel, NULL, NULL, program},
     };

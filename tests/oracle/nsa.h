@@ -97,6 +97,24 @@ typedef struct oracle_nsa_index {
 void oracle_nsa_index_choices(const oracle_nsa_index *a, const double *q, const double *k, int64_t list,
                               int64_t t, oracle_choice *choices);
 
+/* The indexer's loss on one sequence: q_index [n,lists,d_index], k_index [s,d_index] or [s,lists,d_index], q
+ * [n,heads,d], k [s,lists,d], blocks [lists][list_rows][length]. */
+typedef struct oracle_index_loss {
+    int64_t block_size, query_offset, n, s, lists, heads, d_index, d;
+    bool shared;
+    double scale, scale_index;
+    const double *q_index, *k_index, *q, *k;
+    const int32_t *blocks;
+    int64_t list_rows, length;
+} oracle_index_loss;
+/* Whether some list of row t has a token that it sees. */
+bool oracle_index_loss_counts(const oracle_index_loss *a, int64_t t);
+/* row_loss [lists][list_rows] is written for the n rows, and into row_size the root of the sum of its terms'
+ * squares; factor (P - T) are the gradients of the scores, of which d_q and d_k, like q_index and k_index,
+ * get those of the inputs added. */
+void oracle_index_loss_rows(const oracle_index_loss *a, double factor, double *row_loss, double *row_size,
+                            double *d_q, double *d_k);
+
 /* One list from blocks of `from` tokens to blocks of `to`; returns the count. */
 int32_t oracle_nsa_list_convert(const int32_t *in, int64_t k_in, int64_t from, int32_t *out, int64_t k_out,
                                 int64_t to, int64_t n);

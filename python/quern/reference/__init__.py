@@ -13,7 +13,7 @@ Memory grows with N²; use it up to a few thousand tokens.
 from . import dsv4, moe, nvfp4
 from ._attention import attention, masked_attention, window_mask
 from ._nsa import attend, combine, compress, gate, gates_of, nsa
-from ._nsa_select import chosen_blocks, convert_blocks, index, listed, select, select_groups
+from ._nsa_select import chosen_blocks, convert_blocks, index, index_loss, listed, select, select_groups
 
 # The operations of the library, by the names of `quern run`.
 OPERATIONS = {
@@ -30,6 +30,7 @@ OPERATIONS = {
     "nsa-gate": gate,
     "nsa-gates": gates_of,
     "nsa-index": index,
+    "nsa-index-loss": index_loss,
     "nsa-list-convert": convert_blocks,
     "nsa-select": select,
     "nvfp4-dequantize": nvfp4.dequantize,
@@ -56,6 +57,7 @@ __all__ = [
     "gate",
     "gates_of",
     "index",
+    "index_loss",
     "listed",
     "masked_attention",
     "moe",

@@ -129,6 +129,39 @@ def index(
     return chosen & candidates, scores
 
 
+def index_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    q: Tensor,
+    k: Tensor,
+    block_idx: Tensor,
+    *,
+    select_block: int = 128,
+    query_offset: int = -1,
+    lambda_: float = 1.0,
+    scale: float | None = None,
+    index_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The block indexer's loss [] and that of every row [B, Hs, N], for lists [B, Hs, N, k]. Differentiable
+    by q_index and k_index."""
+    n, s, lists = q_index.shape[1], k_index.shape[1], q_index.shape[2]
+    keys = k_index if k_index.dim() == 4 else k_index[:, :, None].expand(-1, -1, lists, -1)
+    position = torch.arange(n) + (query_offset if query_offset >= 0 else s - n)
+    blocks = chosen_blocks(block_idx, -(-s // select_block))
+    seen = blocks.repeat_interleave(select_block, -1)[..., :s] & (torch.arange(s) <= position[:, None])
+    some = seen.any(-1, keepdim=True)
+    out = ~seen & some
+    student = torch.einsum("bnhd,bshd->bhns", q_index, keys) * (index_scale or q_index.shape[-1] ** -0.5)
+    log_p = student.masked_fill(out, -math.inf).log_softmax(-1)
+    heads = q.detach().unflatten(2, (lists, -1))
+    scores = torch.einsum("bnhgd,bshd->bhgns", heads, k.detach()) * (scale or q.shape[-1] ** -0.5)
+    teacher = scores.masked_fill(out[:, :, None], -math.inf).softmax(-1).mean(2)
+    terms = teacher * (teacher.clamp_min(1e-10).log() - log_p)
+    rows = terms.masked_fill(~seen, 0).sum(-1)
+    count = max(1, int(some[..., 0].any(1).sum()))
+    return lambda_ * rows.sum() / (lists * count), rows
+
+
 def chosen_blocks(block_idx: Tensor, blocks: int) -> Tensor:
     """Lists [.., k] → bool [.., blocks]; entries that are no block, or come twice, count for nothing."""
     inside = (block_idx >= 0) & (block_idx < blocks)

@@ -9,6 +9,7 @@
 #define QUERN_CPU_ATTEND_BACKWARD_H
 
 #include "cpu/attend/attend.h"
+#include "cpu/attend/gradients.h"
 
 enum {
     BACKWARD_ROWS = 192, /* query rows of a tile */
@@ -25,17 +26,6 @@ static inline float backward_dot(const float *x, const float *y, int64_t n)
     for (; c < n; c++) lanes[c % 16] += x[c] * y[c];
     for (int i = 0; i < 16; i++) sum += lanes[i];
     return sum;
-}
-
-/* Gradients of keys or values: the output itself where it is f32, else a contiguous f32 buffer. */
-typedef struct gradient_rows {
-    float *data;        /* NULL: not wanted */
-    int64_t strides[3]; /* batch, token, head */
-} gradient_rows;
-
-static inline float *gradient_at(const gradient_rows *g, int64_t b, int64_t token, int64_t head)
-{
-    return g->data + b * g->strides[0] + token * g->strides[1] + head * g->strides[2];
 }
 
 typedef struct backward_plan {

@@ -8,11 +8,8 @@
  * chunk's rows with a tile of keys, and then adds the tile's dK and dV to the f32 gradients in memory. With
  * lists it walks block by block, with the rows that list the block.
  *
- * The order of the tasks fixes the order of the additions to one key: a task waits until all earlier tasks of
- * the same head have passed the tile. Tasks start in that order and all walk keys upwards, so a thread that
- * starts together with another follows one tile behind it, and one that starts later never waits. The bits
- * therefore do not depend on the number of threads, nothing is summed twice, and there are no partial
- * gradients.
+ * The tasks of a head add to a key in turns (turns.h), so the bits do not depend on the number of threads,
+ * nothing is summed twice, and there are no partial gradients.
  *
  * A chunk of 768 rows (D = 128) streams through L2 and L3 once per 192 keys, and dK and dV travel to memory
  * once per 768 rows: each takes 1 to 2% of the time. With lists a chunk is large enough that the rows that
@@ -20,11 +17,10 @@
  */
 #include "core/parallel.h"
 #include "cpu/attend/attend_backward.h"
+#include "cpu/attend/turns.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-#include <sched.h>
-#include <stdatomic.h>
 #include <string.h>
 
 enum {
@@ -32,9 +28,7 @@ enum {
     LISTED_LEAST = 2048,
     LISTED_MOST = 8192 /* rows */
 };
-enum { GATHER_BELOW = 48 /* rows that share a list */, ROWS_AHEAD = 8, TURN_DONE = INT32_MAX, SPINS = 64 };
-
-typedef _Atomic int64_t turn; /* the task has finished with all keys below this */
+enum { GATHER_BELOW = 48 /* rows that share a list */, ROWS_AHEAD = 8 };
 
 typedef struct backward_thread {
     backward_rows chunk, gathered; /* gathered: for lists that few rows share */
@@ -78,18 +72,6 @@ static int64_t rows_of_chunk(const backward_plan *p, bool listed)
     return round_up(rows < LISTED_LEAST ? LISTED_LEAST : rows > LISTED_MOST ? LISTED_MOST : rows, per_tile);
 }
 
-static void gradient_of(const quern_tensor *t, arena *a, gradient_rows *g)
-{
-    *g = (gradient_rows){NULL, {0, 0, 0}};
-    if (t->ndim == 0) return;
-    if (t->dtype == QUERN_F32) {
-        *g = (gradient_rows){t->data, {t->strides[0], t->strides[1], t->strides[2]}};
-        return;
-    }
-    const int64_t row = t->shape[3], token = row * t->shape[2], batch = token * t->shape[1];
-    *g = (gradient_rows){arena_take(a, (size_t)(t->shape[0] * batch) * sizeof(float)), {batch, token, row}};
-}
-
 static backward_plan plan_of(const stage_exec *exec, const attend_args *args, arena *a)
 {
     backward_plan p = {.attend = attend_plan_of(exec, args)};
@@ -105,8 +87,8 @@ static backward_plan plan_of(const stage_exec *exec, const attend_args *args, ar
     p.values = arena_take(a, rows * (size_t)p.value_words * 4);
     p.key_rows = arena_take(a, rows * (size_t)round_up(p.key_width, p.key_panel) * (f->bf16 ? 2 : 4));
     p.nonfinite = arena_take(a, rows / KEY_ALIGN);
-    gradient_of(&args->d_k, a, &p.d_k);
-    gradient_of(&args->d_v, a, &p.d_v);
+    p.d_k = gradient_carve(&args->d_k, a);
+    p.d_v = gradient_carve(&args->d_v, a);
     return p;
 }
 
@@ -158,18 +140,6 @@ static int64_t slot_of(const backward_job *job, int64_t b)
     return ((const int32_t *)args->seqs.cu_q.data)[b] * (int64_t)job->plan.attend.hs / job->chunk_rows + b;
 }
 
-/* Waits until every task of [first, self) has passed key `key`. */
-static void wait_for_turn(turn *turns, turn *passed, int64_t first, int64_t self, int64_t key)
-{
-    int64_t done = atomic_load_explicit(passed, memory_order_acquire);
-    const int64_t known = done;
-    while (done < self && atomic_load_explicit(&turns[done], memory_order_acquire) == TURN_DONE) done++;
-    if (done > known) atomic_store_explicit(passed, done, memory_order_release);
-    for (int64_t i = done > first ? done : first; i < self; i++)
-        for (int spins = 0; atomic_load_explicit(&turns[i], memory_order_acquire) < key;)
-            if (++spins > SPINS) sched_yield();
-}
-
 /* One task while it runs. */
 typedef struct backward_task {
     backward_job *job;
@@ -207,7 +177,7 @@ static void end_keys(const backward_task *t)
     const backward_plan *p = &t->job->plan;
     const attention_kernels *k = p->attend.kernels;
     const backward_keys *keys = &t->own->keys;
-    wait_for_turn(t->turns, &t->job->passed[t->kv_head], t->first, t->self, keys->key1);
+    turn_wait(t->turns, &t->job->passed[t->kv_head], t->first, t->self, keys->key1);
     const int64_t base = keys->key0 & ~(int64_t)15;
     for (int64_t key = keys->key0; key < keys->key1; key++) {
         const int64_t c = key - base, token = t->seq.k0 + key;
@@ -219,7 +189,7 @@ static void end_keys(const backward_task *t)
             k->rows->add_scaled(gradient_at(&p->d_v, t->seq.view_b, token, t->kv_head),
                                 keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
     }
-    atomic_store_explicit(&t->turns[t->self], keys->key1, memory_order_release);
+    turn_pass(&t->turns[t->self], keys->key1);
 }
 
 static void run_range(const backward_task *t)
@@ -358,35 +328,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
         walk(&t);
         backward_rows_store(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
     }
-    atomic_store_explicit(&t.turns[t.self], TURN_DONE, memory_order_release);
-}
-
-/* Sets f32 gradients to 0 before the tasks add to them, or converts them to the output's dtype. */
-typedef struct gradient_job {
-    const quern_tensor *t;
-    const gradient_rows *g;
-    const attention_kernels *kernels;
-} gradient_job;
-
-static void clear_token(void *arg, int64_t index, int32_t thread)
-{
-    (void)thread;
-    const gradient_job *job = arg;
-    const quern_tensor *t = job->t;
-    for (int64_t h = 0; h < t->shape[2]; h++)
-        memset(gradient_at(job->g, index / t->shape[1], index % t->shape[1], h), 0,
-               (size_t)t->shape[3] * sizeof(float));
-}
-
-static void write_token(void *arg, int64_t index, int32_t thread)
-{
-    (void)thread;
-    const gradient_job *job = arg;
-    const quern_tensor *t = job->t;
-    const int64_t b = index / t->shape[1], n = index % t->shape[1];
-    for (int64_t h = 0; h < t->shape[2]; h++)
-        job->kernels->rows->convert(gradient_at(job->g, b, n, h), QUERN_F32, row_at(t, b, n, h), t->dtype,
-                                    t->shape[3]);
+    turn_pass(&t.turns[t.self], TURN_DONE);
 }
 
 /* d_sink of one head from its rows' shares, which stand in delta. */
@@ -414,19 +356,14 @@ quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
     const attend_plan *f = &job.plan.attend;
-    gradient_job outputs[2] = {{&args->d_k, &job.plan.d_k, f->kernels},
-                               {&args->d_v, &job.plan.d_v, f->kernels}};
-    const bool accumulate[2] = {args->accumulate_k, args->accumulate_v};
-    for (int i = 0; i < 2; i++)
-        if (outputs[i].g->data != NULL && !accumulate[i])
-            parallel_for(exec, outputs[i].t->shape[0] * outputs[i].t->shape[1], clear_token, &outputs[i]);
+    if (!args->accumulate_k) gradient_clear(exec, &args->d_k, &job.plan.d_k);
+    if (!args->accumulate_v) gradient_clear(exec, &args->d_v, &job.plan.d_v);
     for (int64_t i = 0; i < f->units * job.slots; i++) atomic_init(&job.turn_of[i], 0);
     for (int32_t i = 0; i < f->kv_heads; i++) atomic_init(&job.passed[i], 0);
     pack_all(exec, &job.plan);
     parallel_for(exec, job.slots * f->units, run_task, &job);
-    for (int i = 0; i < 2; i++)
-        if (outputs[i].g->data != NULL && outputs[i].t->dtype != QUERN_F32)
-            parallel_for(exec, outputs[i].t->shape[0] * outputs[i].t->shape[1], write_token, &outputs[i]);
+    gradient_write(exec, &args->d_k, &job.plan.d_k, f->kernels->rows);
+    gradient_write(exec, &args->d_v, &job.plan.d_v, f->kernels->rows);
     if (is_present(&args->d_sink))
         parallel_for(exec, args->d_sink.shape[0], sum_sink, (void *)(uintptr_t)args);
     if (is_present(&args->d_q) && !args->accumulate_q) zero_rows(&args->d_q, token_rows(&args->seqs));

@@ -73,6 +73,11 @@ typedef struct nsa_kernels {
      * greatest. */
     void (*row_maxima)(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns,
                        float *best, int64_t ldb);
+    /* In columns [lo, hi) of a row, teacher[c] is multiplied by `weight` to T, and log P = s[c] scale - lse.
+     * s[c] becomes P - T, and 0 in the other columns of `columns`, a multiple of 16. sums[0] = the sum of T
+     * (log max(T, 1e-10) - log P), sums[1] = that of T. */
+    void (*divergence)(float *s, const float *teacher, int32_t lo, int32_t hi, int32_t columns, float scale,
+                       float lse, float weight, float sums[2]);
     /* Writes the `want` best of scores[from .. to) to best[], best first, as keys (see rank_index()). Returns
      * how many. */
     int64_t (*best_of)(const float *scores, int64_t from, int64_t to, int64_t want, uint64_t *best);

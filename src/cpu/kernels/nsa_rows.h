@@ -167,6 +167,42 @@ static void row_maxima(const float *s, int64_t lds, int32_t rows, const int32_t 
     }
 }
 
+/* ln x of positive normal numbers, within 2e-7 of max(|ln x|, |x - 1|); NaN where x is. x = m 2^e with m from
+ * sqrt(1/2) to sqrt(2); ln m = 2 artanh((m - 1) / (m + 1)), whose series' fifth term is below 2e-9 there. */
+INLINE vfloat v_log(vfloat x)
+{
+    const vint bits = (vint)x, e = (bits - 0x3f3504f3) >> 23;
+    const vfloat m = (vfloat)(bits - (e << 23)), s = (m - 1.0f) / (m + 1.0f), z = s * s;
+    vfloat p = v_fma(z, v_splat(1.0f / 9.0f), v_splat(1.0f / 7.0f));
+    p = v_fma(p, z, v_splat(0.2f));
+    p = v_fma(p, z, v_splat(1.0f / 3.0f));
+    p = v_fma(p * z, s + s, s + s);
+    const vfloat y = v_fma(__builtin_convertvector(e, vfloat), v_splat(0x1.62e43p-1f), p);
+    return v_select(v_is_nan(x), x, y);
+}
+
+static void divergence(float *s, const float *teacher, int32_t lo, int32_t hi, int32_t columns, float scale,
+                       float lse, float weight, float sums[2])
+{
+    const vfloat log2_e = v_splat(0x1.715476p+0f), none = {0};
+    vfloat sum = none, total = none;
+    for (int32_t c = 0; c < columns; c += LANES) {
+        if (c + LANES <= lo || c >= hi) {
+            v_store(s + c, none);
+            continue;
+        }
+        const vint seen = lanes_in(c, lo, hi);
+        const vfloat t = v_select(seen, v_load(teacher + c) * weight, none),
+                     log_p = v_select(seen, v_fma(v_load(s + c), v_splat(scale), v_splat(-lse)), none),
+                     log_t = v_log(v_select(t < 1e-10f, v_splat(1e-10f), t));
+        sum += t * (log_t - log_p);
+        total += t;
+        v_store(s + c, v_select(seen, v_exp2(log_p * log2_e) - t, none));
+    }
+    sums[0] = sum_of(sum);
+    sums[1] = sum_of(total);
+}
+
 /* A score's place in the order: greater is better; -0 equals 0; NaN last. */
 INLINE uint32_t order_of(float score)
 {
@@ -251,6 +287,6 @@ static int64_t best_of(const float *scores, int64_t from, int64_t to, int64_t wa
 #define NSA_ROW_KERNELS                                                                                      \
     .sum_rows = sum_rows, .spread_row = spread_row, .gate_rows = gate_rows, .gate_backward = gate_backward,  \
     .gate_weight = gate_weight, .add_probabilities = add_probabilities, .row_maxima = row_maxima,            \
-    .best_of = best_of
+    .divergence = divergence, .best_of = best_of
 
 #endif
