@@ -36,6 +36,10 @@ typedef struct attention_call {
 } attention_call;
 
 extern const op_family attention_family;
+/* The parameters, which decoding has, too. */
+enum { ATTENTION_PARAMS = 4 };
+extern const op_param attention_param_rows[ATTENTION_PARAMS];
+extern const quern_attention_params attention_defaults;
 
 /* In attention.c. */
 void attention_build(op_build *b);

@@ -1,110 +1,89 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* decode.c - dense attention of the newest tokens over a cache. */
+#include "attention/attention.h"
 #include "cache/cache.h"
 
 #include "core/error.h"
-#include "core/float_state.h"
-#include "core/view.h"
 
 #include <math.h>
 
-typedef struct decode_call {
-    cache_call call;
-    quern_attention_params params;
-    quern_decode_tensors t;
-    _Alignas(op_step) char program[OP_STEP_BYTES(decode)];
-} decode_call;
-
-static quern_status check_params(const quern_attention_params *given, quern_attention_params *p)
+static quern_status check_params(op_call *call)
 {
-    *p = (quern_attention_params)QUERN_ATTENTION_PARAMS_INIT;
-    const quern_status status = op_struct(p, given, "params", "QUERN_ATTENTION_PARAMS_INIT");
-    if (status != QUERN_OK) return status;
+    const quern_attention_params *p = &cache_call_of(call)->params.dense;
     if (!p->causal)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "causal is false: a decoding call accepts true");
     if (p->query_offset != -1)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "query_offset is %lld: -1 is accepted, queries are the newest tokens",
                          (long long)p->query_offset);
-    if (p->window < 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "window is %lld: 0 (none) or more is accepted",
-                         (long long)p->window);
-    if (!(p->scale >= 0.0f) || isinf(p->scale))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "scale is %g: 0 (1 / sqrt(D)), or finite and above 0 is accepted", (double)p->scale);
     return QUERN_OK;
 }
 
-static quern_status check_tensors(const decode_call *c, bool run)
+static void roles(op_call *call)
 {
-    const quern_cache_params *p = &c->call.cache->layout.params;
-    const quern_decode_tensors *t = &c->t;
-    const uint32_t act = 1u << (unsigned)p->dtype;
-    const quern_tensor *sparse[] = {t->w_gate, t->gates, t->block_idx, t->block_count};
-    static const char *const names[] = {"w_gate", "gates", "block_idx", "block_count"};
-    for (int i = 0; i < 4; i++)
-        if (sparse[i] != NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: dense attention accepts NULL",
-                             names[i]);
-    const int64_t heads = t->q != NULL && t->q->ndim == 3 ? t->q->shape[1] : VIEW_ANY;
-    const view_rule rules[] = {
-        {"q", t->q, act, 3, {c->call.tokens, VIEW_ANY, p->dim}, false, false},
-        {"o", t->o, act, 3, {c->call.tokens, heads, p->dim_v}, false, true},
-        {"lse", t->lse, VIEW_F32, 2, {heads, c->call.tokens}, true, true},
-    };
-    quern_status status = view_check_order(t->q, t->o);
-    if (status == QUERN_OK) status = view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
-    return status == QUERN_OK ? view_check_heads(heads, p->kv_heads, c->call.tokens) : status;
+    for (int i = 0; i < DECODE_TENSORS; i++) call->role[i] = OP_REFUSED;
+    call->role[DD(q)] = OP_NEEDED;
+    call->role[DD(o)] = OP_RESULT;
+    call->role[DD(lse)] = OP_OPTIONAL_RESULT;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: dense attention accepts NULL",
+                     call->family->tensors[tensor].field);
 }
 
 static void build(op_build *b)
 {
-    const decode_call *c = (const decode_call *)b->call;
-    const quern_cache_params *p = &c->call.cache->layout.params;
+    const op_call *call = b->call;
+    const cache_call *c = cache_call_of(call);
+    const quern_cache_params *has = cache_params_of(call);
+    const quern_attention_params *p = &c->params.dense;
     const stage_step step = cache_step(b);
-    if (c->call.tokens == 0 || c->t.q->shape[1] == 0) return;
-    *OP_ADD(b, decode) =
-        (decode_args){.tokens = cache_steps_plane(&c->call, CACHE_TOKENS),
-                      .step = step,
-                      .capacity = p->capacity,
-                      .window = c->params.window,
-                      .scale = c->params.scale > 0.0f ? c->params.scale : 1.0f / sqrtf((float)p->dim),
-                      .q = op_known_view(c->t.q, true),
-                      .o = op_known_view(c->t.o, true),
-                      .lse = op_known_view(c->t.lse, true)};
+    if (c->tokens == 0 || call->symbol[DECODE_H] == 0) return;
+    decode_args *args = OP_ADD(b, decode);
+    args->tokens = cache_steps_plane(c, CACHE_TOKENS);
+    args->step = step;
+    args->capacity = has->capacity;
+    args->window = p->window;
+    args->scale = p->scale > 0.0f ? p->scale : 1.0f / sqrtf((float)has->dim);
+    args->q = op_view(call, DD(q), true);
+    args->o = op_view(call, DD(o), true);
+    args->lse = op_view(call, DD(lse), true);
 }
 
 static const char *const operations[] = {"attention_decode"};
 static const op_family family = {
     .operations = operations,
     .operation_count = 1,
-    .call_size = sizeof(decode_call),
-    .program_at = offsetof(decode_call, program),
+    .tensors = cache_decode_tensors,
+    .tensor_count = DECODE_TENSORS,
+    .varlen_by = OP_NONE,
+    .params = attention_param_rows,
+    .param_count = ATTENTION_PARAMS,
+    .defaults = &attention_defaults,
+    .params_init = "QUERN_ATTENTION_PARAMS_INIT",
+    .tensors_init = "QUERN_DECODE_TENSORS_INIT",
+    .call_size = offsetof(cache_call, cache),
+    .params_at = offsetof(cache_call, params),
+    .program_at = offsetof(cache_call, program),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = cache_derive_decode,
+    .check_data = cache_check_data,
     .build = build,
     .begin = cache_write_step,
 };
-
-static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                         const quern_cache *cache, const quern_cache_batch *batch,
-                         const quern_decode_tensors *tensors, bool run, decode_call *c)
-{
-    c->t = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
-    quern_status status = cache_begin(&c->call, ctx, exec, cache, batch, false);
-    if (status == QUERN_OK) status = check_params(params, &c->params);
-    if (status == QUERN_OK) status = op_struct(&c->t, tensors, "tensors", "QUERN_DECODE_TENSORS_INIT");
-    if (status == QUERN_OK) status = check_tensors(c, run);
-    return status == QUERN_OK ? cache_build(&c->call, ctx, &family, "q", c->t.q) : status;
-}
 
 quern_status quern_attention_decode_workspace(quern_context *ctx, const quern_attention_params *params,
                                               const quern_cache *cache, const quern_cache_batch *batch,
                                               const quern_decode_tensors *tensors, size_t *bytes)
 {
-    DEFAULT_FLOAT_STATE; /* a plan resolves the scale */
-    decode_call c;
-    const quern_status status = plan(ctx, NULL, params, cache, batch, tensors, false, &c);
-    return status == QUERN_OK ? cache_workspace(&c.call, bytes) : status;
+    cache_call c;
+    const quern_status status = cache_take_batch(&c, cache, batch, false);
+    return status == QUERN_OK ? op_workspace_of(&c.head, &family, 0, ctx, params, tensors, bytes) : status;
 }
 
 quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec,
@@ -112,9 +91,8 @@ quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec,
                                     const quern_cache_batch *batch, const quern_decode_tensors *tensors,
                                     void *workspace, size_t workspace_bytes)
 {
-    DEFAULT_FLOAT_STATE;
-    decode_call c;
-    quern_status status = plan(ctx, exec, params, cache, batch, tensors, true, &c);
-    if (status == QUERN_OK) status = cache_check_run(&c.call, workspace, workspace_bytes);
-    return status == QUERN_OK ? cache_run(&c.call, workspace) : status;
+    cache_call c;
+    const quern_status status = cache_take_batch(&c, cache, batch, false);
+    if (status != QUERN_OK) return status;
+    return op_run(&c.head, &family, 0, ctx, exec, params, tensors, workspace, workspace_bytes);
 }

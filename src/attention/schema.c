@@ -38,14 +38,14 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == ATTENTION_TENSORS, "a row a tensor");
 
 #define AT(member) offsetof(quern_attention_params, member)
-static const op_param params[] = {
+const op_param attention_param_rows[ATTENTION_PARAMS] = {
     {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees keys up to its own position"},
     {"window", AT(window), OP_INTEGER, 0, INT64_MAX, NULL, "keys seen, self included; 0: all"},
     {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
     {"query_offset", AT(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: Nkv - Nq"},
 };
 #undef AT
-static const quern_attention_params defaults = QUERN_ATTENTION_PARAMS_INIT;
+const quern_attention_params attention_defaults = QUERN_ATTENTION_PARAMS_INIT;
 static const char *const operations[] = {"attention_forward", "attention_backward"};
 
 static const char *const symbols[] = {
@@ -167,9 +167,9 @@ const op_family attention_family = {
     .tensors = tensors,
     .tensor_count = ATTENTION_TENSORS,
     .varlen_by = A(cu_seqlens_q),
-    .params = params,
-    .param_count = sizeof params / sizeof *params,
-    .defaults = &defaults,
+    .params = attention_param_rows,
+    .param_count = ATTENTION_PARAMS,
+    .defaults = &attention_defaults,
     .params_init = "QUERN_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_ATTENTION_TENSORS_INIT",
     .symbols = symbols,

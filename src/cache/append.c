@@ -13,65 +13,69 @@
 #include "cache/cache.h"
 
 #include "core/error.h"
-#include "core/float_state.h"
 #include "core/view.h"
+
+/* A tensor by its field, and the extents. */
+#define P(field) OP_TENSOR(quern_cache_tensors, field)
+enum { A_T = 1, A_HKV, A_D, A_DV, A_IN, A_IN_V, A_L };
+
+static const op_tensor tensors[] = {
+    {"k", "K", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_D}, {0}},
+    {"v", "V", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_DV}, {0}},
+    {"k_slc", "K_slc", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_D}, {0}},
+    {"v_slc", "V_slc", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_DV}, {0}},
+    {"k_win", "K_win", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_D}, {0}},
+    {"v_win", "V_win", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_DV}, {0}},
+    {"w_k", "w_k", OP_WEIGHT, OP_NONE, {A_HKV, A_IN, A_D}, {0}},
+    {"w_v", "w_v", OP_WEIGHT, OP_NONE, {A_HKV, A_IN_V, A_DV}, {0}},
+    {"pe_k", "pe_k", OP_WEIGHT, OP_NONE, {A_HKV, A_L, A_D}, {0}},
+    {"pe_v", "pe_v", OP_WEIGHT, OP_NONE, {A_HKV, A_L, A_DV}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_tensors), "a row a tensor");
+
+static bool is_linear(const quern_cache_params *p)
+{
+    return p->block_size > 0 && p->compress == QUERN_NSA_COMPRESS_LINEAR;
+}
+
+static void roles(op_call *call)
+{
+    const quern_cache_params *p = cache_params_of(call);
+    const bool linear = is_linear(p);
+    uint8_t *r = call->role;
+    r[P(k)] = r[P(v)] = OP_NEEDED;
+    r[P(k_slc)] = r[P(v_slc)] = p->separate_slc ? OP_NEEDED : OP_REFUSED;
+    r[P(k_win)] = r[P(v_win)] = p->separate_win ? OP_NEEDED : OP_REFUSED;
+    r[P(w_k)] = r[P(w_v)] = linear ? OP_NEEDED : p->block_size > 0 ? OP_OPTIONAL : OP_REFUSED;
+    r[P(pe_k)] = r[P(pe_v)] = linear ? OP_OPTIONAL : OP_REFUSED;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    (void)call;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: the cache's parameters accept NULL",
+                     tensors[tensor].field);
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_cache_params *p = cache_params_of(call);
+    const int64_t rows = is_linear(p) ? p->block_size : 1;
+    int64_t *s = call->symbol;
+    s[A_T] = cache_call_of(call)->tokens;
+    s[A_HKV] = p->kv_heads;
+    s[A_D] = p->dim;
+    s[A_DV] = p->dim_v;
+    s[A_IN] = rows * p->dim; /* of at most 2^31 rows */
+    s[A_IN_V] = rows * p->dim_v;
+    s[A_L] = p->block_size;
+    return cache_find_like(call, P(k));
+}
 
 /* Rows of a sequence from number `first` on, which are rows of the call's tensors from `row` on. */
 typedef struct row_run {
     int64_t first, row, count;
 } row_run;
-
-typedef struct append_call {
-    cache_call call;
-    quern_cache_tensors t;
-    bool most; /* the program is laid out for the most that the counts can need, wherever sequences stand */
-    int64_t span_tokens, span_entries;
-    /* i32: of the tokens of blocks that become whole, then of their entries, as in stage_step */
-    quern_tensor cu_tokens, cu_entries, span_positions, new_positions, new_rows;
-    _Alignas(op_step) char program[5 * OP_STEP_BYTES(cache_copy) + OP_STEP_BYTES(compress)];
-} append_call;
-
-static quern_status check_tensors(const append_call *c, bool run)
-{
-    const quern_cache_params *p = &c->call.cache->layout.params;
-    const quern_cache_tensors *t = &c->t;
-    const uint32_t act = 1u << (unsigned)p->dtype, weight = act | VIEW_F32;
-    const bool linear = p->block_size > 0 && p->compress == QUERN_NSA_COMPRESS_LINEAR;
-    int64_t in_k = p->dim, in_v = p->dim_v;
-    if (linear && (__builtin_mul_overflow(p->block_size, p->dim, &in_k) ||
-                   __builtin_mul_overflow(p->block_size, p->dim_v, &in_v)))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "block_size %lld: its weights have more than 2^63 rows",
-                         (long long)p->block_size);
-    const struct {
-        const char *name;
-        const quern_tensor *given;
-        bool accepted;
-    } extra[] = {{"k_slc", t->k_slc, p->separate_slc},
-                 {"v_slc", t->v_slc, p->separate_slc},
-                 {"k_win", t->k_win, p->separate_win},
-                 {"v_win", t->v_win, p->separate_win},
-                 {"w_k", t->w_k, p->block_size > 0},
-                 {"w_v", t->w_v, p->block_size > 0},
-                 {"pe_k", t->pe_k, linear},
-                 {"pe_v", t->pe_v, linear}};
-    for (size_t i = 0; i < sizeof extra / sizeof *extra; i++)
-        if (extra[i].given != NULL && !extra[i].accepted)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: the cache's parameters accept NULL",
-                             extra[i].name);
-    const view_rule rules[] = {
-        {"k", t->k, act, 3, {c->call.tokens, p->kv_heads, p->dim}, false, false},
-        {"v", t->v, act, 3, {c->call.tokens, p->kv_heads, p->dim_v}, false, false},
-        {"k_slc", t->k_slc, act, 3, {c->call.tokens, p->kv_heads, p->dim}, !p->separate_slc, false},
-        {"v_slc", t->v_slc, act, 3, {c->call.tokens, p->kv_heads, p->dim_v}, !p->separate_slc, false},
-        {"k_win", t->k_win, act, 3, {c->call.tokens, p->kv_heads, p->dim}, !p->separate_win, false},
-        {"v_win", t->v_win, act, 3, {c->call.tokens, p->kv_heads, p->dim_v}, !p->separate_win, false},
-        {"w_k", t->w_k, weight, 3, {p->kv_heads, in_k, p->dim}, !linear, false},
-        {"w_v", t->w_v, weight, 3, {p->kv_heads, in_v, p->dim_v}, !linear, false},
-        {"pe_k", t->pe_k, weight, 3, {p->kv_heads, p->block_size, p->dim}, true, false},
-        {"pe_v", t->pe_v, weight, 3, {p->kv_heads, p->block_size, p->dim_v}, true, false},
-    };
-    return view_check_all(rules, sizeof rules / sizeof *rules, t->k, run);
-}
 
 /* The entries that the compress stage computes, from the first to the last that become whole, and their
  * tokens. `most`: the upper bound for so many tokens, at any position. */
@@ -102,24 +106,23 @@ typedef struct span_place {
 } span_place;
 
 /* From {.i = -1} on, the next sequence of the batch; false past the last, where the sums are the call's. */
-static bool next_span(const append_call *c, span_place *s)
+static bool next_span(const cache_call *c, span_place *s)
 {
-    const cache_layout *l = &c->call.cache->layout;
-    const quern_cache_batch *b = &c->call.batch;
+    const cache_layout *l = &c->cache->layout;
+    const quern_cache_batch *b = &c->batch;
     if (s->i >= 0) {
         s->tokens += s->span.count;
         s->entries += c->most ? s->new.count : cache_entries(l, s->span.count);
     }
     if (++s->i >= b->batch) return false;
-    span_of(l, c->call.cache->sequences[b->sequences[s->i]].tokens, b->counts[s->i], c->most, &s->span,
-            &s->new);
+    span_of(l, c->cache->sequences[b->sequences[s->i]].tokens, b->counts[s->i], c->most, &s->span, &s->new);
     s->new.row = s->entries + cache_entries(l, s->span.count) - s->new.count;
     return true;
 }
 
 static void begin(const op_call *call, const op_frame *frame)
 {
-    const append_call *c = (const append_call *)call;
+    const cache_call *c = (const cache_call *)call;
     span_place s = {.i = -1};
     cache_write_step(call, frame);
     if (c->span_tokens == 0) return;
@@ -148,19 +151,19 @@ static void add_copy(op_build *b, cache_kind kind, const stage_step *step, const
         .plane = cache_steps_plane(c, kind), .step = *step, .k = *k, .v = *v, .from_cache = from_cache};
 }
 
-static void add_pair(op_build *b, cache_kind kind, const stage_step *step, const quern_tensor *k,
-                     const quern_tensor *v)
+/* The pair whose keys are tensor k. */
+static void add_pair(op_build *b, cache_kind kind, const stage_step *step, int32_t k)
 {
-    const quern_tensor all_k = op_known_view(k, true), all_v = op_known_view(v, true);
-    if (k != NULL) add_copy(b, kind, step, &all_k, &all_v, false);
+    const quern_tensor keys = op_view(b->call, k, true), values = op_view(b->call, k + 1, true);
+    if (keys.ndim > 0) add_copy(b, kind, step, &keys, &values, false);
 }
 
 /* Computes the entries of blocks that become whole. */
 static void add_entries(op_build *b, const stage_step *step)
 {
-    append_call *c = (append_call *)b->call;
-    const quern_cache_params *p = &c->call.cache->layout.params;
-    const int64_t batch = c->call.batch.batch, more = batch + 1, pairs[] = {batch, 2};
+    cache_call *c = (cache_call *)b->call;
+    const quern_cache_params *p = &c->cache->layout.params;
+    const int64_t batch = c->batch.batch, more = batch + 1, pairs[] = {batch, 2};
     const int64_t shapes[][4] = {{1, c->span_tokens, p->kv_heads, p->dim},
                                  {1, c->span_tokens, p->kv_heads, p->dim_v},
                                  {1, c->span_entries, p->kv_heads, p->dim},
@@ -185,10 +188,10 @@ static void add_entries(op_build *b, const stage_step *step)
                                                    .stride = p->stride,
                                                    .k = rows[0],
                                                    .v = rows[1],
-                                                   .w_k = op_known_view(c->t.w_k, false),
-                                                   .w_v = op_known_view(c->t.w_v, false),
-                                                   .pe_k = op_known_view(c->t.pe_k, false),
-                                                   .pe_v = op_known_view(c->t.pe_v, false),
+                                                   .w_k = op_view(b->call, P(w_k), false),
+                                                   .w_v = op_view(b->call, P(w_v), false),
+                                                   .pe_k = op_view(b->call, P(pe_k), false),
+                                                   .pe_v = op_view(b->call, P(pe_v), false),
                                                    .k_cmp = rows[2],
                                                    .v_cmp = rows[3]};
     add_copy(b, CACHE_ENTRIES, &news, &rows[2], &rows[3], false);
@@ -196,67 +199,74 @@ static void add_entries(op_build *b, const stage_step *step)
 
 static void build(op_build *b)
 {
-    append_call *c = (append_call *)b->call;
+    cache_call *c = (cache_call *)b->call;
     const stage_step step = cache_step(b);
     span_place s = {.i = -1};
     while (next_span(c, &s)) continue;
     c->span_tokens = s.tokens;
     c->span_entries = s.entries;
-    add_pair(b, CACHE_TOKENS, &step, c->t.k, c->t.v);
-    add_pair(b, CACHE_SLC, &step, c->t.k_slc, c->t.v_slc);
-    add_pair(b, CACHE_WIN, &step, c->t.k_win, c->t.v_win);
+    add_pair(b, CACHE_TOKENS, &step, P(k));
+    add_pair(b, CACHE_SLC, &step, P(k_slc));
+    add_pair(b, CACHE_WIN, &step, P(k_win));
     if (s.tokens > 0) add_entries(b, &step);
 }
 
+/* The last check of an append makes the sequences own the pages that it writes. */
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    const cache_call *c = cache_call_of(call);
+    if (c->span_tokens > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "counts come to %lld tokens with those of their blocks: %d are accepted",
+                         (long long)c->span_tokens, INT32_MAX);
+    const quern_status status = cache_check_data(call, data);
+    return status == QUERN_OK ? cache_claim_pages((quern_cache *)(uintptr_t)c->cache, c) : status;
+}
+
+static const size_t no_params = sizeof no_params;
 static const char *const operations[] = {"cache_append"};
 static const op_family family = {
     .operations = operations,
     .operation_count = 1,
-    .call_size = sizeof(append_call),
-    .program_at = offsetof(append_call, program),
+    .tensors = tensors,
+    .tensor_count = OP_TENSOR_COUNT(quern_cache_tensors),
+    .varlen_by = OP_NONE,
+    .defaults = &no_params,
+    .tensors_init = "QUERN_CACHE_TENSORS_INIT",
+    .call_size = offsetof(cache_call, cache),
+    .params_at = offsetof(cache_call, params),
+    .program_at = offsetof(cache_call, program),
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
     .build = build,
     .begin = begin,
 };
 
-static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_cache *cache,
-                         const quern_cache_batch *batch, const quern_cache_tensors *tensors, bool run,
-                         append_call *c)
-{
-    c->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
-    c->most = !run;
-    quern_status status = cache_begin(&c->call, ctx, exec, cache, batch, true);
-    if (status == QUERN_OK) status = op_struct(&c->t, tensors, "tensors", "QUERN_CACHE_TENSORS_INIT");
-    if (status == QUERN_OK) status = check_tensors(c, run);
-    return status == QUERN_OK ? cache_build(&c->call, ctx, &family, "k", c->t.k) : status;
-}
-
 quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache *cache,
-                                          const quern_cache_batch *batch, const quern_cache_tensors *tensors,
+                                          const quern_cache_batch *batch, const quern_cache_tensors *of,
                                           size_t *bytes)
 {
-    append_call c;
-    const quern_status status = plan(ctx, NULL, cache, batch, tensors, false, &c);
-    return status == QUERN_OK ? cache_workspace(&c.call, bytes) : status;
+    cache_call c;
+    const quern_status status = cache_take_batch(&c, cache, batch, true);
+    c.most = true;
+    return status == QUERN_OK ? op_workspace_of(&c.head, &family, 0, ctx, &no_params, of, bytes) : status;
 }
 
 quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quern_cache *cache,
-                                const quern_cache_batch *batch, const quern_cache_tensors *tensors,
+                                const quern_cache_batch *batch, const quern_cache_tensors *of,
                                 void *workspace, size_t workspace_bytes)
 {
-    DEFAULT_FLOAT_STATE;
-    append_call c;
-    quern_status status = plan(ctx, exec, cache, batch, tensors, true, &c);
-    if (status == QUERN_OK && c.span_tokens > INT32_MAX)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT,
-                           "counts come to %lld tokens with those of their blocks: %d are accepted",
-                           (long long)c.span_tokens, INT32_MAX);
-    if (status == QUERN_OK) status = cache_check_run(&c.call, workspace, workspace_bytes);
-    if (status == QUERN_OK) status = cache_claim_pages(cache, &c.call);
-    if (status == QUERN_OK) status = cache_run(&c.call, workspace);
+    cache_call c;
+    quern_status status = cache_take_batch(&c, cache, batch, true);
+    c.most = false;
+    if (status == QUERN_OK)
+        status = op_run(&c.head, &family, 0, ctx, exec, &no_params, of, workspace, workspace_bytes);
     if (status != QUERN_OK) return status;
-    for (int64_t i = 0; i < c.call.batch.batch; i++) {
-        cache_length *s = &cache->sequences[c.call.batch.sequences[i]];
-        s->tokens += c.call.batch.counts[i];
+    for (int64_t i = 0; i < c.batch.batch; i++) {
+        cache_length *s = &cache->sequences[c.batch.sequences[i]];
+        s->tokens += c.batch.counts[i];
         if (s->tokens > s->most) s->most = s->tokens;
     }
     return QUERN_OK;

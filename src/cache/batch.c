@@ -35,9 +35,11 @@ static quern_status check_count(const quern_cache *cache, const quern_cache_batc
     return QUERN_OK;
 }
 
-quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends,
-                               cache_call *call)
+quern_status cache_take_batch(cache_call *call, const quern_cache *cache, const quern_cache_batch *given,
+                              bool appends)
 {
+    call->cache = cache;
+    call->appends = appends;
     call->batch = (quern_cache_batch)QUERN_CACHE_BATCH_INIT;
     call->tokens = 0;
     quern_cache_batch *b = &call->batch;

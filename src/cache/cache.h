@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cache.h - a cache of keys and values inside the library: its kinds of rows (planes), what its memory holds,
- * and a call's batch as stages take it. */
+/* cache.h - a cache of keys and values inside the library: its kinds of rows (planes), what its memory
+ * holds, and a call's batch as stages take it. */
 #ifndef QUERN_CACHE_CACHE_H
 #define QUERN_CACHE_CACHE_H
 
@@ -36,16 +36,28 @@ struct quern_cache {
     int64_t *owner, *claim;
 };
 
-/* A call over a cache, the head of a family's own struct. What a cache holds is no tensor yet, so its tensors
- * are checked by hand; its steps are a program's. */
+/* A call over a cache: an append, or attention of the newest tokens. What a cache holds is no tensor yet,
+ * so it stands behind what is cleared when a call begins. */
 typedef struct cache_call {
     op_call head;
+    union {
+        quern_attention_params dense;
+        quern_nsa_params sparse;
+        size_t size; /* of an append's: it has none */
+    } params;
+    _Alignas(op_step) char program[5 * OP_STEP_BYTES(cache_copy) + OP_STEP_BYTES(compress)];
     const quern_cache *cache;
     quern_cache_batch batch;
     int64_t tokens;
     bool appends;                      /* counts are new tokens, else tokens that are in the cache */
     quern_tensor slots, positions, cu; /* i32 [B], [B], [B + 1], symbolic: in the workspace */
+    /* An append's. most: it is laid out for the most that the counts can need, wherever sequences stand. The
+     * sums of the tokens of blocks that become whole, and of their entries; i32 as in stage_step, of both. */
+    bool most;
+    int64_t span_tokens, span_entries;
+    quern_tensor cu_tokens, cu_entries, span_positions, new_positions, new_rows;
 } cache_call;
+_Static_assert(OP_STEP_BYTES(nsa_decode) <= sizeof(((cache_call *)NULL)->program), "a decode fits");
 
 quern_status cache_layout_of(const quern_cache_params *params, cache_layout *layout);
 quern_status cache_check(const quern_cache *cache);
@@ -59,9 +71,9 @@ int64_t cache_blocks(const cache_layout *layout, cache_kind kind, int64_t n);
 /* The rows of a kind as stages see them. */
 cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int32_t *table);
 
-/* In batch.c: checks the batch and sets the call's. */
-quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends,
-                               cache_call *call);
+/* In batch.c: makes a batch the call's, which it checks. */
+quern_status cache_take_batch(cache_call *call, const quern_cache *cache, const quern_cache_batch *given,
+                              bool appends);
 /* Checks that the pages of the batch's sequences are in the pool. */
 quern_status cache_check_pages(const cache_call *call);
 /* The same for one sequence of so many tokens. */
@@ -81,18 +93,34 @@ bool cache_is_shared(const quern_cache *cache, const cache_written *w, const int
 /* Makes the sequence own the pages that are written, other than shared ones. */
 quern_status cache_claim(quern_cache *cache, const cache_written *w, const int32_t *table);
 
-/* In call.c, in the order of a call. Checks the context, the batch and exec. */
-quern_status cache_begin(cache_call *call, quern_context *ctx, const quern_exec *exec,
-                         const quern_cache *cache, const quern_cache_batch *batch, bool appends);
-/* Builds the program. `name` is the tensor that the device is of. */
-quern_status cache_build(cache_call *call, quern_context *ctx, const op_family *family, const char *name,
-                         const quern_tensor *like);
-quern_status cache_workspace(const cache_call *call, size_t *bytes);
-/* The last checks, then the run. */
-quern_status cache_check_run(const cache_call *call, const void *workspace, size_t bytes);
-quern_status cache_run(const cache_call *call, void *workspace);
+/* ---- call.c: for the families of such calls ---- */
 
-/* For a family's build() and begin(): the call's step, and the rows of a kind. */
+static inline const cache_call *cache_call_of(const op_call *call)
+{
+    return (const cache_call *)call;
+}
+static inline const quern_cache_params *cache_params_of(const op_call *call)
+{
+    return &cache_call_of(call)->cache->layout.params;
+}
+/* That tensor `first` [T, heads, dim] is there, of the cache's dtype and device, which become the call's. */
+quern_status cache_find_like(op_call *call, int32_t first);
+/* The tensors of decodes: q of the batch's tokens, and o. Sets DECODE_T ... DECODE_DV. */
+typedef enum decode_symbol {
+    DECODE_T = 1,
+    DECODE_H,
+    DECODE_D,
+    DECODE_DV,
+    DECODE_3,
+    DECODE_HS,
+    DECODE_K
+} decode_symbol;
+enum { DECODE_TENSORS = OP_TENSOR_COUNT(quern_decode_tensors) };
+#define DD(field) OP_TENSOR(quern_decode_tensors, field)
+extern const op_tensor cache_decode_tensors[DECODE_TENSORS];
+quern_status cache_derive_decode(op_call *call);
+quern_status cache_check_data(const op_call *call, void *const *data);
+/* For build() and begin(): the call's step, and the rows of a kind. */
 stage_step cache_step(op_build *b);
 void cache_write_step(const op_call *call, const op_frame *frame);
 cache_plane cache_steps_plane(const cache_call *call, cache_kind kind);

@@ -1,38 +1,56 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* call.c - what the calls over a cache share: they check a batch, build a program, and write what the cache's
- * books say of its sequences into the workspace, where the program's steps read it. */
+/* call.c - what the calls over a cache share: checks of their tensors, and what the cache's books say of
+ * their sequences, which is written into the workspace, where the program's steps read it. */
 #include "cache/cache.h"
 
 #include "core/error.h"
-#include "core/float_state.h"
 #include "core/view.h"
-#include "runtime/context.h"
 
-quern_status cache_begin(cache_call *call, quern_context *ctx, const quern_exec *exec,
-                         const quern_cache *cache, const quern_cache_batch *batch, bool appends)
+const op_tensor cache_decode_tensors[DECODE_TENSORS] = {
+    {"q", "Q", OP_ACTIVATION, OP_NONE, {DECODE_T, DECODE_H, DECODE_D}, {0}},
+    {"o", "O", OP_ACTIVATION, OP_NONE, {DECODE_T, DECODE_H, DECODE_DV}, {0}},
+    {"lse", "lse", OP_F32, OP_NONE, {DECODE_H, DECODE_T}, {0}},
+    {"w_gate", "w_gate", OP_WEIGHT, OP_NONE, {DECODE_H, DECODE_3, DECODE_D}, {0}},
+    {"gates", "gates", OP_F32, OP_NONE, {DECODE_T, DECODE_H, DECODE_3}, {0}},
+    {"block_idx", "block_idx", OP_I32, OP_NONE, {DECODE_HS, DECODE_T, DECODE_K}, {0}},
+    {"block_count", "block_count", OP_I32, OP_NONE, {DECODE_HS, DECODE_T}, {0}},
+};
+
+quern_status cache_find_like(op_call *call, int32_t first)
 {
-    quern_exec how;
-    call->cache = cache;
-    call->appends = appends;
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    const quern_status status = cache_check_batch(cache, batch, appends, call);
-    return status == QUERN_OK ? op_exec(exec, &how) : status;
+    const quern_tensor *t = call->given[first];
+    const char *name = call->family->tensors[first].field;
+    if (t == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
+    call->varlen = true; /* views of tokens get a leading extent of 1 */
+    call->like = *t;
+    call->like.dtype = cache_params_of(call)->dtype;
+    if (t->device != QUERN_CPU)
+        return error_set(QUERN_ERR_UNSUPPORTED, "%s is on device %d: the cpu keeps caches", name,
+                         (int)t->device);
+    return op_check_activation(call, first, 3);
 }
 
-quern_status cache_build(cache_call *call, quern_context *ctx, const op_family *family, const char *name,
-                         const quern_tensor *like)
+quern_status cache_derive_decode(op_call *call)
 {
-    op_call *head = &call->head;
-    if (like->device != QUERN_CPU)
-        return error_set(QUERN_ERR_UNSUPPORTED, "%s is on device %d: the cpu keeps caches", name,
-                         (int)like->device);
-    head->family = family;
-    head->operation = 0;
-    head->like = *like;
-    head->backend = context_backend(ctx, QUERN_CPU, 0, NULL, &head->exec);
-    return head->backend != NULL ? op_program_build(head) : error_status();
+    const quern_cache_params *p = cache_params_of(call);
+    const quern_tensor *q = call->given[DD(q)];
+    int64_t *s = call->symbol;
+    quern_status status = view_check_order(q, call->given[DD(o)]);
+    if (status == QUERN_OK) status = cache_find_like(call, DD(q));
+    if (status != QUERN_OK) return status;
+    s[DECODE_T] = cache_call_of(call)->tokens;
+    s[DECODE_H] = q->shape[1];
+    s[DECODE_D] = p->dim;
+    s[DECODE_DV] = p->dim_v;
+    s[DECODE_3] = 3;
+    return view_check_heads(s[DECODE_H], p->kv_heads, s[DECODE_T]);
+}
+
+quern_status cache_check_data(const op_call *call, void *const *data)
+{
+    (void)data;
+    return cache_check_pages(cache_call_of(call));
 }
 
 stage_step cache_step(op_build *b)
@@ -65,25 +83,4 @@ cache_plane cache_steps_plane(const cache_call *call, cache_kind kind)
     plane.blocks.data = op_address(plane.blocks.data);
     if (plane.table.ndim > 0) plane.table.data = op_address(plane.table.data);
     return plane;
-}
-
-quern_status cache_workspace(const cache_call *call, size_t *bytes)
-{
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    *bytes = call->head.bytes;
-    return QUERN_OK;
-}
-
-quern_status cache_check_run(const cache_call *call, const void *workspace, size_t bytes)
-{
-    const quern_status status = view_check_workspace(workspace, bytes, call->head.bytes, &call->head.like);
-    return status == QUERN_OK ? cache_check_pages(call) : status;
-}
-
-quern_status cache_run(const cache_call *call, void *workspace)
-{
-    const quern_exec how = QUERN_EXEC_INIT;
-    const op_frame frame = op_frame_of(&call->head, &how, NULL, workspace);
-    return call->tokens > 0 ? op_program_run(&call->head, &frame) : QUERN_OK;
 }

@@ -258,9 +258,6 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
 /* The symbolic pointer of an address that is known already: memory of a cache. */
 void *op_address(const void *p);
-/* The view of a checked tensor that no family describes, at its address; absent for NULL. `batch`: with a
- * leading extent of 1. */
-quern_tensor op_known_view(const quern_tensor *t, bool batch);
 /* The address that a symbolic pointer stands for. */
 void *op_placed(const void *p, const op_frame *frame);
 /* The tensor of the call that a symbolic pointer points into, and how many bytes into it; OP_NONE: none. */

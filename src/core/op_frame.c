@@ -61,14 +61,6 @@ void *op_address(const void *p)
     return symbolic(KNOWN, (uint64_t)(uintptr_t)p);
 }
 
-quern_tensor op_known_view(const quern_tensor *t, bool batch)
-{
-    if (t == NULL) return (quern_tensor){0};
-    quern_tensor v = view_canonical(t);
-    v.data = op_address(t->data);
-    return batch ? view_with_batch(&v) : v;
-}
-
 arena op_workspace(void)
 {
     return (arena){symbolic(WORKSPACE, 0), 0};

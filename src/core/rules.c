@@ -22,12 +22,6 @@ static quern_status check(const view_rule *rule, const quern_tensor *like, bool 
     return view_check_one(&want, rule->tensor, like, span);
 }
 
-quern_status view_check(const view_rule *rule, const quern_tensor *like, bool run)
-{
-    view_span span;
-    return check(rule, like, run, &span);
-}
-
 /* Checks that no output, of the `held` tensors that have elements, shares memory with another. */
 static quern_status check_apart(const view_rule *rules, const view_span *spans, const int32_t *index,
                                 int32_t held)
@@ -65,16 +59,4 @@ quern_status view_check_all(const view_rule *rules, int32_t count, const quern_t
         status = plugin_check_pointer(t->data, t->device, t->device_id, rules[index[n]].name);
     }
     return status;
-}
-
-quern_status view_check_workspace(const void *workspace, size_t given, size_t needed,
-                                  const quern_tensor *like)
-{
-    if (given < needed)
-        return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given,
-                         needed);
-    if (needed == 0) return QUERN_OK;
-    if (workspace == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
-    return plugin_check_pointer(workspace, like->device, like->device_id, "workspace");
 }

@@ -8,11 +8,6 @@
 
 #include <stdio.h>
 
-quern_tensor view_or_absent(const quern_tensor *t)
-{
-    return t != NULL ? *t : (quern_tensor){0};
-}
-
 quern_tensor view_canonical(const quern_tensor *t)
 {
     quern_tensor v = *t;

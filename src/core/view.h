@@ -81,18 +81,12 @@ typedef struct view_rule {
     bool output;                   /* no two elements may share memory */
 } view_rule;
 
-quern_status view_check(const view_rule *rule, const quern_tensor *like, bool run);
 /* Checks all rules, then that no output shares memory with another tensor of the list and that every
  * pointer is memory of its tensor's device. */
 quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run);
-/* Checks a workspace: its size, that it is there, and that it is memory of the device of `like`. */
-quern_status view_check_workspace(const void *workspace, size_t given, size_t needed,
-                                  const quern_tensor *like);
 
 /* ---- views ---- */
 
-/* The view, or the absent view for NULL. */
-quern_tensor view_or_absent(const quern_tensor *t);
 /* A checked tensor with strides that are safe to calculate with. Where an extent is 1, or there are no
  * elements, a stride may be any number; it becomes that of a contiguous tensor. */
 quern_tensor view_canonical(const quern_tensor *t);

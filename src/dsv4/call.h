@@ -53,6 +53,10 @@ typedef struct dsv4_compress_call {
 } dsv4_compress_call;
 
 extern const op_family dsv4_compress_family;
+/* The parameters, which appends have, too. */
+enum { DSV4_COMPRESS_PARAMS = 12 };
+extern const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS];
+extern const quern_dsv4_compress_params dsv4_compress_defaults;
 extern const dsv4_weight_row dsv4_compress_weights[2];
 
 /* In compress.c. */

@@ -70,7 +70,7 @@ static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first
                          *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
                          *const index_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
-static const op_param params[] = {
+const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of a block; 0: 4 (csa), 128 (hca)"},
     {"start_token", AT(start_token), OP_INTEGER, 0, INT32_MAX, NULL, "row where the first block starts"},
@@ -87,7 +87,7 @@ static const op_param params[] = {
     {"index_hadamard", AT(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
 };
 #undef AT
-static const quern_dsv4_compress_params defaults = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+const quern_dsv4_compress_params dsv4_compress_defaults = QUERN_DSV4_COMPRESS_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_compress", "dsv4_compress_backward"};
 
 static const char *const symbols[] = {"",
@@ -369,9 +369,9 @@ const op_family dsv4_compress_family = {
     .tensors = tensors,
     .tensor_count = OP_TENSOR_COUNT(quern_dsv4_compress_tensors),
     .varlen_by = DC(cu_seqlens),
-    .params = params,
-    .param_count = sizeof params / sizeof *params,
-    .defaults = &defaults,
+    .params = dsv4_compress_param_rows,
+    .param_count = DSV4_COMPRESS_PARAMS,
+    .defaults = &dsv4_compress_defaults,
     .params_init = "QUERN_DSV4_COMPRESS_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_COMPRESS_TENSORS_INIT",
     .symbols = symbols,

@@ -79,7 +79,7 @@ static const char *const selection_choices[] = {"computed", "given", "indexed", 
 static const char *const list_choices[] = {"computed", "given", NULL};
 
 #define AT(member) offsetof(quern_nsa_params, member)
-static const op_param params[] = {
+const op_param nsa_param_rows[NSA_PARAMS] = {
     {"block_size", AT(block_size), OP_INTEGER, 1, INT32_MAX, NULL, "l, compression block length"},
     {"stride", AT(stride), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "d, its stride; divides l; 0: l"},
     {"select_block", AT(select_block), OP_INTEGER, INT64_MIN, INT64_MAX, NULL,
@@ -110,7 +110,7 @@ static const op_param params[] = {
     {"groups", AT(groups), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
 };
 #undef AT
-static const quern_nsa_params defaults = QUERN_NSA_PARAMS_INIT;
+const quern_nsa_params nsa_defaults = QUERN_NSA_PARAMS_INIT;
 static const char *const operations[] = {
     "nsa_forward", "nsa_backward", "nsa_compress",        "nsa_compress_backward",
     "nsa_select",  "nsa_attend",   "nsa_attend_backward", "nsa_gates",
@@ -173,10 +173,9 @@ static const op_entry ops[] = {
      .backward = NSA_GATE_BACKWARD},
 };
 /* gate, selection and groups stand last. */
-enum { PARAMS = sizeof params / sizeof *params };
-static const op_mode modes[] = {{PARAMS - 3, {OP_NONE, T(w_gate), T(gates)}},
-                                {PARAMS - 2, {OP_NONE, T(block_idx), T(q_index)}},
-                                {PARAMS - 1, {OP_NONE, T(group_idx)}}};
+static const op_mode modes[] = {{NSA_PARAMS - 3, {OP_NONE, T(w_gate), T(gates)}},
+                                {NSA_PARAMS - 2, {OP_NONE, T(block_idx), T(q_index)}},
+                                {NSA_PARAMS - 1, {OP_NONE, T(group_idx)}}};
 
 static quern_status preset(void *p, const char *name)
 {
@@ -346,9 +345,9 @@ const op_family nsa_family = {
     .tensors = tensors,
     .tensor_count = NSA_TENSORS,
     .varlen_by = T(cu_seqlens),
-    .params = params,
-    .param_count = sizeof params / sizeof *params,
-    .defaults = &defaults,
+    .params = nsa_param_rows,
+    .param_count = NSA_PARAMS,
+    .defaults = &nsa_defaults,
     .params_init = "QUERN_NSA_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_TENSORS_INIT",
     .preset = preset,

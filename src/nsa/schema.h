@@ -59,6 +59,10 @@ typedef enum nsa_symbol {
 enum { LEAD_KEYS, LEAD_KEY_ROWS };
 
 extern const op_family nsa_family;
+/* The parameters, which decoding has, too. */
+enum { NSA_PARAMS = 20 };
+extern const op_param nsa_param_rows[NSA_PARAMS];
+extern const quern_nsa_params nsa_defaults;
 
 /* params.c: what parameters allow together; resolves defaults. */
 quern_status nsa_check_params(op_call *call);

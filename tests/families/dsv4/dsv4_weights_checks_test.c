@@ -147,7 +147,7 @@ static void refused_appends(void **state)
     t.out = &f.out.view;
     t.w_fp8 = &f.fp8.codes.view;
     for (int i = 0; i < 5; i++) {
-        static const char *const sentences[] = {"with scales of its own", "with scales of its own",
+        static const char *const sentences[] = {"w_fp8_scales is NULL", "w_fp8 is given beside w",
                                                 "w_global[0] is 0", "scale",
                                                 "w_fp8_scales[0, 1] is the scale byte 0xFF"};
         float *global = f.fp4.global.view.data, good = *global;
