@@ -281,6 +281,22 @@ def v4_layer(near, exact):
     near(got, exact(*wide(x, table), exact_weights, window=8, top_k=4, idx=idx), 5e-6)
 
 
+@case("v4-store")
+def v4_store(near, exact):
+    torch.manual_seed(5)
+    slots = torch.tensor([7, 0, -1, 12, 5], dtype=torch.int32)
+    for format, size in {"rows": 64, "fp8": 68, "fp8_power": 68, "fp4": 34, "row584": 584}.items():
+        x = torch.randn(5, 512 if format == "row584" else 64)
+        for page in (0, 4):
+            if format == "rows":
+                cache = torch.randn(4, 4, size).bfloat16() if page else torch.randn(16, size).half()
+            else:
+                cache = torch.randint(0, 256, (4, 4 * size) if page else (16, size), dtype=torch.uint8)
+            want = exact(x, slots, cache, format=format, page=page)
+            dsv4.store(x, slots, cache, format=format, page=page)
+            assert torch.equal(cache, want)
+
+
 # ---- NVFP4 and experts ----
 
 

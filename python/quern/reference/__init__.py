@@ -43,6 +43,7 @@ OPERATIONS = {
     "v4-attention": dsv4.attention,
     "v4-index": dsv4.index,
     "v4-layer": dsv4.layer,
+    "v4-store": dsv4.write_slots,
 }
 
 __all__ = [

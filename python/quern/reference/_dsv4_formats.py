@@ -85,12 +85,30 @@ _DATA = {
 }
 
 
+def _by_row(pool: Tensor, page: int, format: str) -> Tensor:
+    """Pages [pages, page · bytes] → the bytes of each slot [pages, page, bytes]."""
+    cut = page * _DATA[format](pool.shape[1] // page)
+    return torch.cat([part.unflatten(1, (page, -1)) for part in (pool[:, :cut], pool[:, cut:])], -1)
+
+
+def _by_page(rows: Tensor, format: str) -> Tensor:
+    """_by_row() back."""
+    cut = _DATA[format](rows.shape[2])
+    return torch.cat((rows[..., :cut].flatten(1), rows[..., cut:].flatten(1)), 1)
+
+
+def write_slots(x: Tensor, slots: Tensor, cache: Tensor, format: str = "rows", page: int = 0) -> Tensor:
+    """Rows x [n, D] and slots [n], -1 for a row that is left out → the cache with them in their slots."""
+    split = page > 0 and format != "rows"
+    rows = _by_row(cache, page, format) if split else cache.clone()
+    made = x.to(cache.dtype) if format == "rows" else store(x, format)
+    rows.flatten(0, -2)[slots[slots >= 0].long()] = made[slots >= 0]
+    return _by_page(rows, format) if split else rows
+
+
 def gather_pages(pool: Tensor, table: Tensor, page: int, format: str = "rows") -> Tensor:
     """A pool [pages, page, D], or uint8 [pages, page · bytes], and the pages of each sequence [B, columns] →
     the rows of the sequences [B, columns · page, D or bytes]."""
     if format != "rows":
-        size = pool.shape[1] // page
-        cut = page * _DATA[format](size)
-        data, scales = (part.unflatten(1, (page, -1)) for part in (pool[:, :cut], pool[:, cut:]))
-        pool = torch.cat((data, scales), -1)
+        pool = _by_row(pool, page, format)
     return pool[table.long()].flatten(1, 2)

@@ -3,7 +3,7 @@
 """DeepSeek-V4's compressed attention: compressors, the indexer, the attention core, the layer.
 
 A row from a cache, however its sequence was cut into calls, is that of the whole sequence.
-store(), load() and gather_pages() are the caches' rows.
+store(), load(), write_slots() and gather_pages() are the caches' rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Mapping
 import torch
 from torch import Tensor
 
-from ._dsv4_formats import gather_pages, load, store, stored
+from ._dsv4_formats import gather_pages, load, store, stored, write_slots
 from ._nvfp4_quantize import through
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "store",
     "stored",
     "visible",
+    "write_slots",
 ]
 
 
