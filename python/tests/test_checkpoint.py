@@ -89,6 +89,27 @@ def test_experts_compute_what_the_file_means(tmp_path, compressed):
     assert np.array_equal(out, repacked)
 
 
+def test_the_shared_expert_is_added(tmp_path):
+    tensors, values, router = made()
+    rng = np.random.default_rng(3)
+    shared = {part: rng.standard_normal(shape) / 8 for part, shape in PARTS.items()}
+    for part, weight in shared.items():
+        name = f"model.layers.0.mlp.shared_expert.{part}.weight"
+        tensors[name] = "F32", weight.shape, weight.astype(np.float32).tobytes()
+    save(tmp_path / "model.safetensors", tensors)
+    hidden = rng.standard_normal((5, D)).astype(np.float32)
+    experts = quern.load_nvfp4(tmp_path).experts(0)
+    out = quern.moe.layer(hidden, **experts, top_k=2, renormalize=True)
+    gate = hidden @ shared["gate_proj"].T
+    added = (gate / (1 + np.exp(-gate)) * (hidden @ shared["up_proj"].T)) @ shared["down_proj"].T
+    expected = layer_of(hidden.astype(float), values, router) + added
+    assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()
+    # one whose output a gate scales is left out
+    tensors["model.layers.0.mlp.shared_expert_gate.weight"] = "F32", (1, D), bytes(4 * D)
+    save(tmp_path / "model.safetensors", tensors)
+    assert "shared_gate" not in quern.load_nvfp4(tmp_path).experts(0)
+
+
 def test_tensors_are_views_that_outlive_the_checkpoint(tmp_path):
     tensors, _, router = made()
     save(tmp_path / "model.safetensors", tensors)
