@@ -65,7 +65,7 @@ static void a_lack_of_memory_is_told_as_such(void **state)
         unlink(path_of("out"));
         if (run_with("OMP_NUM_THREADS=1", commands[i]) != 0) fail_msg("quern %s: %s", commands[i], output);
         const size_t bytes = read_output(whole);
-        strcpy(text, output);
+        memcpy(text, output, sizeof text);
         for (int on = 0; on < 2; on++) {
             long at = 0;
             while (fail_one(commands[i], at, on != 0, whole, bytes, text)) at++;
