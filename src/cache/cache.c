@@ -12,15 +12,11 @@
 
 static const uint64_t cache_magic = 0x65686361436e5551; /* "QUnCache" */
 
-static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
-{
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: %lld to %lld is accepted", name,
-                     (long long)given, (long long)least, (long long)most);
-}
-
 static quern_status check_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
-    return given >= least && given <= most ? QUERN_OK : out_of_range(name, given, least, most);
+    if (given >= least && given <= most) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: %lld to %lld is accepted", name,
+                     (long long)given, (long long)least, (long long)most);
 }
 
 /* The compression's fields; resolves the stride. */

@@ -71,7 +71,7 @@ int64_t cache_blocks(const cache_layout *layout, cache_kind kind, int64_t n);
 /* The rows of a kind as stages see them. */
 cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int32_t *table);
 
-/* In batch.c: makes a batch the call's, which it checks. */
+/* In call.c: makes a batch the call's, which it checks. */
 quern_status cache_take_batch(cache_call *call, const quern_cache *cache, const quern_cache_batch *given,
                               bool appends);
 /* Checks that the pages of the batch's sequences are in the pool. */

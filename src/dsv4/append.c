@@ -180,14 +180,9 @@ static quern_status derive(op_call *call)
     return status == QUERN_OK ? check_states(call) : status;
 }
 
-/* The contents of scales. */
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const dsv4_weight_given *w = &((const append_call *)call)->weight;
-    const quern_status status =
-        dsv4_weight_check_powers(&w->w_fp8_scales, data[DP(w_fp8_scales)], "w_fp8_scales");
-    return status == QUERN_OK ? dsv4_weight_check_global(&w->w_global, data[DP(w_global)], "w_global")
-                              : status;
+    return dsv4_weight_check_data(call, &weight_row, &((const append_call *)call)->weight, data);
 }
 
 /* The lowest address of the states' floats. */

@@ -23,24 +23,12 @@ static void choose(op_build *b, const layer_parts *parts, int64_t batch, quern_t
     *idx = op_matrix(b, QUERN_I32, rows, s[LS_K]);
     *count = op_matrix(b, QUERN_I32, rows, 1);
     layer_pool(b, OP_ADD(b, pool_forward), &parts->index, &keys, DL(indexer_bias), batch);
-    layer_make_index_q(b, &parts->index_q_in, &q, batch, NULL);
+    layer_rotate(b, &parts->index_q_in, &q, batch, s[LS_HI], NULL, false, OP_NONE);
     layer_choose(b, &q, &by_batch, &parts->heads, idx, count, batch)->scores = scores;
     const quern_tensor q_by_head = layer_heads(&q, batch, s[LS_HI]);
     op_give(b, DL(idx_k), &keys);
     op_give(b, DL(idx_q), &q_by_head);
     op_give(b, DL(idx_topk), idx);
-}
-
-/* Queries [B, T, H, D] to a result [B, H, T, D]. */
-static void give_q(op_build *b, const quern_tensor *q, int64_t batch)
-{
-    quern_tensor v = layer_heads(q, batch, b->call->symbol[LS_H]);
-    const int64_t tokens = v.shape[1], stride = v.strides[1];
-    v.shape[1] = v.shape[2];
-    v.strides[1] = v.strides[2];
-    v.shape[2] = tokens;
-    v.strides[2] = stride;
-    op_give(b, DL(q), &v);
 }
 
 layer_states layer_compute(op_build *b, const layer_parts *parts, bool lse)
@@ -50,8 +38,8 @@ layer_states layer_compute(op_build *b, const layer_parts *parts, bool lse)
     layer_states states = {.batch = batch, .sinks = parts->sinks};
     states.q = op_matrix(b, dtype, rows, s[LS_HD]);
     states.kv = op_matrix(b, dtype, rows, s[LS_D]);
-    layer_make_q(b, &parts->q_in, &states.q, batch, NULL);
-    layer_make_kv(b, &parts->kv_in, &states.kv, batch, NULL);
+    layer_rotate(b, &parts->q_in, &states.q, batch, s[LS_H], NULL, true, OP_NONE);
+    layer_rotate(b, &parts->kv_in, &states.kv, batch, 1, NULL, true, DL(kv_norm));
     if (parts->main.ndim > 0) {
         states.entries = op_matrix(b, dtype, batch * s[LS_S], s[LS_D]);
         layer_pool(b, OP_ADD(b, pool_forward), &parts->main, &states.entries, DL(compressor_bias), batch);
@@ -82,7 +70,7 @@ static void build_forward(op_build *b)
     const quern_tensor o_a_out = layer_project_groups(b, &states.core);
     layer_project_out(b, &o_a_out);
     op_give(b, DL(q_residual), &parts.residual);
-    give_q(b, &states.q, states.batch);
+    layer_give_q(b, &states.q, states.batch);
     op_give(b, DL(kv_rows), &states.kv);
     op_give(b, DL(compressed), &states.entries);
     const quern_tensor core = layer_heads(&states.core, states.batch, b->call->symbol[LS_H]),

@@ -172,14 +172,12 @@ typedef struct layer_parts {
 /* Converts [batch, rows, heads, width] to another dtype. */
 void layer_change(op_build *b, const quern_tensor *from, const quern_tensor *to);
 layer_parts layer_project(op_build *b);
-/* Norm and rotation of rows of tokens: of heads, of raw rows, of the indexer's queries. `at`: their
+/* Rotates rows of `heads` heads. Before that it norms them where `norm` is set, by a weight or OP_NONE. `at`:
  * positions, as in norm_rope_args; NULL: sequences begin at 0. */
-void layer_make_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                  const quern_tensor *at);
-void layer_make_kv(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                   const quern_tensor *at);
-void layer_make_index_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                        const quern_tensor *at);
+void layer_rotate(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch, int64_t heads,
+                  const quern_tensor *at, bool norm, int32_t weight);
+/* Queries [batch, T, H, D] to the result [batch, H, T, D] or [H, T, D]. */
+void layer_give_q(op_build *b, const quern_tensor *q, int64_t batch);
 /* The biases of a compressor's series, [r, width] each; where there is none, or no second one as in HCA,
  * the view stays absent. */
 void layer_biases(const quern_tensor *bias, int64_t width, quern_tensor *a, quern_tensor *second);
@@ -248,11 +246,9 @@ typedef struct layer_place {
     char *data, *scales;
 } layer_place;
 layer_place layer_row_at(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t row);
-/* Copies rows between an area and contiguous rows. */
-void layer_read_rows(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
-                     char *to);
-void layer_write_rows(quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
-                      const char *from, int64_t step);
+/* Copies the first rows of a sequence's area to rows `step` bytes apart or, in, from them. */
+void layer_move_rows(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
+                     char *rows, int64_t step, bool in);
 /* Rows that a sequence has in an area. */
 int64_t layer_rows_of(const quern_dsv4_layer_cache *cache, const layer_sequence *s, layer_area area);
 

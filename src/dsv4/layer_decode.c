@@ -75,14 +75,6 @@ static quern_tensor area_of(const op_build *b, layer_area area)
                    bytes ? packed : pool);
 }
 
-/* All raw rows of the cache as a matrix. */
-static quern_tensor raw_area(const op_build *b)
-{
-    quern_tensor t = area_of(b, LAYER_RAW);
-    const int64_t rows[] = {t.shape[0] * t.shape[1], t.shape[2]};
-    return view_on(&b->call->like, t.data, t.dtype, 2, rows);
-}
-
 /* The floats of all sequences' states of the compressor (0) or the indexer (1), a row a sequence. */
 static quern_tensor states_of(const op_build *b, int which)
 {
@@ -244,7 +236,7 @@ static void choose(op_build *b, const layer_step *s, const layer_parts *parts, q
                        scores = layer_view(b, DL(idx_score));
     *idx = op_matrix(b, QUERN_I32, tokens, b->call->symbol[LS_K]);
     *count = op_matrix(b, QUERN_I32, tokens, 1);
-    layer_make_index_q(b, &parts->index_q_in, &q, 1, &s->at);
+    layer_rotate(b, &parts->index_q_in, &q, 1, b->call->symbol[LS_HI], &s->at, false, OP_NONE);
     indexer_args *args = layer_choose(b, &q, &keys, &parts->heads, idx, count, 1);
     args->format = dsv4_entry_format(c->plane[LAYER_KEYS].format);
     args->page = page_of(c);
@@ -254,18 +246,6 @@ static void choose(op_build *b, const layer_step *s, const layer_parts *parts, q
     if (scores.ndim > 0) args->scores = view_with_batch(&scores);
     op_give(b, DL(idx_q), &q_by_head);
     op_give(b, DL(idx_topk), idx);
-}
-
-/* Queries [T, H D] to a result [H, T, D]. */
-static void give_q(op_build *b, const quern_tensor *q)
-{
-    quern_tensor by_head = layer_heads(q, 1, b->call->symbol[LS_H]);
-    by_head.ndim = 3;
-    by_head.shape[0] = by_head.shape[2];
-    by_head.shape[2] = by_head.shape[3];
-    by_head.strides[0] = by_head.strides[2];
-    by_head.strides[2] = 1;
-    op_give(b, DL(q), &by_head);
 }
 
 /* The core to [T, H D]. */
@@ -279,8 +259,8 @@ static quern_tensor attend(op_build *b, const layer_step *s, const layer_parts *
     quern_tensor entries = {0}, to = {0};
     states.q = op_matrix(b, parts->x.dtype, tokens, b->call->symbol[LS_HD]);
     states.core = op_matrix(b, parts->x.dtype, tokens, b->call->symbol[LS_HD]);
-    layer_make_q(b, &parts->q_in, &states.q, 1, &s->at);
-    give_q(b, &states.q);
+    layer_rotate(b, &parts->q_in, &states.q, 1, b->call->symbol[LS_H], &s->at, true, OP_NONE);
+    layer_give_q(b, &states.q, 1);
     if (parts->index.ndim > 0) choose(b, s, parts, &states.idx, &states.count);
     if (parts->main.ndim > 0) entries = area_of(b, LAYER_ENTRIES);
     if (unrotated.ndim > 0) to = view_with_batch(&unrotated);
@@ -313,9 +293,11 @@ void layer_build_decode(op_build *b)
     const int64_t *symbol = b->call->symbol;
     turn t = {.b = -1};
     while (next_turn(b->call, &t)) continue;
-    const quern_tensor cached = raw_area(b), kv = op_matrix(b, QUERN_F32, symbol[LS_T], symbol[LS_D]),
+    const quern_tensor area = area_of(b, LAYER_RAW), kv = op_matrix(b, QUERN_F32, symbol[LS_T], symbol[LS_D]),
                        raw = op_matrix(b, plane->dtype, t.raw_row, plane->columns);
-    layer_make_kv(b, &parts.kv_in, &kv, 1, &s->at);
+    quern_tensor cached;
+    (void)view_flatten(&area, &cached); /* it is contiguous */
+    layer_rotate(b, &parts.kv_in, &kv, 1, 1, &s->at, true, DL(kv_norm));
     copy_runs(b, &s->old, &cached, &raw);
     store(b, LAYER_RAW, DL(kv_rows), &kv, &s->raw_slots, 0, &raw);
     const compressor main = append(b, s, &parts.main, 0), index = append(b, s, &parts.index, 1);

@@ -117,9 +117,8 @@ static quern_tensor f32_sinks(op_build *b)
     return view_on(&to, to.data, QUERN_F32, 1, &heads);
 }
 
-/* Rotates rows of `heads` heads. Before that it norms them where `norm` is set, by a weight or OP_NONE. */
-static void add_rows(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                     int64_t heads, const quern_tensor *at, bool norm, int32_t weight)
+void layer_rotate(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch, int64_t heads,
+                  const quern_tensor *at, bool norm, int32_t weight)
 {
     norm_rope_args *args = OP_ADD(b, norm_rope_forward);
     if (at != NULL) args->positions = *at;
@@ -131,22 +130,15 @@ static void add_rows(op_build *b, const quern_tensor *in, const quern_tensor *ou
     args->out = layer_heads(out, batch, heads);
 }
 
-void layer_make_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                  const quern_tensor *at)
+void layer_give_q(op_build *b, const quern_tensor *q, int64_t batch)
 {
-    add_rows(b, in, out, batch, b->call->symbol[LS_H], at, true, OP_NONE);
-}
-
-void layer_make_kv(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                   const quern_tensor *at)
-{
-    add_rows(b, in, out, batch, 1, at, true, DL(kv_norm));
-}
-
-void layer_make_index_q(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch,
-                        const quern_tensor *at)
-{
-    add_rows(b, in, out, batch, b->call->symbol[LS_HI], at, false, OP_NONE);
+    quern_tensor v = layer_heads(q, batch, b->call->symbol[LS_H]);
+    const int64_t tokens = v.shape[1], stride = v.strides[1];
+    v.shape[1] = v.shape[2];
+    v.strides[1] = v.strides[2];
+    v.shape[2] = tokens;
+    v.strides[2] = stride;
+    op_give(b, DL(q), &v);
 }
 
 layer_parts layer_project(op_build *b)

@@ -28,30 +28,20 @@ int64_t layer_rows_of(const quern_dsv4_layer_cache *cache, const layer_sequence 
     return area == LAYER_RAW ? s->raw : layer_entries_at(cache, s->tokens);
 }
 
-void layer_read_rows(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
-                     char *to)
+void layer_move_rows(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
+                     char *rows, int64_t step, bool in)
 {
     const layer_plane *p = &cache->plane[area];
-    for (int64_t i = 0; i < count; i++, to += p->row) {
+    for (int64_t i = 0; i < count; i++, rows += step) {
         const layer_place at = layer_row_at(cache, sequence, area, i);
-        memcpy(to, at.data, p->data);
-        memcpy(to + p->data, at.scales, p->row - p->data);
-    }
-}
-
-void layer_write_rows(quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
-                      const char *from, int64_t step)
-{
-    const layer_plane *p = &cache->plane[area];
-    for (int64_t i = 0; i < count; i++, from += step) {
-        const layer_place at = layer_row_at(cache, sequence, area, i);
-        memmove(at.data, from, p->data);
-        memmove(at.scales, from + p->data, p->row - p->data);
+        memmove(in ? at.data : rows, in ? rows : at.data, p->data);
+        memmove(in ? at.scales : rows + p->data, in ? rows + p->data : at.scales, p->row - p->data);
     }
 }
 
 /* Copies rows of a sequence to another one. */
-static void copy_rows(quern_dsv4_layer_cache *cache, int64_t from, int64_t to, layer_area area, int64_t count)
+static void copy_rows(const quern_dsv4_layer_cache *cache, int64_t from, int64_t to, layer_area area,
+                      int64_t count)
 {
     const layer_plane *p = &cache->plane[area];
     for (int64_t i = 0; i < count; i++) {
@@ -167,7 +157,7 @@ static void write_view(quern_dsv4_layer_cache *cache, int64_t sequence, layer_ar
                        const quern_tensor *from, int64_t first, int64_t count)
 {
     const int64_t step = from->strides[0] * (int64_t)quern_dtype_size(from->dtype);
-    layer_write_rows(cache, sequence, area, count, (const char *)from->data + first * step, step);
+    layer_move_rows(cache, sequence, area, count, (char *)from->data + first * step, step, true);
 }
 
 quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache, int64_t sequence,

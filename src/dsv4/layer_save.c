@@ -84,7 +84,8 @@ quern_status quern_dsv4_layer_cache_save(const quern_dsv4_layer_cache *cache, in
     memcpy(to, &header, sizeof header);
     char *at = (char *)to + sizeof header;
     for (int i = 0; i < LAYER_AREAS; i++) {
-        layer_read_rows(cache, sequence, (layer_area)i, layer_rows_of(cache, s, (layer_area)i), at);
+        layer_move_rows(cache, sequence, (layer_area)i, layer_rows_of(cache, s, (layer_area)i), at,
+                        (int64_t)cache->plane[i].row, false);
         at += area_bytes(cache, s, (layer_area)i);
     }
     const quern_dsv4_state *const states[] = {s->main, s->index};
@@ -188,8 +189,8 @@ quern_status quern_dsv4_layer_cache_restore(quern_dsv4_layer_cache *cache, int64
     layer_sequence *s = &cache->sequence[sequence];
     const char *at = (const char *)from + sizeof h;
     for (int i = 0; i < LAYER_AREAS; i++) {
-        layer_write_rows(cache, sequence, (layer_area)i, layer_rows_of(cache, &lengths, (layer_area)i), at,
-                         (int64_t)cache->plane[i].row);
+        layer_move_rows(cache, sequence, (layer_area)i, layer_rows_of(cache, &lengths, (layer_area)i),
+                        (char *)(uintptr_t)at, (int64_t)cache->plane[i].row, true);
         at += area_bytes(cache, &lengths, (layer_area)i);
     }
     const quern_dsv4_compress_params p = layer_state_params(&cache->params);

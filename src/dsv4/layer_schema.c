@@ -353,7 +353,9 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    return dsv4_weight_check_data(call, layer_weights, ((const dsv4_layer_call *)call)->weights, data);
+    const dsv4_weight_given *given = ((const dsv4_layer_call *)call)->weights;
+    const quern_status status = dsv4_weight_check_data(call, &layer_weights[0], &given[0], data);
+    return status == QUERN_OK ? dsv4_weight_check_data(call, &layer_weights[1], &given[1], data) : status;
 }
 
 #define LAYER_FAMILY                                                                                         \

@@ -359,7 +359,9 @@ static quern_status check_data(const op_call *call, void *const *data)
     const int64_t sequences = dsv4_compress_sequences(call);
     for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
     const dsv4_weight_given *weights = ((const dsv4_compress_call *)call)->weights;
-    return status == QUERN_OK ? dsv4_weight_check_data(call, dsv4_compress_weights, weights, data) : status;
+    for (int i = 0; i < 2 && status == QUERN_OK; i++)
+        status = dsv4_weight_check_data(call, &dsv4_compress_weights[i], &weights[i], data);
+    return status;
 }
 
 const op_family dsv4_compress_family = {

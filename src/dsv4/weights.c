@@ -81,13 +81,8 @@ quern_status dsv4_weight_check(const op_call *call, const dsv4_weight_row *row, 
     return QUERN_OK;
 }
 
-quern_status dsv4_weight_check_global(const quern_tensor *global, const void *data, const char *name)
-{
-    const quern_tensor view = one_by_one(global);
-    return data == NULL ? QUERN_OK : view_check_globals(data, &view, name);
-}
-
-quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *data, const char *name)
+/* That no scale of an FP8 weight is the byte that is NaN. */
+static quern_status check_powers(const quern_tensor *scales, const void *data, const char *name)
 {
     enum { E8M0_NAN = 255 };
     if (scales->ndim == 0 || scales->dtype == QUERN_F32) return QUERN_OK;
@@ -100,18 +95,15 @@ quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *da
     return QUERN_OK;
 }
 
-quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_row rows[2],
-                                    const dsv4_weight_given given[2], void *const *data)
+quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_row *row,
+                                    const dsv4_weight_given *given, void *const *data)
 {
-    quern_status status = QUERN_OK;
-    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
-        const op_tensor *tensors = call->family->tensors + rows[i].fp8;
-        void *const *at = data + rows[i].fp8;
-        status = dsv4_weight_check_powers(&given[i].w_fp8_scales, at[FP8_SCALES], tensors[FP8_SCALES].field);
-        if (status == QUERN_OK)
-            status = dsv4_weight_check_global(&given[i].w_global, at[GLOBAL], tensors[GLOBAL].field);
-    }
-    return status;
+    const op_tensor *tensors = call->family->tensors + row->fp8;
+    void *const *at = data + row->fp8;
+    const quern_tensor global = one_by_one(&given->w_global);
+    const quern_status status = check_powers(&given->w_fp8_scales, at[FP8_SCALES], tensors[FP8_SCALES].field);
+    if (status != QUERN_OK || at[GLOBAL] == NULL) return status;
+    return view_check_globals(at[GLOBAL], &global, tensors[GLOBAL].field);
 }
 
 static quern_tensor widened(op_build *b, const quern_tensor *x, const dsv4_weight_given *given)

@@ -39,11 +39,8 @@ typedef struct dsv4_weight_given {
 dsv4_weight_given dsv4_weight_views(const op_call *call, const dsv4_weight_row *row);
 /* The scales' contents: none of an FP8 weight is the byte that is NaN; NVFP4's global, if there is one, is
  * above 0 and finite. */
-quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *data, const char *name);
-quern_status dsv4_weight_check_global(const quern_tensor *global, const void *data, const char *name);
-/* Both of a call's weights. */
-quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_row rows[2],
-                                    const dsv4_weight_given given[2], void *const *data);
+quern_status dsv4_weight_check_data(const op_call *call, const dsv4_weight_row *row,
+                                    const dsv4_weight_given *given, void *const *data);
 
 /* The steps that make a weight, of which a call takes some. */
 enum {
