@@ -251,4 +251,21 @@ __device__ __forceinline__ uint32_t largest_bits(const float (&x)[FP4_BLOCK])
 
 enum : uint32_t { INFINITE_BITS = 0x7f800000 };
 
+/* The largest magnitude of a block, in which what is not finite becomes 0; *bad says that there was some. */
+__device__ __forceinline__ float largest_finite(float (&x)[FP4_BLOCK], bool *bad)
+{
+    const uint32_t most = largest_bits(x);
+    *bad = most >= INFINITE_BITS;
+    if (!*bad) return __uint_as_float(most);
+#pragma unroll
+    for (int i = 0; i < FP4_BLOCK; i++) x[i] = isfinite(x[i]) ? x[i] : 0.0f;
+    return __uint_as_float(largest_bits(x));
+}
+
+/* Whether a global scale is one: finite and above 0. */
+__device__ __forceinline__ bool is_global(float g)
+{
+    return g > 0.0f && g < INFINITY;
+}
+
 #endif

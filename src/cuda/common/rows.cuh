@@ -6,6 +6,8 @@
 
 #include "common/device.cuh"
 
+#include <quern/cuda.h>
+
 extern "C" {
 #include "core/arena.h"
 }
@@ -82,6 +84,12 @@ static inline bool rows_aligned(const quern_tensor &t, int64_t bytes)
     bool ok = (uintptr_t)t.data % (uintptr_t)bytes == 0;
     for (int32_t i = 0; i + 1 < t.ndim; i++) ok = ok && (t.shape[i] == 1 || t.strides[i] * size % bytes == 0);
     return ok;
+}
+
+/* Sets a bit of the caller's status word, where there is one (quern/cuda.h). */
+__device__ __forceinline__ void raise_status(int32_t *status, int32_t bit)
+{
+    if (status != NULL) atomicOr(status, bit);
 }
 
 /* Where the rows of experts end, in device memory. Values out of order or range are held within [0, rows]. */

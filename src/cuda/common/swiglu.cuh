@@ -4,19 +4,21 @@
 #ifndef QUERN_CUDA_SWIGLU_CUH
 #define QUERN_CUDA_SWIGLU_CUH
 
-#include "common/device.cuh"
+#include "common/mma.cuh"
 
 /* NaN fails every comparison and stays. With r = e^-|x / 2|, x = alpha g, the sigmoid is 1 / (1 + r^2) or,
  * where x is negative, r^2 / (1 + r^2): each factor takes an r, as r^2 may be too small for f32 where the
- * factors are large. */
+ * factors are large. The fast exponential and quotient are within 2^-22 and |x| 2^-24. */
 __device__ __forceinline__ float swiglu_of(const swiglu_rule &rule, float g, float u)
 {
     const float limit = rule.limit > 0.0f ? rule.limit : INFINITY;
     g = g > limit ? limit : g;
     u = u > limit ? limit : u < -limit ? -limit : u;
     u += rule.beta;
-    const float x = rule.alpha * g, r = expf(-0.5f * fabsf(x)), factor = x < 0.0f ? r : 1.0f;
-    return (g * factor) * (u * factor) / fmaf(r, r, 1.0f);
+    const float x = rule.alpha * g, size = fabsf(x);
+    const float r = size > 160.0f ? expf(-0.5f * size) : exp2_fast(-0.72134752044f * size), /* log2(e) / 2 */
+        factor = x < 0.0f ? r : 1.0f;
+    return __fdividef((g * factor) * (u * factor), fmaf(r, r, 1.0f));
 }
 
 /* Gradients of gate and up; d is that of SwiGLU. Beyond the limit they are 0. */

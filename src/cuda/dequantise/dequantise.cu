@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * dequantise.cu - NVFP4 back to values. A thread makes 8 values of a row from 4 bytes of codes, or a block of
- * 16 along a column. A scale byte that is no number counts as 0. Limit: codes and scales read and out written
+ * 16 along a column. A scale byte that is no number counts as 0 and sets
+ * its bit. Limit: codes and scales read and out written
  * once.
  */
 #include "common/chunk.cuh"
@@ -19,11 +20,13 @@ struct dequantise_params {
     expert_ends ends;
     quantise_global per;
     bool reciprocal, wide, wide_codes;
+    int32_t *status;
     int64_t k, codes_s[2], scales_s[2], out_s[2]; /* of matrices */
 };
 
-__device__ __forceinline__ float scale_value(int byte)
+__device__ __forceinline__ float scale_value(const dequantise_params &a, int byte)
 {
+    if (!is_scale(byte)) raise_status(a.status, QUERN_STATUS_BAD_SCALE);
     return is_scale(byte) ? e4m3_value(byte) : 0.0f;
 }
 
@@ -40,7 +43,7 @@ __global__ void __launch_bounds__(THREADS) dequantise_rows(const __grid_constant
     if (a.ends.end == NULL || expert < a.ends.experts) {
         const int64_t at = a.per == QUANTISE_GLOBAL_ROW ? row : a.per == QUANTISE_GLOBAL_EXPERT ? expert : 0;
         const float global = *a.global.row<const float>(at),
-                    scale = scale_value(a.scales.row<const uint8_t>(row)[c / FP4_BLOCK]);
+                    scale = scale_value(a, a.scales.row<const uint8_t>(row)[c / FP4_BLOCK]);
         const uint8_t *codes = a.codes.row<const uint8_t>(row) + c / 2;
         uint32_t word = 0;
         if (a.wide_codes) word = __ldg((const uint32_t *)codes);
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(THREADS) dequantise_columns(const __grid_const
     const int64_t row = i / a.columns, n = i - row * a.columns, e = row / blocks, block = row - e * blocks;
     const float global = *a.global.row<const float>(a.per == QUANTISE_GLOBAL_EXPERT ? e : 0);
     const float scale =
-        scale_value(((const uint8_t *)a.scales.p)[e * a.scales_s[0] + block * a.scales_s[1] + n]);
+        scale_value(a, ((const uint8_t *)a.scales.p)[e * a.scales_s[0] + block * a.scales_s[1] + n]);
     const uint8_t *codes = (const uint8_t *)a.codes.p + e * a.codes_s[0] + block * 8 * a.codes_s[1] + n;
     T *out = (T *)a.out.p + e * a.out_s[0] + block * FP4_BLOCK * a.out_s[1] + n;
     uint8_t pair[FP4_BLOCK / 2];
@@ -120,7 +123,8 @@ static quern_status dequantise_as(const dequantise_params &a, bool columns, cuda
 
 static quern_status dequantise_any_run(const stage_exec *exec, const dequantise_args *args, void *)
 {
-    const dequantise_params a = params_of(args);
+    dequantise_params a = params_of(args);
+    a.status = exec->status;
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (args->out.dtype == QUERN_F32) return dequantise_as<float>(a, args->columns, stream);
     return args->out.dtype == QUERN_BF16 ? dequantise_as<bf16>(a, args->columns, stream)

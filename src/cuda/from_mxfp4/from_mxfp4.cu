@@ -23,6 +23,7 @@ struct mx_params {
     /* 1 + the largest exponent byte, 0: there is none. Stands where the global goes at the end. */
     int32_t *largest;
     int64_t *rounded;
+    int32_t *status;
 };
 
 struct mx_codes {
@@ -90,7 +91,10 @@ __global__ void __launch_bounds__(THREADS) mx_convert(const __grid_constant__ mx
         const int exponent = a.exponents.row<const uint8_t>(row)[block],
                   power = exponent - largest + MX_LARGEST_POWER;
         mx_codes c = load_codes(a, row, block);
-        if (is_bad(c, exponent)) c = {};
+        if (is_bad(c, exponent)) {
+            raise_status(a.status, QUERN_STATUS_BAD_SCALE);
+            c = {};
+        }
         int scale = 0;
         if (!is_zero(c)) {
             scale = power < MX_LEAST_POWER ? 1 : power >= -6 ? (power + 7) * 8 : 1 << (power + 9);
@@ -133,6 +137,7 @@ static quern_status from_mxfp4_any_run(const stage_exec *exec, const from_mxfp4_
     a.wide_in = rows_aligned(args->codes_in, 16);
     a.wide_out = rows_aligned(args->codes, 16);
     a.largest = (int32_t *)args->global.data;
+    a.status = exec->status;
     a.rounded = present(args->rounded_blocks) ? (int64_t *)args->rounded_blocks.data : NULL;
     cudaError_t code = cudaMemsetAsync(a.largest, 0, sizeof *a.largest, stream);
     if (code == cudaSuccess && a.rounded != NULL)

@@ -3,7 +3,7 @@
 /*
  * fused_quantise.cu - a product's interleaved output to quantised gate and up, or to quantised SwiGLU. A
  * thread has a block of 16 columns of the result: 32 columns of x. Runs of 8 are read 16 bytes at a time. A
- * block that comes from a value that is not finite becomes zeros. Limit: x read once.
+ * value that is not finite counts as 0 and sets its bit. Limit: x read once.
  */
 #include "common/fp4.cuh"
 #include "common/launch.cuh"
@@ -19,6 +19,7 @@ struct fused_params {
     int64_t rows, width, blocks;
     bool part[2], swiglu, reciprocal, runs, wide_codes[2];
     swiglu_rule rule;
+    int32_t *status;
 };
 
 /* Sixteen gates (or ups) from column c on. */
@@ -42,17 +43,22 @@ __device__ __forceinline__ void load_part(const fused_params &a, float (&x)[FP4_
     }
 }
 
-__device__ __forceinline__ bool is_finite(const float (&x)[FP4_BLOCK])
+__device__ __forceinline__ void make_finite(const fused_params &a, float (&x)[FP4_BLOCK])
 {
-    return largest_bits(x) < INFINITE_BITS;
+    bool bad;
+    largest_finite(x, &bad);
+    if (bad) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
 }
 
 template <fp4_kind KIND>
 __device__ __forceinline__ void store_part(const fused_params &a, int part, int64_t row, int64_t block,
-                                           const float (&x)[FP4_BLOCK], bool finite)
+                                           const float (&x)[FP4_BLOCK])
 {
     fp4_block b = {{0, 0}, 0};
-    if (finite) b = quantise_block<KIND>(*a.global[part], a.reciprocal, x, __uint_as_float(largest_bits(x)));
+    const float global = *a.global[part];
+    if (is_global(global))
+        b = quantise_block<KIND>(global, a.reciprocal, x, __uint_as_float(largest_bits(x)));
+    else raise_status(a.status, QUERN_STATUS_BAD_GLOBAL);
     uint8_t *codes = a.codes[part].row<uint8_t>(row) + 8 * block;
     if (a.wide_codes[part]) __stcs((uint2 *)codes, make_uint2(b.codes[0], b.codes[1]));
     else
@@ -68,17 +74,21 @@ __global__ void __launch_bounds__(THREADS) fused(const __grid_constant__ fused_p
     const int64_t row = i / a.blocks, block = i - row * a.blocks, c = block * FP4_BLOCK;
     const T *x = a.x.row<const T>(row);
     float gate[FP4_BLOCK], up[FP4_BLOCK];
-    if (a.part[0] || a.swiglu) load_part<T>(a, gate, x, c, false);
-    if (a.part[1] || a.swiglu) load_part<T>(a, up, x, c, true);
-    bool finite = true;
-    if (a.swiglu) {
-        finite = is_finite(gate) && is_finite(up); /* their SwiGLU may be infinite: it saturates */
+    if (a.part[0] || a.swiglu) {
+        load_part<T>(a, gate, x, c, false);
+        make_finite(a, gate);
+    }
+    if (a.part[1] || a.swiglu) {
+        load_part<T>(a, up, x, c, true);
+        make_finite(a, up);
+    }
+    if (a.swiglu) { /* it may be infinite: that saturates */
 #pragma unroll
         for (int e = 0; e < FP4_BLOCK; e++)
             gate[e] = c + e < a.width ? swiglu_of(a.rule, gate[e], up[e]) : 0.0f;
     }
-    if (a.part[0]) store_part<KIND>(a, 0, row, block, gate, a.swiglu ? finite : is_finite(gate));
-    if (a.part[1]) store_part<KIND>(a, 1, row, block, up, is_finite(up));
+    if (a.part[0]) store_part<KIND>(a, 0, row, block, gate);
+    if (a.part[1]) store_part<KIND>(a, 1, row, block, up);
 }
 
 static fused_params params_of(const fused_quantise_args *args)
@@ -117,7 +127,8 @@ template <typename T> static quern_status fused_as(const fused_params &a, fp4_ki
 
 static quern_status fused_quantise_any_run(const stage_exec *exec, const fused_quantise_args *args, void *)
 {
-    const fused_params a = params_of(args);
+    fused_params a = params_of(args);
+    a.status = exec->status;
     const fp4_kind kind = fp4_rule_of(args->profile, QUANTISE_SCALES_RNE).kind;
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (args->x.dtype == QUERN_F32) return fused_as<float>(a, kind, stream);

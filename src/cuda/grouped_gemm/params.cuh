@@ -59,6 +59,9 @@ __device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p
         for (int32_t e = 0; e < p.ends.experts; e += 32) {
             const int64_t rows =
                 e + lane < p.ends.experts ? p.ends.end_of(e + lane) - p.ends.first_of(e + lane) : 0;
+            const bool out = p.ends.end != NULL && e + lane < p.ends.experts &&
+                             p.ends.end_of(e + lane) != p.ends.end[e + lane];
+            if ((rows < 0 || out) && blockIdx.x == 0) raise_status(p.b.status, QUERN_STATUS_BAD_OFFSETS);
             const int32_t own = rows > 0 ? (int32_t)((rows + tokens - 1) / tokens) * across : 0;
             int32_t sum = own;
             for (int apart = 1; apart < 32; apart *= 2) {

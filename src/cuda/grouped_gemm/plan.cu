@@ -101,7 +101,8 @@ static void fill_output(gemm_plan &plan, const grouped_gemm_args *args, arena *r
     }
 }
 
-gemm_plan gemm_plan_of(const stage_exec *, const grouped_gemm_args *args, int64_t alignment, void *workspace)
+gemm_plan gemm_plan_of(const stage_exec *exec, const grouped_gemm_args *args, int64_t alignment,
+                       void *workspace)
 {
     gemm_plan plan = {};
     gemm_params &p = plan.p;
@@ -110,6 +111,7 @@ gemm_plan gemm_plan_of(const stage_exec *, const grouped_gemm_args *args, int64_
     p.ends = expert_ends_of(args->offsets, args->tokens);
     p.b = weight_source_of(args->b_repacked, args->b_codes, args->b_scales, args->k_major, args->order,
                            args->n, args->k);
+    p.b.status = exec->status;
     const bool floats = present(args->a), wide = floats && args->a.dtype == QUERN_F32;
     plan.f16_product = floats && args->a.dtype == QUERN_F16;
     p.parts = wide ? 3 : 1;
@@ -138,6 +140,7 @@ struct ready_params {
     int64_t codes_stride, scales_stride;
     const int32_t *pad_row_offsets;
     expert_ends ends;
+    int32_t *status;
 };
 
 /* The scale of 16 codes of a row. */
@@ -153,6 +156,7 @@ __device__ __forceinline__ float a_scale_of(const ready_params &a, int64_t row, 
         if (r < 0 || at >= a.scales_stride) return 0.0f; /* scales_stride: of all bytes */
     }
     const int byte = a.scales[at];
+    if (!is_scale(byte)) raise_status(a.status, QUERN_STATUS_BAD_SCALE);
     return is_scale(byte) ? e4m3_value(byte) : 0.0f;
 }
 
@@ -217,6 +221,7 @@ quern_status gemm_ready(const stage_exec *exec, const grouped_gemm_args *args, c
     a.scales = (const uint8_t *)args->a_scales.data;
     a.scales_stride = args->a_scales.strides[0];
     a.ends = plan.p.ends;
+    a.status = exec->status;
     if (present(args->pad_row_offsets)) {
         a.pad_row_offsets = (const int32_t *)args->pad_row_offsets.data;
         a.scales_stride = args->a_scales.shape[0];

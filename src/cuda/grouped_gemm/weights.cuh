@@ -16,7 +16,7 @@
  * so that a shift and a mask make bf16, over 2^126, of three of them. After the 2048 bytes of codes stand the
  * scales: 8 bytes for rows w * 16 + r and that + 8, as [two of K's 16][row, row + 8][16 of the two].
  *
- * A scale byte that is no number is repacked as 0.
+ * A scale byte that is no number is repacked as 0, and sets its bit of the status.
  */
 #ifndef QUERN_CUDA_GROUPED_GEMM_WEIGHTS_CUH
 #define QUERN_CUDA_GROUPED_GEMM_WEIGHTS_CUH
@@ -24,6 +24,7 @@
 #include "common/decode.cuh"
 #include "common/fp4.cuh"
 #include "common/mma.cuh"
+#include "common/rows.cuh"
 
 enum { UNIT = 64, UNIT_STEPS = 4, UNIT_CODES = 2048, UNIT_BYTES = 2304 };
 
@@ -36,6 +37,7 @@ struct weight_source {
     int64_t scales_expert, block, scale_column; /* unless swizzled */
     bool swizzled;
     int32_t n, k, panels, units;
+    int32_t *status;
 };
 
 static inline weight_source weight_source_of(const quern_tensor &repacked, const quern_tensor &codes,
@@ -118,6 +120,7 @@ __device__ __forceinline__ step_part gather_step(const weight_source &w, int64_t
     for (int high = 0; high < 2; high++) {
         const int column = panel * UNIT + column_of(warp, lane, high);
         const uint32_t byte = column < w.n ? *scale_place(w, expert, k0 / 16, column) : 0;
+        if (!is_scale((int)byte)) raise_status(w.status, QUERN_STATUS_BAD_SCALE);
         p.scales |= (is_scale((int)byte) ? byte : 0) << high * 16;
     }
     return p;

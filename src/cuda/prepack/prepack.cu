@@ -64,10 +64,11 @@ __global__ void __launch_bounds__(128) unpack_units(const __grid_constant__ prep
 
 static quern_status prepack_any_run(const stage_exec *exec, const prepack_args *args, void *)
 {
-    const prepack_params a = {
+    prepack_params a = {
         weight_source_of({}, args->codes, args->scales, args->k_major, args->order, args->n, args->k),
         (uint8_t *)args->repacked.data, args->repacked.strides[0],
         (uintptr_t)args->repacked.data % 4 == 0 && args->repacked.strides[0] % 4 == 0};
+    a.w.status = exec->status;
     const dim3 grid((unsigned)a.w.panels * (unsigned)a.w.units, (unsigned)args->repacked.shape[0]);
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (grid.x == 0 || grid.y == 0) return QUERN_OK;

@@ -10,7 +10,8 @@
  * integers the bits of magnitudes have a maximum that no order changes. A row's global takes no such pass: a
  * block of threads finds it and quantises the row, which L2 still holds.
  *
- * A block with a value that is not finite becomes zeros, and counts for no global.
+ * A value that is not finite counts as 0, a given global that is none makes its blocks zeros; both set their
+ * bit.
  *
  * Limit: x read once (twice where the global is computed), 9/16 byte a value written.
  */
@@ -34,6 +35,7 @@ struct quantise_params {
     bool reciprocal, wide, wide_codes;
     const float *globals; /* where `given` or the results stand */
     uint32_t *largest;    /* [globals], workspace */
+    int32_t *status;
     int64_t global_count;
     /* Weights [E, K, N]: strides of a matrix and of a row. */
     int64_t k, x_s[2], codes_s[2], scales_s[2];
@@ -77,6 +79,19 @@ __device__ __forceinline__ void store_block(const quantise_params &a, int64_t ro
     a.scales.row<uint8_t>(row)[block] = (uint8_t)b.scale;
 }
 
+/* Quantises a block, faults included. */
+template <fp4_kind KIND>
+__device__ __forceinline__ fp4_block checked_block(const quantise_params &a, float global,
+                                                   float (&x)[FP4_BLOCK])
+{
+    bool bad;
+    const float largest = largest_finite(x, &bad);
+    if (bad) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
+    if (is_global(global)) return quantise_block<KIND>(global, a.reciprocal, x, largest);
+    raise_status(a.status, QUERN_STATUS_BAD_GLOBAL);
+    return {{0, 0}, 0};
+}
+
 template <typename T, fp4_kind KIND>
 __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(const __grid_constant__ quantise_params a)
 {
@@ -91,11 +106,10 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(const __grid_c
         float x[FP4_BLOCK];
         if (from >= 0) {
             load_block(x, a.x.row<const T>(from), block * FP4_BLOCK, a.columns, a.wide);
-            const uint32_t most = largest_bits(x);
             const rows_view &g = a.given.p != NULL ? a.given : a.global;
-            if (most < INFINITE_BITS)
-                b = quantise_block<KIND>(global_of_row(a, g, row, expert), a.reciprocal, x,
-                                         __uint_as_float(most));
+            b = checked_block<KIND>(a, global_of_row(a, g, row, expert), x);
+        } else if (block == 0) {
+            raise_status(a.status, QUERN_STATUS_BAD_ID);
         }
     }
     store_block(a, row, block, b);
@@ -122,8 +136,8 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
     for (int64_t block = threadIdx.x; used && block < a.blocks; block += QUANTISE_THREADS) {
         float x[FP4_BLOCK];
         load_block(x, a.x.row<const T>(from), block * FP4_BLOCK, a.columns, a.wide);
-        const uint32_t bits = largest_bits(x);
-        most = max(most, bits < INFINITE_BITS ? bits : 0);
+        bool bad;
+        most = max(most, __float_as_uint(largest_finite(x, &bad)));
     }
     const float g = global_from_largest(a.profile, __uint_as_float(block_largest(most)));
     if (threadIdx.x == 0 && used) *a.global.row<float>(row) = g;
@@ -132,8 +146,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
         if (used) {
             float x[FP4_BLOCK];
             load_block(x, a.x.row<const T>(from), block * FP4_BLOCK, a.columns, a.wide);
-            const uint32_t bits = largest_bits(x);
-            if (bits < INFINITE_BITS) b = quantise_block<KIND>(g, a.reciprocal, x, __uint_as_float(bits));
+            b = checked_block<KIND>(a, g, x);
         }
         store_block(a, row, block, b);
     }
@@ -152,8 +165,8 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) find_largest(const __grid_co
         if (i < all && (a.ends.end == NULL || expert < a.ends.experts)) {
             float x[FP4_BLOCK];
             load_block(x, a.x.row<const T>(row), (i - row * a.blocks) * FP4_BLOCK, a.columns, a.wide);
-            bits = largest_bits(x);
-            if (bits >= INFINITE_BITS) bits = 0;
+            bool bad;
+            bits = __float_as_uint(largest_finite(x, &bad));
         }
         if (a.per == QUANTISE_GLOBAL_EXPERT) {
             if (bits > 0) atomicMax(a.largest + expert, bits);
@@ -206,9 +219,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
     fp4_block b[V];
 #pragma unroll
     for (int v = 0; v < V; v++) {
-        const uint32_t most = largest_bits(x[v]);
-        b[v] = {{0, 0}, 0};
-        if (most < INFINITE_BITS) b[v] = quantise_block<KIND>(g, a.reciprocal, x[v], __uint_as_float(most));
+        b[v] = checked_block<KIND>(a, g, x[v]);
     }
     uint8_t *codes = (uint8_t *)a.codes.p + at.e * a.codes_s[0] + at.block * 8 * a.codes_s[1] + at.n,
             *scales = (uint8_t *)a.scales.p + at.e * a.scales_s[0] + at.block * a.scales_s[1] + at.n;
@@ -234,8 +245,8 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
         uint32_t here = 0;
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            const uint32_t bits = largest_bits(x[v]);
-            here = max(here, bits < INFINITE_BITS ? bits : 0);
+            bool bad;
+            here = max(here, __float_as_uint(largest_finite(x[v], &bad)));
         }
         if (a.per == QUANTISE_GLOBAL_EXPERT) {
             if (here > 0) atomicMax(a.largest + at.e, here);

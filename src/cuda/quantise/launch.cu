@@ -87,6 +87,7 @@ static quern_status quantise_any_run(const stage_exec *exec, const quantise_args
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     quantise_params a = params_of(args, workspace);
+    a.status = exec->status;
     const fp4_rule rule = fp4_rule_of(args->profile, args->choice);
     a.reciprocal = rule.reciprocal;
     const bool computed = !present(args->given);

@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) gradient_of_logits(const __grid
     for (int32_t j = 0; real && lane == 0 && j < a.top_k; j++)
         given[chosen[j]] +=
             a.scale * (a.renormalize ? renormalised(a, d_weights, scores, chosen, j) : d_weights[j]);
+    if (!real && lane == 0) raise_status(a.status, QUERN_STATUS_BAD_ID);
     __syncwarp();
     if (a.score == ROUTE_SOFTMAX) softmax_gradient(a, scores, given, d);
     for (int32_t e = lane; e < a.experts; e += 32) {
@@ -157,6 +158,7 @@ static quern_status route_backward_any_run(const stage_exec *exec, const route_a
 {
     route_params a = params_of(args);
     const launcher to = {(cudaStream_t)exec->stream, NULL};
+    a.status = exec->status;
     carve(a, args, workspace);
     if (a.experts == 0) return QUERN_OK;
     quern_status status = a.own != NULL ? route_make_logits(to, a) : QUERN_OK;

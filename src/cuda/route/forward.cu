@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_const
     for (int32_t j = 0; j < a.top_k; j++) sum += list[j] >= 0 ? scores[list[j]] : 0.0f;
     for (int32_t j = lane; j < a.top_k; j += 32) {
         const float s = list[j] >= 0 ? scores[list[j]] : 0.0f;
+        if (list[j] < 0) raise_status(a.status, QUERN_STATUS_BAD_ID);
         a.weights[token * a.weights_s + j] = (a.renormalize ? s / (sum + 1e-20f) : s) * a.scale;
         a.chosen[token * a.chosen_s + j] = list[j] >= 0 ? list[j] : 0;
     }
@@ -252,6 +253,7 @@ static size_t route_any_bytes(const stage_exec *, const route_args *args)
 static quern_status route_any_run(const stage_exec *exec, const route_args *args, void *workspace)
 {
     route_params a = route_params_of(args);
+    a.status = exec->status;
     carve(a, args, workspace);
     const launcher to = {(cudaStream_t)exec->stream, NULL};
     const size_t row = (size_t)a.experts * sizeof(int32_t);

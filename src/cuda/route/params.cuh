@@ -45,6 +45,7 @@ struct route_params {
     int64_t chosen_s, weights_s;
     int32_t *offsets, *permutation;
     float *own;      /* [T, E] logits, workspace; NULL: given */
+    int32_t *status;
     int32_t *counts; /* [chunks][E], workspace */
     int64_t chunks;
     /* Backward. */

@@ -207,6 +207,7 @@ static quern_status grouped_gemm_backward_any_run(const stage_exec *exec, const 
     p.tokens = a.tokens;
     p.ends = a.ends;
     p.b = a.b;
+    p.b.status = exec->status;
     p.a_per = args->a_per;
     if (present(args->a_global)) {
         p.a_global = (const float *)args->a_global.data;

@@ -41,8 +41,8 @@ __device__ __forceinline__ void feed_repacked(const gemm_params &p, const CUtens
     const int32_t tiles = m.tiles.first[p.ends.experts];
     const int steps = steps_of<TOKENS>(p);
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const tile_place t = tile_at(m.tiles, p, tile, TOKENS, GROUPS);
-        const int panels = min((int)GROUPS, p.b.panels - t.panel);
+        const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
+        const int panels = min((int)form<TOKENS>::GROUPS, p.b.panels - t.panel);
         for (int step = 0; step < steps; step++) {
             const stage_units u = units_at<TOKENS>(p, step);
             m.stages.wait_free(at);
@@ -67,8 +67,8 @@ __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtens
     const int32_t tiles = m.tiles.first[p.ends.experts];
     const int steps = steps_of<TOKENS>(p), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const tile_place t = tile_at(m.tiles, p, tile, TOKENS, GROUPS);
-        const int panels = min((int)GROUPS, p.b.panels - t.panel);
+        const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
+        const int panels = min((int)form<TOKENS>::GROUPS, p.b.panels - t.panel);
         for (int step = 0; step < steps; step++) {
             const stage_units u = units_at<TOKENS>(p, step);
             m.stages.wait_free(at);

@@ -36,55 +36,57 @@ __device__ __forceinline__ void multiply_unit(float (&c)[TOKENS / 8][4], const u
     wg_commit();
 }
 
-/* Where a warpgroup stands in the stages. A stage is given back once the products of its last unit have
- * ended. */
-template <int TOKENS> struct unit_walk {
+/* Where a warpgroup stands in the stages: the one to come, and the one that is given back once the products
+ * of its last unit have ended. */
+template <int TOKENS> struct stage_walk {
     ring_place<form<TOKENS>::STAGES> at, before;
-    int step, unit, count; /* the unit of the stage, of how many */
+    bool any; /* of this tile */
 
-    /* Goes to the next unit, waits where a stage begins. False past the last of a tile. */
-    __device__ __forceinline__ bool next(const gemm_params &p, shared<TOKENS> &m, int steps)
+    /* A stage's first products have begun, and those before them have ended. */
+    __device__ __forceinline__ void begun(shared<TOKENS> &m)
     {
-        if (++unit < count) return true;
-        if (step >= 0) at.advance();
-        if (++step >= steps) return false;
-        count = units_at<TOKENS>(p, step).count;
-        unit = 0;
-        m.stages.wait_full(at);
-        return true;
-    }
-    /* The products of the unit before have ended. */
-    __device__ __forceinline__ void ended(shared<TOKENS> &m)
-    {
-        if (unit > 0 || step == 0) return;
-        m.stages.give_back(before);
-        before.advance();
+        if (any) {
+            m.stages.give_back(before);
+            before.advance();
+        }
+        any = true;
     }
 };
 
-/* Sums of a tile; the products of a unit run while the next is decoded. */
+/* Sums of a tile. The products of a unit run while the next is decoded, so two operands take turns; the units
+ * that are left over where a part of K ends wait for each other. */
 template <typename T, int TOKENS>
 __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_params &p, shared<TOKENS> &m,
-                                         unit_walk<TOKENS> &walk, int group)
+                                         stage_walk<TOKENS> &walk, int group)
 {
-    const int steps = steps_of<TOKENS>(p);
-    unit_operand even, odd;
+    enum { UNITS = form<TOKENS>::UNITS, TURN = UNITS > 1 ? UNITS : 2 };
+    const int turns = p.b.units / TURN, rest = p.b.units % TURN;
+    unit_operand w[2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) c[i][e] = 0.0f;
-    walk.step = -1;
-    walk.unit = walk.count = 0;
-    while (walk.next(p, m, steps)) {
-        decode_unit<T>(even, m.b[walk.at.stage][group][walk.unit]);
-        multiply_unit<T, TOKENS>(c, even, m.a[walk.at.stage][walk.unit]);
-        wg_wait<1>(c);
-        walk.ended(m);
-        if (!walk.next(p, m, steps)) break;
-        decode_unit<T>(odd, m.b[walk.at.stage][group][walk.unit]);
-        multiply_unit<T, TOKENS>(c, odd, m.a[walk.at.stage][walk.unit]);
-        wg_wait<1>(c);
-        walk.ended(m);
+    walk.any = false;
+    for (int part = 0; part < p.parts; part++) {
+        for (int turn = 0; turn < turns; turn++) {
+#pragma unroll
+            for (int i = 0; i < TURN; i++) {
+                if (i % UNITS == 0) m.stages.wait_full(walk.at);
+                decode_unit<T>(w[i % 2], m.b[walk.at.stage][group][i % UNITS]);
+                multiply_unit<T, TOKENS>(c, w[i % 2], m.a[walk.at.stage][i % UNITS]);
+                wg_wait<1>(c);
+                if (i % UNITS == 0) walk.begun(m);
+                if (i % UNITS == UNITS - 1) walk.at.advance();
+            }
+        }
+        for (int i = 0; i < rest; i++) {
+            if (i == 0) m.stages.wait_full(walk.at);
+            decode_unit<T>(w[0], m.b[walk.at.stage][group][i]);
+            multiply_unit<T, TOKENS>(c, w[0], m.a[walk.at.stage][i]);
+            wg_wait<0>(c);
+            if (i == 0) walk.begun(m);
+        }
+        if (rest > 0) walk.at.advance();
     }
     wg_wait<0>(c);
     m.stages.give_back(walk.before);
@@ -197,35 +199,35 @@ template <typename T, int TOKENS>
 __device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m, int group)
 {
     const int32_t tiles = m.tiles.first[p.ends.experts];
-    unit_walk<TOKENS> walk = {};
+    stage_walk<TOKENS> walk;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[TOKENS / 8][4];
         sum_tile<T, TOKENS>(c, p, m, walk, group);
-        store_tile<T, TOKENS>(c, p, tile_at(m.tiles, p, tile, TOKENS, GROUPS), group,
+        store_tile<T, TOKENS>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
                               m.out[threadIdx.x / 32 - 4]);
     }
 }
 
 template <typename T, int TOKENS>
-__global__ void __launch_bounds__(THREADS, form<TOKENS>::BLOCKS)
+__global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
     grouped_gemm_sm90(const __grid_constant__ gemm_params p, const __grid_constant__ CUtensorMap a)
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char memory[];
     shared<TOKENS> &m = *(shared<TOKENS> *)memory;
     if (threadIdx.x == 0) {
-        m.stages.init(p.b.repacked != NULL ? 1 : 129, GROUPS * 128);
+        m.stages.init(p.b.repacked != NULL ? 1 : 129, form<TOKENS>::GROUPS * 128);
         mbar_init_done();
     }
-    make_tiles(m.tiles, p, TOKENS, (p.b.panels + GROUPS - 1) / GROUPS);
+    make_tiles(m.tiles, p, TOKENS, (p.b.panels + form<TOKENS>::GROUPS - 1) / form<TOKENS>::GROUPS);
     finish_tail(p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
-        if constexpr (form<TOKENS>::BLOCKS == 1) registers_down<FEW_REGISTERS>();
+        if constexpr (TOKENS >= 128) registers_down<FEW_REGISTERS>();
         if (p.b.repacked == NULL) feed_gathered(p, a, m);
         else if (threadIdx.x == 0) feed_repacked(p, a, m);
     } else {
-        if constexpr (form<TOKENS>::BLOCKS == 1) registers_up<MANY_REGISTERS>();
+        if constexpr (TOKENS >= 128) registers_up<MANY_REGISTERS>();
         multiply<T, TOKENS>(p, m, role - 1);
     }
 #endif
@@ -235,7 +237,7 @@ template <typename T, int TOKENS>
 static quern_status launch_kernel(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a)
 {
     return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS>,
-                         dim3((unsigned)exec->multiprocessors * form<TOKENS>::BLOCKS), THREADS,
+                         dim3((unsigned)exec->multiprocessors * form<TOKENS>::BLOCKS), form<TOKENS>::THREADS,
                          sizeof(shared<TOKENS>), "grouped_gemm", p, a);
 }
 

@@ -27,7 +27,7 @@ static bool grouped_gemm_sm90_supports(const stage_exec *exec, const grouped_gem
 {
     char limits[STAGE_WHY_BYTES];
     static_assert(sizeof(shared<256>) <= SHARED_BYTES && sizeof(shared<128>) <= SHARED_BYTES &&
-                      sizeof(shared<64>) <= SHARED_BYTES && 2 * sizeof(shared<32>) <= SHARED_BYTES &&
+                      sizeof(shared<64>) <= SHARED_BYTES && sizeof(shared<32>) <= SHARED_BYTES &&
                       2 * sizeof(shared<16>) <= SHARED_BYTES && 2 * sizeof(shared<8>) <= SHARED_BYTES,
                   "blocks fit");
     return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && args->k > 0 &&

@@ -3,22 +3,21 @@
 /*
  * shared.cuh - the grouped product on Hopper: the plan of a block.
  *
- * Persistent blocks walk tiles of 128 columns of B and TOKENS tokens of an expert.
+ * Persistent blocks walk tiles of 64 columns of B a warpgroup and TOKENS tokens of an expert.
  *
  * feed      one thread copies tokens by TMA and repacked weights by bulk copies into stages of some units of
- * 64 of
- *             K; of weights in the caller's layout all four warps gather the fragments
- * multiply  two warpgroups of 64 columns each: a lane reads its 16 bytes of codes and 8 of scales of a unit,
+ *             64 of K; of weights in the caller's layout all four warps gather the fragments
+ *   multiply  warpgroups of 64 columns each: a lane reads its 16 bytes of codes and 8 of scales of a unit,
  *             decodes them into the products' first operand while the products of the unit before run
  *
- * TOKENS, 8 to 256, is the width of the products. Up to 32 tokens, where reading weights is the limit, two
- * blocks share a multiprocessor and a stage holds four units, since waiting for a stage takes as long as
- * multiplying one.
+ * TOKENS, 8 to 256, is the width of the products. Decoding a unit takes 90 instructions a warp, products of
+ * TOKENS / 2 clocks for each 16 of K run beside it: up to 64 tokens four warpgroups
+ * a multiprocessor hide its latency, in two blocks or in one, and a stage holds several units, since a wait
+ * takes as long as multiplying one.
  *
  * Registers at 256 tokens: 128 accumulators, 32 for two units' operands. Shared memory: a stage's unit is 128
- * bytes a token and 4608 of weights. Limit: 4.5 bits a weight over the read rate, or 2 flops a weight and
- * token over the tensor cores' rate; decoding a unit takes 90 instructions a warp, beside products of 4
- * TOKENS / 2 clocks.
+ * bytes a token and 2304 of weights a warpgroup. Limit: 4.5 bits a weight over the read rate, or 2 flops a
+ * weight and token over the tensor cores' rate.
  */
 #ifndef QUERN_CUDA_SM90_GROUPED_GEMM_SHARED_CUH
 #define QUERN_CUDA_SM90_GROUPED_GEMM_SHARED_CUH
@@ -31,15 +30,17 @@
 namespace sm90_gemm
 {
 
-enum { THREADS = 384, GROUPS = 2, FEW_REGISTERS = 56, MANY_REGISTERS = 224, STORE_BYTES = 1024 };
+enum { FEW_REGISTERS = 56, MANY_REGISTERS = 224, STORE_BYTES = 1024 };
 
 /* How a width is run. */
 template <int TOKENS> struct form {
     enum {
-        BLOCKS = TOKENS <= 32 ? 2 : 1, /* of a multiprocessor */
-        UNITS = TOKENS <= 32   ? 4
-                : TOKENS == 64 ? 2
-                               : 1,
+        BLOCKS = TOKENS <= 16 ? 2 : 1,                 /* of a multiprocessor */
+        GROUPS = TOKENS == 32 || TOKENS == 64 ? 4 : 2, /* that multiply */
+        THREADS = 128 + GROUPS * 128,
+        UNITS = TOKENS <= 16    ? 4
+                : TOKENS <= 128 ? 2
+                                : 1, /* of a stage */
         UNIT_STAGE = TOKENS * 128 + GROUPS * UNIT_BYTES,
         ROOM = (BLOCKS == 2 ? 100 : 200) * 1024,
         STAGES = ROOM / (UNITS * UNIT_STAGE)
@@ -49,8 +50,8 @@ template <int TOKENS> struct form {
 template <int TOKENS> struct shared {
     typedef form<TOKENS> f;
     char a[f::STAGES][f::UNITS][TOKENS * 128]; /* first: tiles are aligned to 1024 bytes */
-    char b[f::STAGES][GROUPS][f::UNITS][UNIT_BYTES];
-    char out[GROUPS * 4][STORE_BYTES]; /* a warp's results on their way to C */
+    char b[f::STAGES][f::GROUPS][f::UNITS][UNIT_BYTES];
+    char out[f::GROUPS * 4][STORE_BYTES]; /* a warp's results on their way to C */
     ring<f::STAGES> stages;
     tile_list tiles;
 };
