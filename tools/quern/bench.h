@@ -20,7 +20,7 @@ typedef enum bench_gate { GATE_WEIGHTS, GATE_NONE, GATE_GIVEN } bench_gate;
 typedef enum bench_project { PROJECT_K = 1, PROJECT_V = 2 } bench_project;         /* a set */
 typedef enum bench_separate { SEPARATE_SLC = 1, SEPARATE_WIN = 2 } bench_separate; /* a set */
 typedef enum bench_weights { WEIGHTS_F32, WEIGHTS_INPUT } bench_weights;
-typedef enum bench_selection { SELECTION_COMPUTED, SELECTION_GIVEN } bench_selection;
+typedef enum bench_selection { SELECTION_COMPUTED, SELECTION_GIVEN, SELECTION_INDEXED } bench_selection;
 
 typedef struct bench_subject bench_subject;
 enum { EXTENTS_MAX = 16, CHOICES_MAX = 3, WORDS_MAX = 5 };
@@ -182,7 +182,8 @@ typedef enum input_kind {
     REPACKED,   /* weights whose last extent K:N stands for the bytes of one [K, N], repacked */
     ENDS,       /* as many rows for each expert */
     CHOSEN,     /* entries spread at random over all that a query sees */
-    SMALL       /* 0.01 in f32 */
+    SMALL,      /* 0.01 in f32 */
+    PREPARED    /* i32 that `prepare` fills */
 } input_kind;
 
 typedef struct input_row {
@@ -240,10 +241,10 @@ struct bench_subject {
     /* Instead of all from `inputs` on: measures by itself and adds results. An exit code. */
     int (*measure)(const bench_case *c, quern_context *ctx, bench_results *to);
     const char *json, *svg; /* files of the results and the chart by default; NULL: none */
-    const char *unit;    /* with `measure` and without lengths: of the chart's values */
-    bool cpu;            /* --device cuda is refused */
-    const char *example; /* options of a good example; NULL: none */
-    const char *all[2];  /* options in `quern bench all` on the CPU and on a GPU; NULL: it is not there */
+    const char *unit;       /* with `measure` and without lengths: of the chart's values */
+    bool cpu;               /* --device cuda is refused */
+    const char *example;    /* options of a good example; NULL: none */
+    const char *all[2];     /* options in `quern bench all` on the CPU and on a GPU; NULL: it is not there */
 };
 
 extern const bench_subject bench_subjects[]; /* ends with a name of NULL */
@@ -265,7 +266,8 @@ bool bench_expert_weight(int64_t depth, int64_t width, uint8_t **codes, uint8_t 
 typedef void bench_count(const bench_case *c, const job *ran, formula_symbols *to);
 typedef const work_row *bench_variant(const bench_case *c, int pass);
 typedef int bench_own(const bench_case *c, quern_context *ctx, bench_results *to);
-bench_count bench_count_attention, bench_count_experts, bench_count_v4, bench_count_compressor;
+bench_count bench_count_attention, bench_count_index, bench_count_experts, bench_count_v4,
+    bench_count_compressor;
 bench_variant bench_variant_nsa, bench_variant_index, bench_variant_compressor, bench_variant_layer;
 bench_own bench_all, bench_append, bench_ceilings, bench_overhead, bench_profiles;
 int bench_check_compressor(const bench_case *c);
@@ -273,6 +275,7 @@ int bench_check_caches(const bench_case *c);
 int bench_check_products(const bench_case *c);
 int bench_check_layer(const bench_case *c);
 int bench_prepare_caches(bench_run *r, quern_context *ctx);
+int bench_prepare_lists(bench_run *r, quern_context *ctx);
 int bench_open_decode(bench_run *r, quern_context *ctx);
 int bench_open_layer(bench_run *r, quern_context *ctx);
 json_t *bench_workspace(const bench_run *r, const bench_case *c, quern_context *ctx);

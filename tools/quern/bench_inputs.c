@@ -20,7 +20,7 @@ static const char *const gate_choices[] = {"weights", "none", "given", NULL};
 static const char *const project_choices[] = {"none", "k", "v", "both", NULL};
 static const char *const separate_choices[] = {"none", "slc", "win", "both", NULL};
 static const char *const weight_choices[] = {"f32", "input", NULL};
-static const char *const list_choices[] = {"computed", "given", NULL};
+static const char *const list_choices[] = {"computed", "given", "indexed", NULL};
 
 #define AT(member) offsetof(bench_case, member)
 const option_row bench_case_rows[] = {
@@ -38,7 +38,7 @@ const option_row bench_case_rows[] = {
     {"separate", OPTION_CHOICE, AT(separate), separate_choices,
      "nsa: branches with keys and values of their own"},
     {"selection", OPTION_CHOICE, AT(selection), list_choices,
-     "nsa: blocks (and groups) are computed, or random lists handed in"},
+     "nsa: blocks (and groups) are computed, random lists handed in, or chosen by the block indexer"},
     {"documents", OPTION_INT, AT(documents), NULL,
      "a varlen batch of n tokens in so many documents; 0: sequences of n tokens"},
     {"data", OPTION_CHOICE, AT(data), data_choices,
@@ -98,6 +98,8 @@ static bool asked_for(const bench_case *c, const quern_op_tensor *t)
         {"V_win", (c->separate & SEPARATE_WIN) != 0},
         {"block_idx", c->selection == SELECTION_GIVEN},
         {"group_idx", c->selection == SELECTION_GIVEN && c->params.nsa.max_compressed_groups > 0},
+        {"q_I", c->selection == SELECTION_INDEXED},
+        {"k_I", c->selection == SELECTION_INDEXED},
         {"O_cmp", true},
         {"O_slc", true},
         {"O_win", true},
@@ -165,6 +167,7 @@ static quern_status extent_of(const bench_case *c, const job *j, const char *wor
                  {"H", c->heads},
                  {"Hkv", c->kv_heads},
                  {"D", c->dim},
+                 {"D_I", c->dim},
                  {"Dv", c->dim_v}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (strcmp(known[i].name, word) == 0) {
@@ -181,9 +184,12 @@ static quern_status shape_of(const bench_case *c, const job *j, const quern_op_t
                              int32_t *ndim)
 {
     const char *at = c->documents > 0 && *t->varlen != '\0' ? t->varlen : t->fixed;
-    for (*ndim = 0; *at != '\0' && *ndim < QUERN_MAX_DIMS; (*ndim)++) {
+    const char *const end =
+        at + (strstr(at, "...") != NULL ? strcspn(at, "|") : strlen(at)); /* the first form */
+    for (*ndim = 0; at < end && *ndim < QUERN_MAX_DIMS; (*ndim)++) {
         char word[16];
-        const size_t length = strcspn(at, " ");
+        const size_t left = (size_t)(end - at), word_length = strcspn(at, " "),
+                     length = word_length < left ? word_length : left;
         snprintf(word, sizeof word, "%.*s", (int)length, at);
         const quern_status status = extent_of(c, j, word, &shape[*ndim]);
         if (status != QUERN_OK) return status;

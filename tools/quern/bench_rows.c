@@ -119,6 +119,7 @@ static quern_status fill_input(const quern_tensor *t, const input_row *row, cons
     case POWERS: fill_bytes(bytes, count, 120, 14, seed); break;
     case SMALL: *(float *)t->data = 0.01f; break;
     case CHOSEN: fill_chosen(t, symbols); break;
+    case PREPARED: break;
     case ENDS:
         for (int64_t e = 0; e < count; e++)
             ((int32_t *)t->data)[e] = (int32_t)((double)(e + 1) * formula_value("n", symbols));
@@ -154,6 +155,7 @@ static quern_dtype dtype_of(const input_row *row, const bench_case *c, const que
     switch (row->kind) {
     case NORMAL: return c->dtype == QUERN_U8 ? QUERN_BF16 : (quern_dtype)c->dtype;
     case ENDS:
+    case PREPARED:
     case CHOSEN: return QUERN_I32;
     case NORMAL_F32:
     case SMALL: return QUERN_F32;

@@ -8,6 +8,7 @@
  * pairs of a query and a key that it must see, w 1 with gate weights, given 1 with gates handed in. Experts:
  * T rows of activations, E experts, M those with rows, K and N a weight's depth and width (moe: of hidden
  * states, and the experts' intermediate), k experts of a token, G whose scores have a gradient.
+ * The block indexer: Hs lists of k blocks.
  * DeepSeek-V4: T queries of B sequences, S entries of r tokens, m parts of a projection, cols channels of all
  * projections, CI an indexer's channels; in a layer params weights of `weights` bytes, `rows` bytes that its
  * queries must see, keys of a query, entries that it scores.
@@ -36,6 +37,16 @@ static const bench_extent compressor[] = {
 static const bench_extent append[] = {{"width", "C", 1, MOST, "C"},
                                       {"ring", "ring", 0, 8, "rows that the state can take back"},
                                       {NULL, NULL, 0, 0, NULL}};
+static const bench_extent lists[] = {{"batch", "B", 1, MOST, "sequences"},
+                                     {"lists", "Hs", 1, MOST, "index heads, a list each"},
+                                     {"heads", "H", 1, MOST, "query heads"},
+                                     {"width", "D", 1, MOST, "channels of all heads"},
+                                     {"num-selected", "k", 1, MOST, "blocks of a list"},
+                                     {NULL, NULL, 0, 0, NULL}};
+static const bench_extent index_lists[] = {{"batch", "B", 1, MOST, "sequences"},
+                                           {"lists", "Hs", 1, MOST, "index heads, a list each"},
+                                           {"width", "D", 1, MOST, "channels of an index head"},
+                                           {NULL, NULL, 0, 0, NULL}};
 static const bench_extent core[] = {{"batch", "B", 1, MOST, "sequences"},
                                     {"queries", "asked", 0, INT32_MAX, "the last tokens, which ask; 0: all"},
                                     {"heads", "H", 1, MOST, "query heads"},
@@ -102,6 +113,15 @@ static const input_row compressor_inputs[] = {{"proj", "n m*C", NORMAL, "proj"},
                                               END};
 static const input_row index_inputs[] = {
     {"q_I", "B T H D", NORMAL, NULL}, {"k_I", "B S D", NORMAL, NULL}, {"w", "B T H", NORMAL_F32, NULL}, END};
+static const input_row block_index_inputs[] = {
+    {"q_I", "B n Hs D", NORMAL, NULL}, {"k_I", "B n D", NORMAL, NULL}, END};
+static const input_row index_loss_inputs[] = {{"q_I", "B n Hs D", NORMAL, NULL},
+                                              {"k_I", "B n D", NORMAL, NULL},
+                                              {"Q", "B n H D", NORMAL, NULL},
+                                              {"K", "B n Hs D", NORMAL, NULL},
+                                              {"block_idx", "B Hs n k", PREPARED, NULL},
+                                              {"lse_slc", "B H n", NORMAL_F32, NULL},
+                                              END};
 static const input_row core_inputs[] = {
     {"Q", "B T H D", NORMAL, NULL},        {"KV", "B N D", NORMAL, NULL},
     {"KV_cmp", "B S D", NORMAL, NULL},     {"idx", "B T k", CHOSEN, "k"},
@@ -210,6 +230,30 @@ const bench_subject bench_subjects[] = {
      .count = bench_count_attention,
      .work = {{LIMIT_PRODUCTS, "4 D B H pairs", NULL}},
      .variant = bench_variant_nsa},
+    {.name = "nsa-index",
+     .help = "the block indexer (MiniMax) of preset msa",
+     .op = "nsa-index",
+     .n = "16k",
+     .dtype = QUERN_BF16,
+     .extents = index_lists,
+     .extent = {1, 4, 128},
+     .inputs = block_index_inputs,
+     .count = bench_count_index,
+     .work = {{LIMIT_PRODUCTS, "2 D B Hs pairs", NULL}},
+     .cpu = true},
+    {.name = "nsa-index-loss",
+     .help =
+         "the block indexer's loss and gradients over the lists that it chooses, attention's lse handed in",
+     .op = "nsa-index-loss",
+     .n = "16k",
+     .dtype = QUERN_BF16,
+     .extents = lists,
+     .extent = {1, 4, 64, 128, 16},
+     .inputs = index_loss_inputs,
+     .count = bench_count_index,
+     .prepare = bench_prepare_lists,
+     .work = {{LIMIT_PRODUCTS, "2 D (H + 3 Hs) B pairs", NULL}},
+     .cpu = true},
     {.name = "gate",
      .help = "NSA's gates and the sum of its branches",
      .op = "nsa-gate",
