@@ -221,6 +221,10 @@ bool mqa_takes(const attend_mqa_args *args, char why[STAGE_WHY_BYTES])
         snprintf(why, STAGE_WHY_BYTES,
                  "%lld queries, a ratio of %lld: the cuda backend takes up to %d and %d",
                  (long long)queries_of(args), (long long)args->ratio, INT32_MAX / 4, INT32_MAX);
+    else if ((present(args->seqs.cu_q) && (present(args->seqs.cu_kv) || present(args->positions))) ||
+             (bytes && present(args->entries_table) && args->entries.ndim == 3))
+        snprintf(why, STAGE_WHY_BYTES,
+                 "sequences of any lengths from a cache: the cuda backend takes one length");
     else return true;
     return false;
 }

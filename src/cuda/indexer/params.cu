@@ -16,6 +16,9 @@ bool index_takes(const indexer_args *args, char why[STAGE_WHY_BYTES])
                  "%lld queries, a ratio of %lld: the cuda backend takes up to %d and %d",
                  (long long)(args->q.shape[0] * args->q.shape[1]), (long long)args->ratio, INT32_MAX / 4,
                  INT32_MAX);
+    else if (present(args->cu) || (bytes && args->page > 0 && args->keys.ndim == 3))
+        snprintf(why, STAGE_WHY_BYTES,
+                 "sequences of any lengths from a cache: the cuda backend takes one length");
     else return true;
     return false;
 }
