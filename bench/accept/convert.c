@@ -83,7 +83,7 @@ static uint64_t draw(uint64_t *state)
 static void fill_weights(uint16_t *to, int64_t count, uint64_t *state)
 {
     static uint16_t table[TABLE];
-    for (int i = 0; table[0] == 0 && i < TABLE; i++) {
+    for (int i = 0; table[TABLE - 1] == 0 && i < TABLE; i++) {
         const double a = ((double)(draw(state) >> 11) + 1) * 0x1p-53,
                      b = (double)(draw(state) >> 11) * 0x1p-53;
         const float x = (float)(0.02 * sqrt(-2 * log(a)) * cos(6.283185307179586 * b));
