@@ -170,6 +170,8 @@ typedef struct quern_backend {
      * resume(): the next stage waits for what these points say and for nothing else. */
     bool (*point)(const stage_exec *exec, backend_point *point);
     quern_status (*resume)(const stage_exec *exec, const backend_point *const *points, int32_t count);
+    /* With the prepack stage: bytes of a matrix [K, N] in its layout. */
+    int64_t (*repacked_bytes)(int64_t n, int64_t k);
     BACKEND_STAGES(BACKEND_ROW, BACKEND_ROW)
 } quern_backend;
 

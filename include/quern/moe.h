@@ -74,8 +74,8 @@ QUERN_API quern_status quern_moe_route_backward(quern_context *ctx, const quern_
 
 /*
  * Experts' weights, repacked once into the layout that quern_nvfp4_gemm reads fastest, and exactly back. The
- * layout is the backend's; its version changes when its bytes do. Version 3, on the CPU: panels of 64
- * columns; 2304 bytes for 64 of K.
+ * layout is the device's, its size too; its version changes when its bytes do. Version 3, on the CPU: panels
+ * of 64 columns; 2304 bytes for 64 of K.
  */
 enum { QUERN_MOE_PREPACK_VERSION = 3 };
 
@@ -92,12 +92,10 @@ typedef struct quern_moe_prepack_tensors {
     size_t size;
     /* as for quern_nvfp4_gemm, swizzled scales excepted where they are written */
     const quern_tensor *b_codes, *b_scales;
-    const quern_tensor *b_repacked; /* u8 [E, quern_moe_prepack_bytes(N, K)] */
+    const quern_tensor *b_repacked; /* u8 [E, quern_nvfp4_repacked_bytes()] */
 } quern_moe_prepack_tensors;
 #define QUERN_MOE_PREPACK_TENSORS_INIT QUERN_SIZED(quern_moe_prepack_tensors)
 
-/* Bytes of one expert's repacked matrix [K, N]; 0 where n or k is negative, or not below 2^31. */
-QUERN_API int64_t quern_moe_prepack_bytes(int64_t n, int64_t k);
 QUERN_API quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *params,
                                                    const quern_moe_prepack_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *exec,

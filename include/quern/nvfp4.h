@@ -345,7 +345,7 @@ typedef struct quern_nvfp4_gemm_tensors {
     const quern_tensor *pad_row_offsets;    /* i32 [E + 1], multiples of 128; NULL: scales in rows */
     const quern_tensor *a_global;           /* [], [E], or [T] or [T, 1]; NULL: 1 */
     const quern_tensor *b_codes, *b_scales; /* K a multiple of 16; or */
-    const quern_tensor *b_repacked;         /* u8 [E, bytes], of quern_moe_prepack */
+    const quern_tensor *b_repacked;         /* u8 [E, bytes], of quern_nvfp4_repacked_bytes() */
     const quern_tensor
         *b_global; /* [], [E], or [E, 2]: gate's and up's, N a multiple of 2 granularity; NULL: 1 */
     const quern_tensor *offsets;            /* i32 [E] */
@@ -359,6 +359,10 @@ typedef struct quern_nvfp4_gemm_tensors {
 } quern_nvfp4_gemm_tensors;
 #define QUERN_NVFP4_GEMM_TENSORS_INIT QUERN_SIZED(quern_nvfp4_gemm_tensors)
 
+/* Bytes of a weight [K, N] in the layout into which quern_moe_prepack repacks it on a device; n and k are
+ * below 2^31. QUERN_ERR_UNSUPPORTED where the device has no such layout. */
+QUERN_API quern_status quern_nvfp4_repacked_bytes(quern_context *ctx, quern_device device, int32_t device_id,
+                                                  int64_t n, int64_t k, int64_t *bytes);
 QUERN_API quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
                                                   const quern_nvfp4_gemm_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec,

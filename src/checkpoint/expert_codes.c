@@ -161,11 +161,14 @@ typedef struct packing {
     quern_moe_prepack_tensors tensors;
 } packing;
 
-static void describe_packing(const filling *f, int64_t n, int64_t k, uint8_t *to, packing *p)
+/* `to`: the first expert's. */
+static void describe_packing(const filling *f, int part, int64_t n, int64_t k, int64_t expert, uint8_t *to,
+                             packing *p)
 {
+    const int64_t bytes = part == PART_DOWN ? f->down_bytes : f->up_bytes;
     p->codes = bytes_view(f->at.row_codes, 3, (const int64_t[]){1, n, k / 2});
     p->scales = bytes_view(f->at.row_scales, 3, (const int64_t[]){1, n, k / 16});
-    p->repacked = bytes_view(to, 2, (const int64_t[]){1, quern_moe_prepack_bytes(n, k)});
+    p->repacked = bytes_view(to != NULL ? to + expert * bytes : NULL, 2, (const int64_t[]){1, bytes});
     p->params = (quern_moe_prepack_params)QUERN_MOE_PREPACK_PARAMS_INIT;
     p->params.b_codes = QUERN_NVFP4_CODES_K_MAJOR;
     p->params.b_scales = QUERN_NVFP4_LAYOUT_K_MAJOR;
@@ -182,7 +185,7 @@ static quern_status put_rows(filling *f, int part, int64_t expert, int64_t n, in
     if (f->repacked) {
         packing p;
         uint8_t *to = part == PART_DOWN ? at->down_repacked : at->up_repacked;
-        describe_packing(f, n, k, to + expert * quern_moe_prepack_bytes(n, k), &p);
+        describe_packing(f, part, n, k, expert, to, &p);
         const quern_status status =
             quern_moe_prepack(f->ctx, NULL, &p.params, &p.tensors, at->workspace, at->workspace_bytes);
         return status == QUERN_OK ? status : explain(f, part, expert, status);
@@ -223,7 +226,7 @@ quern_status codes_workspace(const filling *f, size_t *workspace)
         }
         if (status == QUERN_OK && f->repacked) {
             packing p;
-            describe_packing(f, part == PART_DOWN ? rows : 2 * rows, columns, NULL, &p);
+            describe_packing(f, part, part == PART_DOWN ? rows : 2 * rows, columns, 0, NULL, &p);
             status = quern_moe_prepack_workspace(f->ctx, &p.params, &p.tensors, &bytes);
             if (status == QUERN_OK && bytes > most) most = bytes;
         }

@@ -151,9 +151,8 @@ static void carve_codes(filling *f, arena *a)
     const int64_t n = up_columns(f), values = l->experts * l->hidden * l->intermediate;
     places *at = &f->at;
     if (f->repacked) {
-        at->up_repacked = arena_take(a, (size_t)(l->experts * quern_moe_prepack_bytes(n, l->hidden)));
-        at->down_repacked =
-            arena_take(a, (size_t)(l->experts * quern_moe_prepack_bytes(l->hidden, l->intermediate)));
+        at->up_repacked = arena_take(a, (size_t)(l->experts * f->up_bytes));
+        at->down_repacked = arena_take(a, (size_t)(l->experts * f->down_bytes));
     } else {
         at->up_codes = arena_take(a, (size_t)values);
         at->up_scales = arena_take(a, (size_t)values / 8);
@@ -193,10 +192,24 @@ static void carve_biases(filling *f, arena *a)
         arena_take(a, (size_t)(l->experts * l->hidden) * quern_dtype_size(f->at.down_bias_dtype));
 }
 
+/* The bytes of the repacked matrices. */
+static quern_status find_bytes(filling *f)
+{
+    const layer_experts *l = &f->layer;
+    const stage_exec *on = &f->exec;
+    const quern_status status =
+        quern_nvfp4_repacked_bytes(f->ctx, on->device, on->device_id, up_columns(f), l->hidden, &f->up_bytes);
+    return status != QUERN_OK ? status
+                              : quern_nvfp4_repacked_bytes(f->ctx, on->device, on->device_id, l->hidden,
+                                                           l->intermediate, &f->down_bytes);
+}
+
 static quern_status carve(filling *f, bool repacked, arena *a)
 {
     const bool values = experts_are_values(&f->layer);
     f->repacked = repacked && !values;
+    const quern_status found = f->repacked ? find_bytes(f) : QUERN_OK;
+    if (found != QUERN_OK) return found;
     if (values) carve_values(f, a);
     else carve_codes(f, a);
     if (!f->layer.shared) carve_biases(f, a);
@@ -280,10 +293,8 @@ static void describe_shared(const filling *f, quern_checkpoint_moe *e, int used)
     t->shared_gate_up_scales = view_of(e, &used, at->up_scales, QUERN_U8, 2, (const int64_t[]){d / 16, n});
     t->shared_down_codes = view_of(e, &used, at->down_codes, QUERN_U8, 2, (const int64_t[]){i / 2, d});
     t->shared_down_scales = view_of(e, &used, at->down_scales, QUERN_U8, 2, (const int64_t[]){i / 16, d});
-    t->shared_gate_up_repacked =
-        view_of(e, &used, at->up_repacked, QUERN_U8, 1, (const int64_t[]){quern_moe_prepack_bytes(n, d)});
-    t->shared_down_repacked =
-        view_of(e, &used, at->down_repacked, QUERN_U8, 1, (const int64_t[]){quern_moe_prepack_bytes(d, i)});
+    t->shared_gate_up_repacked = view_of(e, &used, at->up_repacked, QUERN_U8, 1, &f->up_bytes);
+    t->shared_down_repacked = view_of(e, &used, at->down_repacked, QUERN_U8, 1, &f->down_bytes);
     t->shared_gate_up_global = view_of(e, &used, at->up_global, QUERN_F32, 1, (const int64_t[]){2});
     t->shared_down_global = view_of(e, &used, at->down_global, QUERN_F32, 0, NULL);
 }
@@ -301,10 +312,10 @@ static void describe(const fillings *all, quern_checkpoint_moe *e)
     t->gate_up_scales = view_of(e, &used, at->up_scales, QUERN_U8, 3, (const int64_t[]){experts, d / 16, n});
     t->down_codes = view_of(e, &used, at->down_codes, QUERN_U8, 3, (const int64_t[]){experts, i / 2, d});
     t->down_scales = view_of(e, &used, at->down_scales, QUERN_U8, 3, (const int64_t[]){experts, i / 16, d});
-    t->gate_up_repacked = view_of(e, &used, at->up_repacked, QUERN_U8, 2,
-                                  (const int64_t[]){experts, quern_moe_prepack_bytes(n, d)});
-    t->down_repacked = view_of(e, &used, at->down_repacked, QUERN_U8, 2,
-                               (const int64_t[]){experts, quern_moe_prepack_bytes(d, i)});
+    t->gate_up_repacked =
+        view_of(e, &used, at->up_repacked, QUERN_U8, 2, (const int64_t[]){experts, f->up_bytes});
+    t->down_repacked =
+        view_of(e, &used, at->down_repacked, QUERN_U8, 2, (const int64_t[]){experts, f->down_bytes});
     t->gate_up_global = view_of(e, &used, at->up_global, QUERN_F32, 2, (const int64_t[]){experts, 2});
     t->down_global = view_of(e, &used, at->down_global, QUERN_F32, 1, &experts);
     if (experts_are_values(l)) {

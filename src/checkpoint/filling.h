@@ -32,6 +32,7 @@ typedef struct filling {
     layer_experts layer;
     places at;
     bool repacked;
+    int64_t up_bytes, down_bytes; /* of a repacked matrix */
     bool up_in_file, down_in_file;
     int64_t rounded;
 } filling;

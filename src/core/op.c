@@ -194,6 +194,15 @@ static int32_t global_shape(const quern_tensor *given, int32_t ndim, int64_t sha
     return ndim;
 }
 
+quern_status op_repacked_bytes(const op_call *call, int32_t tensor, int64_t n, int64_t k, int64_t *bytes)
+{
+    const quern_backend *backend = context_backend_of(call->like.device, call->like.device_id);
+    const bool there = backend != NULL && backend->repacked_bytes != NULL;
+    *bytes = there ? backend->repacked_bytes(n, k) : 0;
+    if (there || !op_uses(call, tensor)) return QUERN_OK;
+    return backend != NULL ? op_lacks(backend, OP_prepack) : error_status();
+}
+
 static uint8_t alignment_of(const quern_tensor *t, op_looks looks)
 {
     const uintptr_t address = looks == OP_AT_SHAPES ? 0 : (uintptr_t)t->data;

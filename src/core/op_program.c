@@ -15,15 +15,19 @@ static int32_t view_count(op_stage stage)
     return count;
 }
 
+quern_status op_lacks(const quern_backend *backend, op_stage stage)
+{
+    return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no stage %s: the cpu has all", backend->name,
+                     op_stage_name(stage));
+}
+
 /* Refuses a step that the backend lacks or does not take; *bytes: its workspace. */
 static quern_status check_step(const op_call *call, const op_step *step, size_t *bytes)
 {
     const op_stage stage = (op_stage)step->stage;
     const void *args = op_step_args(step);
     char why[STAGE_WHY_BYTES] = "";
-    if (!op_stage_of(call->backend, stage))
-        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no stage %s: the cpu has all",
-                         call->backend->name, op_stage_name(stage));
+    if (!op_stage_of(call->backend, stage)) return op_lacks(call->backend, stage);
     if (!op_stage_takes(call->backend, stage, &call->exec, args, why))
         return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
     *bytes = op_stage_workspace(call->backend, stage, &call->exec, args);

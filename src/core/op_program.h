@@ -92,6 +92,8 @@ bool op_beside(op_build *b);
 void op_drop(op_build *b);
 /* Whether the backend has a stage, which may be an optional one. */
 bool op_has(const op_build *b, op_stage stage);
+/* The refusal of a stage that a backend lacks. */
+quern_status op_lacks(const quern_backend *backend, op_stage stage);
 /* Whether the backend, which has the stage, takes the arguments. */
 bool op_takes(const op_build *b, op_stage stage, const void *args);
 

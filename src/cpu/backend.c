@@ -52,6 +52,7 @@ const quern_backend quern_backend_cpu = {
     .swizzle = {NULL, NULL, cpu_swizzle, NULL},
     .interleave = {NULL, NULL, cpu_interleave, NULL},
     .prepack = {NULL, NULL, cpu_prepack, NULL},
+    .repacked_bytes = cpu_repacked_bytes,
     .grouped_gemm = {NULL, cpu_grouped_gemm_workspace, cpu_grouped_gemm, NULL},
     .grouped_gemm_backward = {NULL, cpu_grouped_gemm_backward_workspace, cpu_grouped_gemm_backward, NULL},
     .grouped_dense = {NULL, cpu_grouped_dense_workspace, cpu_grouped_dense, NULL},

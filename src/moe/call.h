@@ -26,16 +26,10 @@ typedef enum moe_symbol {
     MS_V,
     MS_I,
     MS_2I,
-    MS_HALF_D,
-    MS_D_BLOCKS,
-    MS_HALF_I,
-    MS_I_BLOCKS,
     MS_UP_BYTES,
     MS_DOWN_BYTES,
     MS_IS,
     MS_2IS,
-    MS_HALF_IS,
-    MS_IS_BLOCKS,
     MS_SHARED_UP_BYTES,
     MS_SHARED_DOWN_BYTES
 } moe_symbol;

@@ -16,12 +16,12 @@ static const op_tensor tensors[] = {
     {"bias", "bias", OP_F32, OP_NONE, {MS_E}, {0}},
     {"input_ids", "input_ids", OP_INDEX, OP_NONE, {ML_TOKENS}, {0}},
     {"tid2eid", "tid2eid", OP_INDEX, OP_NONE, {MS_V, MS_K}, {0}},
-    {"gate_up_codes", "gate_up_codes", OP_CODES, OP_NONE, {MS_E, MS_HALF_D, MS_2I}, {0}},
-    {"gate_up_scales", "gate_up_scales", OP_SCALE, OP_NONE, {MS_E, MS_D_BLOCKS, MS_2I}, {0}},
+    {"gate_up_codes", "gate_up_codes", OP_CODES, OP_NONE, {MS_E, OP_HALF + MS_D, MS_2I}, {0}},
+    {"gate_up_scales", "gate_up_scales", OP_SCALE, OP_NONE, {MS_E, OP_SIXTEENTH + MS_D, MS_2I}, {0}},
     {"gate_up_repacked", "gate_up_repacked", OP_U8, OP_NONE, {MS_E, MS_UP_BYTES}, {0}},
     {"gate_up_global", "gate_up_global", OP_GLOBAL, OP_NONE, {ML_UP_GLOBAL}, {0}},
-    {"down_codes", "down_codes", OP_CODES, OP_NONE, {MS_E, MS_HALF_I, MS_D}, {0}},
-    {"down_scales", "down_scales", OP_SCALE, OP_NONE, {MS_E, MS_I_BLOCKS, MS_D}, {0}},
+    {"down_codes", "down_codes", OP_CODES, OP_NONE, {MS_E, OP_HALF + MS_I, MS_D}, {0}},
+    {"down_scales", "down_scales", OP_SCALE, OP_NONE, {MS_E, OP_SIXTEENTH + MS_I, MS_D}, {0}},
     {"down_repacked", "down_repacked", OP_U8, OP_NONE, {MS_E, MS_DOWN_BYTES}, {0}},
     {"down_global", "down_global", OP_GLOBAL, OP_NONE, {ML_DOWN_GLOBAL}, {0}},
     {"gate_up", "gate_up", OP_FLOAT, OP_NONE, {MS_E, MS_2I, MS_D}, {0}},
@@ -33,12 +33,12 @@ static const op_tensor tensors[] = {
     {"shared_gate", "shared_gate", OP_FLOAT, OP_NONE, {MS_IS, MS_D}, {0}},
     {"shared_up", "shared_up", OP_FLOAT, OP_NONE, {MS_IS, MS_D}, {0}},
     {"shared_down", "shared_down", OP_FLOAT, OP_NONE, {MS_D, MS_IS}, {0}},
-    {"shared_gate_up_codes", "shared_gate_up_codes", OP_CODES, OP_NONE, {MS_HALF_D, MS_2IS}, {0}},
-    {"shared_gate_up_scales", "shared_gate_up_scales", OP_SCALE, OP_NONE, {MS_D_BLOCKS, MS_2IS}, {0}},
+    {"shared_gate_up_codes", "shared_gate_up_codes", OP_CODES, OP_NONE, {OP_HALF + MS_D, MS_2IS}, {0}},
+    {"shared_gate_up_scales", "shared_gate_up_scales", OP_SCALE, OP_NONE, {OP_SIXTEENTH + MS_D, MS_2IS}, {0}},
     {"shared_gate_up_repacked", "shared_gate_up_repacked", OP_U8, OP_NONE, {MS_SHARED_UP_BYTES}, {0}},
     {"shared_gate_up_global", "shared_gate_up_global", OP_GLOBAL, OP_NONE, {ML_SHARED_GLOBAL}, {0}},
-    {"shared_down_codes", "shared_down_codes", OP_CODES, OP_NONE, {MS_HALF_IS, MS_D}, {0}},
-    {"shared_down_scales", "shared_down_scales", OP_SCALE, OP_NONE, {MS_IS_BLOCKS, MS_D}, {0}},
+    {"shared_down_codes", "shared_down_codes", OP_CODES, OP_NONE, {OP_HALF + MS_IS, MS_D}, {0}},
+    {"shared_down_scales", "shared_down_scales", OP_SCALE, OP_NONE, {OP_SIXTEENTH + MS_IS, MS_D}, {0}},
     {"shared_down_repacked", "shared_down_repacked", OP_U8, OP_NONE, {MS_SHARED_DOWN_BYTES}, {0}},
     {"shared_down_global", "shared_down_global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"out", "out", OP_ACTIVATION, OP_NONE, {ML_TOKENS, MS_D}, {0}},
@@ -85,16 +85,10 @@ static const char *const symbols[] = {"",
                                       [MS_V] = "V",
                                       [MS_I] = "I",
                                       [MS_2I] = "2I",
-                                      [MS_HALF_D] = "D/2",
-                                      [MS_D_BLOCKS] = "D/16",
-                                      [MS_HALF_I] = "I/2",
-                                      [MS_I_BLOCKS] = "I/16",
                                       [MS_UP_BYTES] = "bytes",
                                       [MS_DOWN_BYTES] = "bytes",
                                       [MS_IS] = "Is",
                                       [MS_2IS] = "2Is",
-                                      [MS_HALF_IS] = "Is/2",
-                                      [MS_IS_BLOCKS] = "Is/16",
                                       [MS_SHARED_UP_BYTES] = "bytes",
                                       [MS_SHARED_DOWN_BYTES] = "bytes",
                                       NULL};
@@ -302,6 +296,23 @@ static quern_status check_extents(const op_call *call)
         (long long)s[MS_D], (long long)s[MS_I], (long long)s[MS_IS], (long long)most);
 }
 
+/* The bytes of repacked weights. */
+static quern_status derive_repacked(op_call *call)
+{
+    int64_t *s = call->symbol;
+    const struct {
+        int32_t tensor, bytes;
+        int64_t n, k;
+    } weights[] = {{M(gate_up_repacked), MS_UP_BYTES, s[MS_2I], s[MS_D]},
+                   {M(down_repacked), MS_DOWN_BYTES, s[MS_D], s[MS_I]},
+                   {M(shared_gate_up_repacked), MS_SHARED_UP_BYTES, s[MS_2IS], s[MS_D]},
+                   {M(shared_down_repacked), MS_SHARED_DOWN_BYTES, s[MS_D], s[MS_IS]}};
+    quern_status status = QUERN_OK;
+    for (size_t i = 0; i < sizeof weights / sizeof *weights && status == QUERN_OK; i++)
+        status = op_repacked_bytes(call, weights[i].tensor, weights[i].n, weights[i].k, &s[weights[i].bytes]);
+    return status;
+}
+
 static quern_status derive(op_call *call)
 {
     const quern_moe_params *p = params_of(call);
@@ -335,24 +346,14 @@ static quern_status derive(op_call *call)
     s[MS_TK] = s[MS_T] * p->top_k;
     s[MS_V] = call->given[M(tid2eid)] != NULL ? call->given[M(tid2eid)]->shape[0] : 0;
     s[MS_2I] = 2 * s[MS_I];
-    s[MS_HALF_D] = s[MS_D] / 2;
-    s[MS_D_BLOCKS] = s[MS_D] / QUERN_NVFP4_BLOCK;
-    s[MS_HALF_I] = s[MS_I] / 2;
-    s[MS_I_BLOCKS] = s[MS_I] / QUERN_NVFP4_BLOCK;
-    s[MS_UP_BYTES] = prepack_bytes(s[MS_2I], s[MS_D]);
-    s[MS_DOWN_BYTES] = prepack_bytes(s[MS_D], s[MS_I]);
     s[MS_2IS] = 2 * s[MS_IS];
-    s[MS_HALF_IS] = s[MS_IS] / 2;
-    s[MS_IS_BLOCKS] = s[MS_IS] / QUERN_NVFP4_BLOCK;
-    s[MS_SHARED_UP_BYTES] = prepack_bytes(s[MS_2IS], s[MS_D]);
-    s[MS_SHARED_DOWN_BYTES] = prepack_bytes(s[MS_D], s[MS_IS]);
     const int64_t by_expert[] = {s[MS_E], 2}, by_part[] = {2, 0};
     global_lead(call, ML_UP_GLOBAL, M(gate_up_global), by_expert, 2);
     global_lead(call, ML_DOWN_GLOBAL, M(down_global), by_expert, 1);
     global_lead(call, ML_SHARED_GLOBAL, M(shared_gate_up_global), by_part, 1);
     global_lead(call, ML_UP_INPUT, M(gate_up_input_global), by_expert, 1);
     global_lead(call, ML_DOWN_INPUT, M(down_input_global), by_expert, 1);
-    return QUERN_OK;
+    return derive_repacked(call);
 }
 
 static quern_status check_data(const op_call *call, void *const *data)

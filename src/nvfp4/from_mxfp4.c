@@ -9,7 +9,7 @@
 /* The number of a tensor. */
 #define T(field) OP_TENSOR(quern_nvfp4_from_mxfp4_tensors, field)
 enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_from_mxfp4_tensors) };
-enum { S_BYTES = 1, S_MX_BLOCKS, S_BLOCKS };
+enum { S_K = 1, S_MX_BLOCKS };
 enum { L_ROWS = OP_LEAD };
 enum { MX_BLOCK = 32 };
 
@@ -20,10 +20,10 @@ typedef struct from_call {
 } from_call;
 
 static const op_tensor tensors[] = {
-    {"mx_codes", "codes", OP_CODES, OP_NONE, {L_ROWS, S_BYTES}, {0}},
+    {"mx_codes", "codes", OP_CODES, OP_NONE, {L_ROWS, OP_HALF + S_K}, {0}},
     {"exponents", "exponents", OP_EXPONENT, OP_NONE, {L_ROWS, S_MX_BLOCKS}, {0}},
-    {"codes", "codes", OP_CODES, OP_NONE, {L_ROWS, S_BYTES}, {0}},
-    {"scales", "scales", OP_SCALE, OP_NONE, {L_ROWS, S_BLOCKS}, {0}},
+    {"codes", "codes", OP_CODES, OP_NONE, {L_ROWS, OP_HALF + S_K}, {0}},
+    {"scales", "scales", OP_SCALE, OP_NONE, {L_ROWS, OP_SIXTEENTH + S_K}, {0}},
     {"global", "global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"rounded_blocks", "rounded_blocks", OP_I64, OP_NONE, {0}, {0}},
 };
@@ -31,8 +31,7 @@ _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 static const quern_nvfp4_from_mxfp4_params defaults = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_from_mxfp4"};
-static const char *const symbols[] = {"", [S_BYTES] = "K/2", [S_MX_BLOCKS] = "K/32", [S_BLOCKS] = "K/16",
-                                      NULL};
+static const char *const symbols[] = {"", [S_K] = "K", [S_MX_BLOCKS] = "K/32", NULL};
 static const op_entry ops[] = {
     {.name = "nvfp4-from-mxfp4",
      .help = "MXFP4 to NVFP4: exact where block exponents span at most 17 binades",
@@ -66,9 +65,8 @@ static quern_status derive(op_call *call)
             QUERN_ERR_INVALID_ARGUMENT,
             "mx_codes.shape[%d] is %lld: whole blocks of 32, a multiple of 16 bytes, are accepted",
             codes->ndim - 1, (long long)bytes);
-    call->symbol[S_BYTES] = bytes;
+    call->symbol[S_K] = 2 * bytes;
     call->symbol[S_MX_BLOCKS] = bytes / (MX_BLOCK / 2);
-    call->symbol[S_BLOCKS] = bytes / (QUERN_NVFP4_BLOCK / 2);
     return QUERN_OK;
 }
 

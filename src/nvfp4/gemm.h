@@ -21,8 +21,6 @@ enum {
     GS_N,
     GS_E,
     GS_OUT,
-    GS_HALF_K,
-    GS_K_BLOCKS,
     GS_E1,
     GS_BYTES,
     GS_CODES_0,

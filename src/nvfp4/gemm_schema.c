@@ -11,7 +11,7 @@
 
 static const op_tensor tensors[] = {
     {"a", "A", OP_FLOAT, OP_NONE, {GS_T, GS_K}, {0}},
-    {"a_codes", "A_codes", OP_CODES, OP_NONE, {GS_T, GS_HALF_K}, {0}},
+    {"a_codes", "A_codes", OP_CODES, OP_NONE, {GS_T, OP_HALF + GS_K}, {0}},
     {"a_scales", "A_scales", OP_SCALE, OP_NONE, {GL_A_SCALES}, {0}},
     {"pad_row_offsets", "pad_row_offsets", OP_I32, OP_NONE, {GS_E1}, {0}},
     {"a_global", "A_global", OP_GLOBAL, OP_NONE, {GL_A_GLOBAL}, {0}},
@@ -64,8 +64,6 @@ static const char *const symbols[] = {"",
                                       [GS_N] = "N",
                                       [GS_E] = "E",
                                       [GS_OUT] = "N|N/2",
-                                      [GS_HALF_K] = "K/2",
-                                      [GS_K_BLOCKS] = "K/16",
                                       [GS_E1] = "E+1",
                                       [GS_BYTES] = "bytes",
                                       [GS_CODES_0] = "K/2|N",
@@ -257,7 +255,7 @@ static void derive_leads(op_call *call)
 {
     const quern_nvfp4_gemm_params *p = params_of(call);
     const quern_tensor *const *t = call->given;
-    const int64_t *s = call->symbol, shared[] = {0, s[GS_E], s[GS_T]}, blocks = s[GS_K_BLOCKS];
+    const int64_t *s = call->symbol, shared[] = {0, s[GS_E], s[GS_T]}, blocks = s[GS_K] / QUERN_NVFP4_BLOCK;
     const quern_tensor *g = t[G(b_global)];
     const int32_t parts = g == NULL || g->ndim < 0 || op_is_one(g) ? 0 : g->ndim < 2 ? g->ndim : 2;
     if (t[G(pad_row_offsets)] != NULL)
@@ -309,7 +307,7 @@ static quern_status derive_outputs(op_call *call)
 static quern_status check_sizes(const op_call *call)
 {
     const int64_t *s = call->symbol, most = (int64_t)1 << 56, widest = s[GS_K] > s[GS_N] ? s[GS_K] : s[GS_N],
-                  bytes = prepack_bytes(s[GS_N], s[GS_K]);
+                  bytes = s[GS_BYTES];
     if (widest > 0 && s[GS_T] > most / widest)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "T is %lld, K %lld and N %lld: up to 2^56 numbers are accepted, above it sizes "
@@ -330,14 +328,12 @@ static quern_status derive(op_call *call)
     if (status == QUERN_OK)
         status = nvfp4_check_kind(call->given[G(a_global)], c->params.a_global_per, "a_global");
     if (status == QUERN_OK) status = derive_columns(call);
+    if (status == QUERN_OK) status = op_repacked_bytes(call, G(b_repacked), s[GS_N], s[GS_K], &s[GS_BYTES]);
     if (status == QUERN_OK) status = check_sizes(call);
     if (status == QUERN_OK) status = derive_outputs(call);
     if (status != QUERN_OK) return status;
-    s[GS_HALF_K] = s[GS_K] / 2;
-    s[GS_K_BLOCKS] = s[GS_K] / QUERN_NVFP4_BLOCK;
-    s[GS_BYTES] = prepack_bytes(s[GS_N], s[GS_K]);
-    s[GS_CODES_0] = c->k_major ? s[GS_N] : s[GS_HALF_K];
-    s[GS_CODES_1] = c->k_major ? s[GS_HALF_K] : s[GS_N];
+    s[GS_CODES_0] = c->k_major ? s[GS_N] : s[GS_K] / 2;
+    s[GS_CODES_1] = c->k_major ? s[GS_K] / 2 : s[GS_N];
     derive_leads(call);
     return QUERN_OK;
 }
@@ -346,7 +342,7 @@ static quern_status derive(op_call *call)
 static quern_status check_padding(const op_call *call, const quern_tensor *a_scales, const int32_t *pad,
                                   const int32_t *ends)
 {
-    const int64_t row_bytes = (call->symbol[GS_K_BLOCKS] + 3) / 4 * 4;
+    const int64_t row_bytes = (call->symbol[GS_K] / QUERN_NVFP4_BLOCK + 3) / 4 * 4;
     const int64_t most = row_bytes > 0 ? a_scales->shape[0] / row_bytes : INT32_MAX;
     for (int64_t e = 0; e < call->symbol[GS_E]; e++) {
         const int64_t rows = ends[e] - (e > 0 ? ends[e - 1] : 0), needed = (rows + 127) / 128 * 128;

@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "nvfp4/call.h"
+#include "runtime/context.h"
 
 #include <stddef.h>
 
@@ -52,11 +53,6 @@ static const op_entry ops[] = {
      .backward = OP_NONE,
      .asked = {[ASKED_N] = "n", [ASKED_K] = "k"}},
 };
-
-int64_t quern_moe_prepack_bytes(int64_t n, int64_t k)
-{
-    return n < 0 || k < 0 || n > INT32_MAX || k > INT32_MAX ? 0 : prepack_bytes(n, k);
-}
 
 static const quern_moe_prepack_params *params_of(const op_call *call)
 {
@@ -127,10 +123,9 @@ static quern_status derive(op_call *call)
     if (status != QUERN_OK) return status;
     call->symbol[S_CODES_0] = c->k_major ? c->n : c->k / 2;
     call->symbol[S_CODES_1] = c->k_major ? c->k / 2 : c->n;
-    call->symbol[S_BYTES] = prepack_bytes(c->n, c->k);
     call->lead[L_SCALES - OP_LEAD] =
         nvfp4_scales_extents(c->params.b_scales, call->symbol[S_E], c->k / QUERN_NVFP4_BLOCK, c->n);
-    return QUERN_OK;
+    return op_repacked_bytes(call, T(b_repacked), c->n, c->k, &call->symbol[S_BYTES]);
 }
 
 static void build(op_build *b)
@@ -173,6 +168,25 @@ const op_family moe_prepack_family = {
     .derive = derive,
     .build = build,
 };
+
+quern_status quern_nvfp4_repacked_bytes(quern_context *ctx, quern_device device, int32_t device_id, int64_t n,
+                                        int64_t k, int64_t *bytes)
+{
+    if (ctx == NULL || bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
+                         ctx == NULL ? "ctx" : "bytes");
+    if (device != QUERN_CPU && device != QUERN_CUDA)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "device %d: 0 (cpu) or 1 (cuda) is accepted",
+                         (int)device);
+    if (n < 0 || k < 0 || n > INT32_MAX || k > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld and k %lld: 0 to %d each is accepted",
+                         (long long)n, (long long)k, INT32_MAX);
+    const quern_backend *backend = context_backend_of(device, device_id);
+    if (backend == NULL) return error_status();
+    if (backend->repacked_bytes == NULL) return op_lacks(backend, OP_prepack);
+    *bytes = backend->repacked_bytes(n, k);
+    return QUERN_OK;
+}
 
 quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *given,
                                          const quern_moe_prepack_tensors *views, size_t *bytes)

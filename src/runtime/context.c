@@ -110,6 +110,13 @@ quern_cpu_level quern_context_cpu_level(const quern_context *ctx)
     return ctx != NULL ? ctx->cpu_level : QUERN_CPU_LEVEL_AUTO;
 }
 
+const quern_backend *context_backend_of(quern_device device, int32_t device_id)
+{
+    if (device != QUERN_CUDA) return quern_host_backend;
+    const quern_cuda_plugin *plugin = plugin_for(device_id);
+    return plugin != NULL ? plugin->backend : NULL;
+}
+
 const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id, void *stream,
                                      stage_exec *exec)
 {

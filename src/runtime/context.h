@@ -24,6 +24,8 @@ struct quern_context {
     replays replays;
 };
 
+/* The backend for `device`; sets the error, with its status, and returns NULL where there is none. */
+const quern_backend *context_backend_of(quern_device device, int32_t device_id);
 /* The backend for `device`, and an exec for it in *exec. Sets the error, with its status, and returns
  * NULL where there is none. */
 const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id, void *stream,

@@ -16,16 +16,10 @@ typedef struct prepack_args {
     scale_order order;
     int64_t n, k;
     quern_tensor codes, scales;
-    quern_tensor repacked; /* u8 [E, bytes] */
+    quern_tensor repacked; /* u8 [E, bytes], of the backend's repacked_bytes() */
 } prepack_args;
 STAGE_DECLARE(prepack);
 #define PREPACK_TENSORS(IN, OUT, GRAD) OUT(codes) OUT(scales) OUT(repacked)
 #define PREPACK_VALUES(F) F(inverse) F(k_major) F(order) F(n) F(k)
-
-/* Bytes of an expert's repacked matrix: panels of 64 columns and units of 64 of K, 2304 bytes each. */
-static inline int64_t prepack_bytes(int64_t n, int64_t k)
-{
-    return (n / 64 + (n % 64 != 0)) * (k / 64 + (k % 64 != 0)) * 2304;
-}
 
 #endif

@@ -104,6 +104,12 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_STATUS_BAD_INDEX, 1);
     assert_int_equal(QUERN_STATUS_BAD_GROUP, 2);
     assert_int_equal(QUERN_STATUS_BAD_OFFSETS, 4);
+    assert_int_equal(QUERN_STATUS_BAD_POSITION, 8);
+    assert_int_equal(QUERN_STATUS_BAD_PAGE, 16);
+    assert_int_equal(QUERN_STATUS_BAD_ID, 32);
+    assert_int_equal(QUERN_STATUS_BAD_SCALE, 64);
+    assert_int_equal(QUERN_STATUS_BAD_GLOBAL, 128);
+    assert_int_equal(QUERN_STATUS_NOT_FINITE, 256);
 }
 
 /* On 64-bit machines, which are the only ones so far. */

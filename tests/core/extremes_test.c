@@ -301,6 +301,7 @@ static void numbers_of_calls_on_caches(void **state)
     quern_cache *cache = NULL;
     quern_dsv4_layer_cache *layer = NULL;
     size_t bytes = 0;
+    int64_t repacked = 0;
     (void)state;
     p.sequences = 2, p.kv_heads = 1, p.dim = p.dim_v = 8, p.capacity = 8;
     lp.kind = QUERN_DSV4_LAYER_SWA, lp.sequences = 2, lp.capacity = 8, lp.dim = 8, lp.window = 4;
@@ -329,7 +330,10 @@ static void numbers_of_calls_on_caches(void **state)
         assert_int_not_equal(quern_dsv4_layer_cache_save(layer, x, NULL, &bytes), QUERN_OK);
         assert_int_not_equal(quern_dsv4_layer_cache_add_pages(layer, 0, &zero, x), QUERN_OK);
         assert_int_not_equal(quern_dsv4_layer_cache_pages(layer, 0, x, NULL, NULL), QUERN_OK);
-        assert_int_equal(quern_moe_prepack_bytes(x, 16) + quern_moe_prepack_bytes(16, x), 0);
+        for (int n = 0; n < 2; n++)
+            assert_int_equal(
+                quern_nvfp4_repacked_bytes(ctx, QUERN_CPU, 0, n > 0 ? x : 16, n > 0 ? 16 : x, &repacked),
+                QUERN_ERR_INVALID_ARGUMENT);
     }
 }
 

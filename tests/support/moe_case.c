@@ -75,7 +75,7 @@ static void repack(moe_case *c, test_random *random, int codes, int64_t n, int64
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     quern_moe_prepack_params p = QUERN_MOE_PREPACK_PARAMS_INIT;
     quern_moe_prepack_tensors t = QUERN_MOE_PREPACK_TENSORS_INIT;
-    const int64_t bytes = quern_moe_prepack_bytes(n, k), shape[] = {stack ? c->experts : bytes, bytes};
+    const int64_t bytes = test_repacked_bytes(n, k), shape[] = {stack ? c->experts : bytes, bytes};
     c->t[codes + 2] = test_tensor_make(random, QUERN_U8, stack ? 2 : 1, shape, TEST_UNALIGNED);
     quern_tensor view[] = {c->t[codes].view, c->t[codes + 1].view, c->t[codes + 2].view};
     for (int i = 0; i < 3 && !stack; i++) {

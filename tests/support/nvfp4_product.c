@@ -273,7 +273,7 @@ static quern_nvfp4_scales_layout scales_of(test_random *random, product_layout l
 
 static void repack(const product_case *c, quern_context *ctx, test_random *random, test_tensor t[TENSORS])
 {
-    const int64_t shape[] = {c->experts, quern_moe_prepack_bytes(c->n, c->k)};
+    const int64_t shape[] = {c->experts, test_repacked_bytes(c->n, c->k)};
     quern_moe_prepack_params p = QUERN_MOE_PREPACK_PARAMS_INIT;
     quern_moe_prepack_tensors all = QUERN_MOE_PREPACK_TENSORS_INIT;
     t[REPACKED] = test_tensor_make(random, QUERN_U8, 2, shape, any_layout(random));

@@ -6,6 +6,8 @@
 #include "cmocka_c11.h"
 #include "hash.h"
 
+#include <quern/nvfp4.h>
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -383,4 +385,13 @@ quern_context *test_context(quern_cpu_level level, int32_t threads)
     params.threads = all != NULL ? atoi(all) : threads;
     if (quern_context_create(&params, &ctx) != QUERN_OK) fail_msg("no context: %s", quern_last_error(NULL));
     return ctx;
+}
+
+int64_t test_repacked_bytes(int64_t n, int64_t k)
+{
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    int64_t bytes;
+    assert_int_equal(quern_nvfp4_repacked_bytes(ctx, QUERN_CPU, 0, n, k, &bytes), QUERN_OK);
+    quern_context_destroy(ctx);
+    return bytes;
 }

@@ -82,4 +82,7 @@ void test_workspace_close(test_workspace *workspace);
  * cannot be had. */
 quern_context *test_context(quern_cpu_level level, int32_t threads);
 
+/* Bytes of a weight [K, N] that the CPU has repacked. */
+int64_t test_repacked_bytes(int64_t n, int64_t k);
+
 #endif

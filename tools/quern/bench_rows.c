@@ -129,9 +129,17 @@ static quern_status fill_input(const quern_tensor *t, const input_row *row, cons
     return QUERN_OK;
 }
 
+/* The bytes of a repacked weight; -1 where the device has no layout for it. */
+static double repacked_bytes(const job *j, quern_context *ctx, int64_t n, int64_t k)
+{
+    int64_t bytes = -1;
+    const quern_device device = (quern_device)j->device;
+    return quern_nvfp4_repacked_bytes(ctx, device, 0, n, k, &bytes) == QUERN_OK ? (double)bytes : -1;
+}
+
 /* False where an extent is no whole number from 0 on. */
-static bool shape_of(const input_row *row, const formula_symbols *symbols, int64_t shape[QUERN_MAX_DIMS],
-                     int32_t *ndim)
+static bool shape_of(const job *j, quern_context *ctx, const input_row *row, const formula_symbols *symbols,
+                     int64_t shape[QUERN_MAX_DIMS], int32_t *ndim)
 {
     const char *at = row->shape;
     for (*ndim = 0; *at != '\0' && *ndim < QUERN_MAX_DIMS; (*ndim)++) {
@@ -139,9 +147,8 @@ static bool shape_of(const input_row *row, const formula_symbols *symbols, int64
         int64_t depth, width;
         const size_t length = strcspn(at, " ");
         snprintf(word, sizeof word, "%.*s", (int)length, at);
-        const double extent = weight_of(word, symbols, &depth, &width)
-                                  ? (double)quern_moe_prepack_bytes(width, depth)
-                                  : formula_value(word, symbols);
+        const double extent = weight_of(word, symbols, &depth, &width) ? repacked_bytes(j, ctx, width, depth)
+                                                                       : formula_value(word, symbols);
         if (!(extent >= 0 && extent < 0x1p53) || extent != floor(extent)) return false;
         shape[*ndim] = (int64_t)extent;
         at += length + (at[length] == ' ');
@@ -171,7 +178,7 @@ static int make_input(job *j, const bench_case *c, const input_row *row, int ten
     int64_t shape[QUERN_MAX_DIMS] = {0};
     int32_t ndim;
     size_t bytes;
-    if (!shape_of(row, symbols, shape, &ndim) || !job_bytes(dtype, ndim, shape, &bytes))
+    if (!shape_of(j, ctx, row, symbols, shape, &ndim) || !job_bytes(dtype, ndim, shape, &bytes))
         return fail(EXIT_INPUT, "%s [%s]: whole extents that make less than 2^63 bytes are accepted",
                     row->tensor, row->shape);
     void *data = job_allocate(j, tensor, bytes + 1), *host = gpu && data != NULL ? malloc(bytes + 1) : data;

@@ -33,3 +33,8 @@ quern_status cpu_prepack(const stage_exec *exec, const prepack_args *args, void 
     parallel_for(exec, args->repacked.shape[0] * panels_of(args->n), panel_task, &copy);
     return QUERN_OK;
 }
+
+int64_t cpu_repacked_bytes(int64_t n, int64_t k)
+{
+    return panels_of(n) * units_of(k) * GEMM4_UNIT_BYTES;
+}

@@ -289,10 +289,27 @@ static void sizes_beyond_64_bits(void **state)
     with_two_experts(&s, 1, 2);
     s.codes_view.shape[0] = s.offsets.shape[0] = (int64_t)1 << 50;
     refused(&s, "E is 1125899906842624, K 32 and N 16: up to 2^56 bytes of weights");
-    assert_int_equal(quern_moe_prepack_bytes(65, 65), 4 * 2304);
-    assert_int_equal(quern_moe_prepack_bytes((int64_t)1 << 31, 1), 0);
-    assert_int_equal(quern_moe_prepack_bytes(1, INT64_MAX), 0);
-    assert_int_equal(quern_moe_prepack_bytes(-1, 1), 0);
+}
+
+static void repacked_bytes_are_the_devices(void **state)
+{
+    static const int64_t bad[][2] = {{(int64_t)1 << 31, 1}, {1, INT64_MAX}, {-1, 1}};
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    int64_t bytes = 7;
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(quern_nvfp4_repacked_bytes(ctx, QUERN_CPU, 0, bad[i][0], bad[i][1], &bytes),
+                         QUERN_ERR_INVALID_ARGUMENT);
+        assert_non_null(strstr(quern_last_error(ctx), "0 to 2147483647 each is accepted"));
+    }
+    assert_int_equal(quern_nvfp4_repacked_bytes(ctx, (quern_device)9, 0, 1, 1, &bytes),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_nvfp4_repacked_bytes(ctx, QUERN_CUDA, 0, 1, 1, &bytes) == QUERN_OK, false);
+    assert_int_equal(quern_nvfp4_repacked_bytes(NULL, QUERN_CPU, 0, 1, 1, &bytes),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(bytes, 7);
+    assert_int_equal(test_repacked_bytes(65, 65), 4 * 2304);
+    quern_context_destroy(ctx);
 }
 
 /* Runs the product at a level; with two experts each row is the only one of its own. */
@@ -506,6 +523,7 @@ int main(void)
         cmocka_unit_test(bad_calls),
         cmocka_unit_test(bad_operands),
         cmocka_unit_test(sizes_beyond_64_bits),
+        cmocka_unit_test(repacked_bytes_are_the_devices),
         cmocka_unit_test(what_is_not_finite_stays_in_its_row),
         cmocka_unit_test(int8_rows_of_subnormal_numbers),
         cmocka_unit_test(rows_of_subnormal_numbers),

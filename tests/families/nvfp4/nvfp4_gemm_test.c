@@ -198,7 +198,7 @@ static void repacked_weights_come_back(void **state)
 {
     static weight from, to, expected;
     static uint8_t first[W_E * 2 * 2 * 2304], bytes[sizeof first];
-    const int64_t shape[] = {W_E, quern_moe_prepack_bytes(W_N, W_K)};
+    const int64_t shape[] = {W_E, test_repacked_bytes(W_N, W_K)};
     const quern_tensor repacked = quern_tensor_contiguous(bytes, QUERN_U8, 2, shape);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     (void)state;

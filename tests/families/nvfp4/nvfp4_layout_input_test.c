@@ -296,7 +296,7 @@ static void make_prepack(prepack_case *c)
     *c = (prepack_case){.params = QUERN_MOE_PREPACK_PARAMS_INIT,
                         .codes = bytes_of(in, 3, 1, 16, 10),
                         .scales = bytes_of(in + 1024, 3, 1, 2, 10),
-                        .repacked = bytes_of(out, 2, 1, quern_moe_prepack_bytes(10, 32), 0),
+                        .repacked = bytes_of(out, 2, 1, test_repacked_bytes(10, 32), 0),
                         .tensors = QUERN_MOE_PREPACK_TENSORS_INIT};
     c->tensors.b_codes = &c->codes;
     c->tensors.b_scales = &c->scales;
