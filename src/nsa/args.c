@@ -81,25 +81,33 @@ compress_args nsa_compress_args(const nsa_build *c)
                            .d_pe_v = v->d_pe_v};
 }
 
+select_rule nsa_select_rule(const quern_nsa_params *p)
+{
+    return (select_rule){.scorer = (select_scorer)p->metric,
+                         .scope = (list_scope)p->scope,
+                         .scale = p->scale,
+                         .block_size = p->block_size,
+                         .stride = p->stride,
+                         .select_block = p->select_block,
+                         .k = p->num_selected,
+                         .forced_first = p->forced_first,
+                         .forced_local = p->forced_local};
+}
+
 select_args nsa_select_args(const nsa_build *c)
 {
     const quern_nsa_params *p = c->params;
-    select_args s = {.seqs = c->compressed, .causal = p->causal, .scale = p->scale, .tile = p->tile};
-    s.scorer = (select_scorer)p->metric;
-    s.visibility = (entry_visibility)p->compressed_visibility;
-    s.scope = (list_scope)p->scope;
-    s.block_size = p->block_size;
-    s.stride = p->stride;
-    s.select_block = p->select_block;
-    s.k = p->num_selected;
-    s.forced_first = p->forced_first;
-    s.forced_local = p->forced_local;
-    s.group_k = p->max_compressed_groups;
-    s.q = c->views.q;
-    s.keys = c->views.k_b[NSA_CMP];
-    s.lse = c->views.lse_b[NSA_CMP];
-    s.blocks = c->views.block_idx;
-    s.count = c->views.block_count;
+    select_args s = {.seqs = c->compressed,
+                     .rule = nsa_select_rule(p),
+                     .causal = p->causal,
+                     .visibility = (entry_visibility)p->compressed_visibility,
+                     .tile = p->tile,
+                     .group_k = p->max_compressed_groups,
+                     .q = c->views.q,
+                     .keys = c->views.k_b[NSA_CMP],
+                     .lse = c->views.lse_b[NSA_CMP],
+                     .blocks = c->views.block_idx,
+                     .count = c->views.block_count};
     if (p->groups != QUERN_NSA_LIST_GIVEN) s.groups = c->views.group_idx;
     return s;
 }

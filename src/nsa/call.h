@@ -89,6 +89,7 @@ attend_args nsa_branch_args(const nsa_build *c, int branch);
 bool nsa_selects_all(const nsa_build *c);
 void nsa_attend_all(attend_args *args);
 compress_args nsa_compress_args(const nsa_build *c);
+select_rule nsa_select_rule(const quern_nsa_params *p);
 select_args nsa_select_args(const nsa_build *c);
 gate_args nsa_gate_args(const nsa_build *c);
 

@@ -147,15 +147,7 @@ static void build(op_build *b)
     d->plane[NSA_CMP] = cache_steps_plane(c, CACHE_ENTRIES);
     d->plane[NSA_SLC] = cache_steps_plane(c, has->separate_slc ? CACHE_SLC : CACHE_TOKENS);
     d->plane[NSA_WIN] = cache_steps_plane(c, has->separate_win ? CACHE_WIN : CACHE_TOKENS);
-    d->scale = p->scale;
-    d->block_size = p->block_size;
-    d->stride = p->stride;
-    d->select_block = p->select_block;
-    d->k = p->num_selected;
-    d->forced_first = p->forced_first;
-    d->forced_local = p->forced_local;
-    d->scorer = (select_scorer)p->metric;
-    d->scope = (list_scope)p->scope;
+    d->rule = nsa_select_rule(p);
     if (d->blocks.ndim == 0 && (p->branches & QUERN_NSA_BRANCH_SLC))
         d->blocks = op_room(b, QUERN_I32, 4, lists);
 }

@@ -63,11 +63,7 @@ typedef struct nsa_decode_args {
     stage_step step;
     int64_t capacity; /* most tokens of a sequence */
     int64_t window;
-    float scale;
-    /* as in the select stage, with tiles of one query */
-    int64_t block_size, stride, select_block, k, forced_first, forced_local;
-    select_scorer scorer;
-    list_scope scope;
+    select_rule rule; /* with tiles of one query; its scale is that of all branches */
     uint32_t branches;
     gate_kind gate;
     quern_tensor q, o;                /* [1, T, H, D] */
@@ -81,8 +77,8 @@ STAGE_DECLARE(nsa_decode);
         STAGE_STEP_TENSORS(IN) IN(q) OUT(o) IN(w_gate) OUT(gates) OUT(blocks) OUT(block_count)
 #define NSA_DECODE_VALUES(F)                                                                                 \
     F(plane[0].dim)                                                                                          \
-    F(plane[0].dim_v) F(plane[0].ring) F(plane[1].dim) F(plane[1].dim_v) F(plane[1].ring) F(plane[2].dim)    \
-        F(plane[2].dim_v) F(plane[2].ring) F(capacity) F(window) F(scale) F(block_size) F(stride)            \
-            F(select_block) F(k) F(forced_first) F(forced_local) F(scorer) F(scope) F(branches) F(gate)
+    F(plane[0].dim_v)                                                                                        \
+    F(plane[0].ring) F(plane[1].dim) F(plane[1].dim_v) F(plane[1].ring) F(plane[2].dim) F(plane[2].dim_v)    \
+        F(plane[2].ring) F(capacity) F(window) SELECT_RULE_VALUES(F) F(branches) F(gate)
 
 #endif

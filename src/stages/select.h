@@ -20,21 +20,30 @@ typedef enum select_scorer {
     SELECT_MEAN_LOGIT = 1 /* scale (mean of the rows) . key */
 } select_scorer;
 
-/* Lengths count tokens. */
-typedef struct select_args {
-    stage_seqs seqs; /* cu_q: tokens; cu_kv: entries */
+/* What is chosen, and by which scores: of every stage that makes lists. Lengths count tokens. */
+typedef struct select_rule {
     select_scorer scorer;
+    list_scope scope;
     float scale;
-    bool causal;
-    entry_visibility visibility;
     int64_t block_size, stride; /* of entries (stages/mask.h) */
     int64_t select_block;       /* of the blocks that are chosen */
-    int64_t tile;               /* queries that share a list */
-    list_scope scope;
-    int64_t k; /* entries of a list of blocks */
+    int64_t k;                  /* entries of a list of blocks */
     /* blocks: the first so many; where causal, as many up to the one of the tile's first query, and with
      * them all up to the one of its last query */
     int64_t forced_first, forced_local;
+} select_rule;
+#define SELECT_RULE_VALUES(F)                                                                                \
+    F(rule.scorer)                                                                                           \
+    F(rule.scope)                                                                                            \
+    F(rule.scale)                                                                                            \
+    F(rule.block_size) F(rule.stride) F(rule.select_block) F(rule.k) F(rule.forced_first) F(rule.forced_local)
+
+typedef struct select_args {
+    stage_seqs seqs; /* cu_q: tokens; cu_kv: entries */
+    select_rule rule;
+    bool causal;
+    entry_visibility visibility;
+    int64_t tile;    /* queries that share a list */
     int64_t group_k; /* entries of a list of groups: STAGE_GROUP_ENTRIES entries, by their mean score; where
                          causal,  the newest that the first query and the last query see are forced */
     quern_tensor q, keys;
@@ -45,12 +54,6 @@ typedef struct select_args {
 STAGE_DECLARE(select);
 #define SELECT_TENSORS(IN, OUT, GRAD)                                                                        \
     STAGE_SEQS_TENSORS(IN) IN(q) IN(keys) IN(lse) OUT(blocks) OUT(count) OUT(groups)
-#define SELECT_VALUES(F)                                                                                     \
-    STAGE_SEQS_VALUES(F)                                                                                     \
-    F(scorer)                                                                                                \
-    F(scale)                                                                                                 \
-    F(causal)                                                                                                \
-    F(visibility) F(block_size) F(stride) F(select_block) F(tile) F(scope) F(k) F(forced_first)              \
-        F(forced_local) F(group_k)
+#define SELECT_VALUES(F) STAGE_SEQS_VALUES(F) SELECT_RULE_VALUES(F) F(causal) F(visibility) F(tile) F(group_k)
 
 #endif

@@ -77,15 +77,15 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
                           why, "backward", dtype, dims[i], limits[k]);
                     if (listed) continue;
                     select_args s = {.seqs = {1, N, N / 64, {0}, {0}},
-                                     .block_size = 64,
-                                     .stride = 64,
-                                     .select_block = 64,
-                                     .k = 16,
-                                     .forced_first = 1,
-                                     .forced_local = 2,
+                                     .rule = {.scale = 1,
+                                              .block_size = 64,
+                                              .stride = 64,
+                                              .select_block = 64,
+                                              .k = 16,
+                                              .forced_first = 1,
+                                              .forced_local = 2},
                                      .tile = 1,
-                                     .causal = true,
-                                     .scale = 1};
+                                     .causal = true};
                     s.q = a.q;
                     s.keys = shaped(dtype, 1, N / 64, H, dims[i]);
                     s.lse = quern_tensor_contiguous(NULL, QUERN_F32, 3, (int64_t[]){1, H, N});

@@ -110,11 +110,11 @@ static void lists(void **state)
         select_args select = {.seqs = {.batch = b},
                               .q = view(QUERN_F32, 4, b, 0, h, 8),
                               .keys = view(QUERN_F32, 4, b, 0, h, 8)};
-        select.block_size = select.stride = select.select_block = 8;
-        select.k = 3;
+        select.rule.block_size = select.rule.stride = select.rule.select_block = 8;
+        select.rule.k = 3;
         select.tile = 1;
         select.causal = true;
-        select.scale = 1;
+        select.rule.scale = 1;
         select.blocks = view(QUERN_I32, 4, b, h, 0, 3);
         select.count = view(QUERN_I32, 3, b, h, 0, 0);
         RUN(select, &select);

@@ -179,7 +179,7 @@ static size_t carve_pass(const stage_exec *exec, const gated_job *job, gated_pas
 /* Fills the job except for what the workspace holds. */
 static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
-    const bool softmax = args->select.scorer == SELECT_PROBABILITY;
+    const bool softmax = args->select.rule.scorer == SELECT_PROBABILITY;
     *job = (gated_job){.args = args,
                        .kernels = nsa_kernels_for(exec->cpu_level),
                        .select = args->select,

@@ -87,35 +87,27 @@ static void carve_space(const nsa_job *job, arena *a, nsa_space *s)
 static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a, nsa_job *job)
 {
     const cache_plane *plane = &args->plane[SLC];
-    const int64_t entries = mask_entries(args->capacity, args->block_size, args->stride);
+    const int64_t entries = mask_entries(args->capacity, args->rule.block_size, args->rule.stride);
     const int64_t heads = plane->blocks.shape[1], keys[] = {1, entries, heads, plane->dim};
     *job = (nsa_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .threads = exec->threads};
-    job->shape = decode_shape_of(exec, plane->blocks.dtype, plane->dim, plane->dim_v, args->scale);
+    job->shape = decode_shape_of(exec, plane->blocks.dtype, plane->dim, plane->dim_v, args->rule.scale);
     job->cmp = (args->branches & 1u << CMP) != 0;
     job->slc = (args->branches & 1u << SLC) != 0;
     job->win = (args->branches & 1u << WIN) != 0;
-    job->softmax = args->scorer == SELECT_PROBABILITY;
+    job->softmax = args->rule.scorer == SELECT_PROBABILITY;
     job->group = args->q.shape[2] / heads;
-    job->lists = args->scope == LIST_BY_HEAD ? job->group : 1;
+    job->lists = args->rule.scope == LIST_BY_HEAD ? job->group : 1;
     job->gate = (gate_args){
         .kind = args->gate, .q = args->q, .w_gate = args->w_gate, .gates = args->gates, .o = args->o};
     job->select = (select_args){.seqs = {.batch = 1, .n_q = args->capacity, .n_kv = entries},
+                                .rule = args->rule,
                                 .causal = true,
+                                .visibility = ENTRY_COMPLETE,
                                 .tile = 1,
                                 .q = args->q,
                                 .keys = quern_tensor_contiguous(NULL, plane->blocks.dtype, 4, keys),
                                 .blocks = args->blocks,
                                 .count = args->block_count};
-    job->select.scorer = args->scorer;
-    job->select.scale = args->scale;
-    job->select.visibility = ENTRY_COMPLETE;
-    job->select.block_size = args->block_size;
-    job->select.stride = args->stride;
-    job->select.select_block = args->select_block;
-    job->select.scope = args->scope;
-    job->select.k = args->k;
-    job->select.forced_first = args->forced_first;
-    job->select.forced_local = args->forced_local;
     select_plan_make(exec, &job->select, &job->plan);
     job->plan.tiles = 1;
     job->width = round_up16(entries + 1) + STEP_KEYS;
@@ -149,7 +141,7 @@ static void make_means(const nsa_job *job, const nsa_query *q, nsa_space *s)
         for (int64_t r = 0; r < rows; r++) {
             const row_source src = rows_at(&job->args->q, 0, q->row, q->head * job->group + j * rows + r, 1);
             job->kernels->sum_rows(&src, one);
-            job->kernels->rows->add_scaled(s->mean + j * dim, one, job->args->scale / (float)rows, dim);
+            job->kernels->rows->add_scaled(s->mean + j * dim, one, job->args->rule.scale / (float)rows, dim);
         }
     }
 }
@@ -193,7 +185,8 @@ static decode_panel window_start(const nsa_job *job, const nsa_query *q)
 /* What is read after the entries: a block that is always chosen, or the window. */
 static decode_panel after_entries(const nsa_job *job, const nsa_query *q)
 {
-    if (job->slc && job->args->forced_first > 0) return peek(&job->args->plane[SLC], q, 0, q->position + 1);
+    if (job->slc && job->args->rule.forced_first > 0)
+        return peek(&job->args->plane[SLC], q, 0, q->position + 1);
     return job->win ? window_start(job, q) : (decode_panel){NULL, NULL, 0};
 }
 
@@ -311,7 +304,7 @@ static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64
 static void run_selected(const nsa_job *job, const nsa_query *q, nsa_space *s)
 {
     const decode_rows all = s->rows;
-    const int64_t length = job->args->select_block, rows = job->group / job->lists;
+    const int64_t length = job->args->rule.select_block, rows = job->group / job->lists;
     decode_rows_reset(&s->rows, (int32_t)job->group);
     for (int64_t j = 0; j < job->lists; j++) {
         const int32_t *list = row_at(&job->args->blocks, 0, q->head * job->lists + j, q->row);
@@ -321,7 +314,7 @@ static void run_selected(const nsa_job *job, const nsa_query *q, nsa_space *s)
         s->rows.sum = all.sum + j * rows;
         s->rows.n = (int32_t)rows;
         s->rows.fresh = true;
-        for (int64_t i = 0; i < job->args->k && list[i] >= 0; i++) {
+        for (int64_t i = 0; i < job->args->rule.k && list[i] >= 0; i++) {
             const int64_t end = (list[i] + 1) * length;
             run_tokens(job, q, SLC, list[i] * length, end < q->position + 1 ? end : q->position + 1, s);
         }
@@ -358,7 +351,7 @@ static nsa_query query_at(const nsa_job *job, int64_t index)
                        .head = task / run->count,
                        .row = run->row + query,
                        .position = position,
-                       .seen = mask_entries(position + 1, args->block_size, args->stride)};
+                       .seen = mask_entries(position + 1, args->rule.block_size, args->rule.stride)};
 }
 
 /* The first panel of the task that is taken next where every thread takes one in turn. */

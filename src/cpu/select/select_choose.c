@@ -15,7 +15,8 @@ static void map_to_blocks(const select_plan *p, const float *entries, int64_t se
                           int64_t end, float *scores)
 {
     const select_args *n = p->args;
-    const int64_t per_block = n->select_block / n->stride, per_entry = n->block_size / n->stride;
+    const int64_t per_block = n->rule.select_block / n->rule.stride,
+                  per_entry = n->rule.block_size / n->rule.stride;
     for (int64_t j = first; j < end; j++) {
         const int64_t low = per_block * j - per_entry + 1,
                       high = per_block * (j + 1); /* entries that touch block j */
@@ -77,24 +78,25 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t lis
                       row_at(&n->groups, view_b, list_head, row));
     if (!is_present(&n->blocks)) return;
 
-    const int64_t candidates = mask_blocks_seen(n->causal, seq->nq, end - 1, n->select_block);
-    const int64_t forced_first = n->forced_first < candidates ? n->forced_first : candidates;
+    const int64_t candidates = mask_blocks_seen(n->causal, seq->nq, end - 1, n->rule.select_block);
+    const int64_t forced_first = n->rule.forced_first < candidates ? n->rule.forced_first : candidates;
     int64_t local = candidates; /* blocks local ... candidates - 1 are forced */
-    if (n->causal && n->forced_local > 0) local = first / n->select_block - (n->forced_local - 1);
+    if (n->causal && n->rule.forced_local > 0)
+        local = first / n->rule.select_block - (n->rule.forced_local - 1);
     if (local < forced_first) local = forced_first;
-    int64_t want = n->k - forced_first - (candidates - local);
+    int64_t want = n->rule.k - forced_first - (candidates - local);
     if (want > local - forced_first) want = local - forced_first;
 
     const float *scores = entries;
-    if (n->scorer == SELECT_MEAN_LOGIT) {
+    if (n->rule.scorer == SELECT_MEAN_LOGIT) {
         for (int64_t j = seen; j < candidates; j++) entries[j] = -INFINITY;
-    } else if (n->select_block != n->stride || n->block_size != n->stride) {
+    } else if (n->rule.select_block != n->rule.stride || n->rule.block_size != n->rule.stride) {
         map_to_blocks(p, entries, seen, forced_first, local, s->scores);
         scores = s->scores;
     }
     const int64_t found = p->kernels->best_of(scores, forced_first, local, want, s->best);
     for (int64_t i = 0; i < found; i++) s->chosen[i] = rank_index(s->best[i]);
-    const int32_t count = select_write_list(forced_first, s->chosen, found, local, candidates, n->k,
+    const int32_t count = select_write_list(forced_first, s->chosen, found, local, candidates, n->rule.k,
                                             row_at(&n->blocks, view_b, list_head, row));
     if (is_present(&n->count)) *(int32_t *)row_at(&n->count, view_b, list_head, row) = count;
 }

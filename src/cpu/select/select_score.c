@@ -21,24 +21,24 @@ enum { ENTRY_BYTES = 1 << 20 /* most bytes of a task's entry scores, where sever
 
 void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *p)
 {
-    const bool softmax = args->scorer == SELECT_PROBABILITY;
+    const bool softmax = args->rule.scorer == SELECT_PROBABILITY;
     memset(p, 0, sizeof *p);
     p->args = args;
     p->attend = (attend_args){.mask = ATTEND_COMPRESSED,
                               .seqs = args->seqs,
                               .causal = args->causal,
-                              .scale = args->scale,
-                              .block_size = args->block_size,
-                              .stride = args->stride,
+                              .scale = args->rule.scale,
+                              .block_size = args->rule.block_size,
+                              .stride = args->rule.stride,
                               .visibility = args->visibility,
                               .tile = args->tile,
-                              .scope = args->scope,
+                              .scope = args->rule.scope,
                               .q = args->q,
                               .k = args->keys,
                               .v = args->keys};
     p->attention = attend_plan_of(exec, &p->attend);
     attend_plan *a = &p->attention;
-    if (args->scope == LIST_BY_HEAD) {
+    if (args->rule.scope == LIST_BY_HEAD) {
         a->hs = 1;
         a->units = a->heads;
     }
@@ -51,7 +51,7 @@ void select_plan_make(const stage_exec *exec, const select_args *args, select_pl
     p->hs = a->hs;
     p->tile = args->tile;
     p->width = round_up16(args->seqs.n_kv + 1);
-    p->blocks = mask_blocks(args->seqs.n_q, args->select_block);
+    p->blocks = mask_blocks(args->seqs.n_q, args->rule.select_block);
     p->tiles = softmax ? SELECT_ROWS / (p->tile * p->hs) : SELECT_ROWS;
     const int64_t most = ENTRY_BYTES / 4 / p->width;
     if (p->tiles > most) p->tiles = most;
@@ -72,8 +72,8 @@ void select_keys_pack(const stage_exec *exec, const select_plan *p, void *keys)
 
 void select_scratch_carve(const select_plan *p, arena *a, select_scratch *s)
 {
-    const bool softmax = p->args->scorer == SELECT_PROBABILITY;
-    const int64_t k = p->args->k < p->blocks ? p->args->k : p->blocks;
+    const bool softmax = p->args->rule.scorer == SELECT_PROBABILITY;
+    const int64_t k = p->args->rule.k < p->blocks ? p->args->rule.k : p->blocks;
     const int64_t groups = mask_blocks(p->width, STAGE_GROUP_ENTRIES);
     const size_t most = (size_t)(k > groups ? k : groups);
     memset(s, 0, sizeof *s);
@@ -191,7 +191,7 @@ static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t 
 void select_score(const select_plan *p, const void *keys, int64_t b, int64_t list_head, int64_t tile0,
                   int64_t count, select_scratch *s)
 {
-    if (p->args->scorer == SELECT_MEAN_LOGIT) {
+    if (p->args->rule.scorer == SELECT_MEAN_LOGIT) {
         score_mean_logits(p, keys, b, list_head, tile0, count, s);
         return;
     }

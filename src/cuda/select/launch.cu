@@ -13,12 +13,12 @@ attend_args select_branch(const select_args *args)
     a.mask = ATTEND_COMPRESSED;
     a.seqs = args->seqs;
     a.causal = args->causal;
-    a.scale = args->scale;
-    a.block_size = args->block_size;
-    a.stride = args->stride;
+    a.scale = args->rule.scale;
+    a.block_size = args->rule.block_size;
+    a.stride = args->rule.stride;
     a.visibility = args->visibility;
     a.tile = args->tile;
-    a.scope = args->scope;
+    a.scope = args->rule.scope;
     a.q = args->q;
     a.k = args->keys;
     a.v = args->keys;
@@ -28,13 +28,13 @@ attend_args select_branch(const select_args *args)
 
 static bool needs_lse(const select_args *args)
 {
-    return args->scorer == SELECT_PROBABILITY && !present(args->lse);
+    return args->rule.scorer == SELECT_PROBABILITY && !present(args->lse);
 }
 
 /* The rows of a list, at most. */
 static int64_t list_rows_of(const select_args *args)
 {
-    return args->tile * (args->scope == LIST_BY_HEAD ? 1 : args->q.shape[2] / args->keys.shape[2]);
+    return args->tile * (args->rule.scope == LIST_BY_HEAD ? 1 : args->q.shape[2] / args->keys.shape[2]);
 }
 
 /* Sums of rows that a kernel of its own finds, for mean_logit: of lists so long that their rows are most of
@@ -42,7 +42,7 @@ static int64_t list_rows_of(const select_args *args)
 static int64_t sums_of(const select_args *args)
 {
     enum { LEAST_ROWS = 256, LEAST_LISTS = 512 };
-    if (args->scorer != SELECT_MEAN_LOGIT || args->keys.shape[2] == 0) return 0;
+    if (args->rule.scorer != SELECT_MEAN_LOGIT || args->keys.shape[2] == 0) return 0;
     const quern_tensor &lists = present(args->blocks) ? args->blocks : args->groups;
     const int64_t rows = list_rows_of(args), all = lists.shape[0] * lists.shape[1] * lists.shape[2];
     return rows < LEAST_ROWS || all < LEAST_LISTS ? 0
@@ -55,17 +55,18 @@ static quern_status select_launch_all(const select_args *args, const attend_args
 bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
     if (!dims_fit(args->q.shape[3], args->keys.shape[3], why)) return false;
-    const int64_t span = args->block_size / args->stride + args->select_block / args->stride;
+    const int64_t span =
+        args->rule.block_size / args->rule.stride + args->rule.select_block / args->rule.stride;
     if (span > MAX_HISTORY) {
         snprintf(why, STAGE_WHY_BYTES,
                  "(block_size + select_block) / stride is %lld: the cuda backend takes up to %d",
                  (long long)span, MAX_HISTORY);
         return false;
     }
-    if (args->k > 1024 || args->group_k > 1024) {
+    if (args->rule.k > 1024 || args->group_k > 1024) {
         snprintf(why, STAGE_WHY_BYTES,
                  "lists of %lld blocks and %lld groups: the cuda backend takes up to 1024",
-                 (long long)args->k, (long long)args->group_k);
+                 (long long)args->rule.k, (long long)args->group_k);
         return false;
     }
     attend_args branch = select_branch(args);
@@ -112,7 +113,7 @@ select_kernel select_kernel_of(const select_args *args, const attend_launch &l)
 {
     select_kernel s = {};
     s.a = l.kernel;
-    const bool by_head = args->scope == LIST_BY_HEAD;
+    const bool by_head = args->rule.scope == LIST_BY_HEAD;
     s.a.hs = by_head ? 1 : s.a.group;
     s.a.units = by_head ? s.a.heads : s.a.kv_heads;
     s.a.by_hs = fast_div_by((uint32_t)(s.a.hs > 0 ? s.a.hs : 1));
@@ -125,19 +126,18 @@ select_kernel select_kernel_of(const select_args *args, const attend_launch &l)
         s.idx_stride[i] = args->blocks.strides[i];
         s.count_stride[i] = args->count.strides[i];
     }
-    s.k = present(args->blocks) ? (int32_t)args->k : 0;
+    s.rule = contest_rule_of(args->rule);
+    if (!present(args->blocks)) s.rule.k = 0;
     if (present(args->groups)) {
         s.c = (int32_t)args->group_k;
         s.groups = (int32_t *)args->groups.data;
         for (int i = 0; i < 3; i++) s.group_stride[i] = args->groups.strides[i];
     }
-    s.forced_first = (int32_t)args->forced_first;
-    s.forced_local = (int32_t)args->forced_local;
-    s.l_over_d = (int32_t)(args->block_size / args->stride);
-    s.s_over_d = (int32_t)(args->select_block / args->stride);
+    s.l_over_d = (int32_t)(args->rule.block_size / args->rule.stride);
+    s.s_over_d = (int32_t)(args->rule.select_block / args->rule.stride);
     s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
-    s.select_block = args->select_block;
-    s.mean_logit = args->scorer == SELECT_MEAN_LOGIT;
+    s.select_block = args->rule.select_block;
+    s.mean_logit = args->rule.scorer == SELECT_MEAN_LOGIT;
     return s;
 }
 

@@ -215,7 +215,7 @@ template <int DP, int MODE> struct select_memory {
         history = (float *)(k + (shape::CORES ? 2 * KEYS * DP * 2 : KEYS * ld * 4));
         partial = history + shape::LISTS * shape::SCORES;
         keys = (uint32_t *)(partial + WARPS * KEYS);
-        indices = (int32_t *)(keys + shape::LISTS * s.k);
+        indices = (int32_t *)(keys + shape::LISTS * s.rule.k);
     }
 };
 
@@ -250,7 +250,7 @@ static __device__ __forceinline__ void pad_lists(const select_kernel &s, int64_t
 {
     const int lane = threadIdx.x & 31;
     for (; row < s.list_rows && row < end; row++) {
-        for (int i = lane; i < s.k; i += 32)
+        for (int i = lane; i < s.rule.k; i += 32)
             s.idx[vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2] + i] = -1;
         for (int i = lane; i < s.c; i += 32)
             s.groups[vb * s.group_stride[0] + u * s.group_stride[1] + row * s.group_stride[2] + i] = -1;
@@ -293,9 +293,9 @@ __device__ __forceinline__ own_list open_list(const select_kernel &s, const list
     x.q0 = run.q_first + (int64_t)warp * s.a.tile;
     x.mine = warp < run.lists;
     x.in = find_contest(s, run.seq.nq, x.q0);
-    x.best = {m.keys + warp * s.k, m.indices + warp * s.k, x.in.size};
+    x.best = {m.keys + warp * s.rule.k, m.indices + warp * s.rule.k, x.in.size};
     if (x.mine) {
-        for (int i = lane; i < s.k; i += 32) x.best.key[i] = 0;
+        for (int i = lane; i < s.rule.k; i += 32) x.best.key[i] = 0;
         for (int i = lane; i < SCORES; i += 32) m.history[warp * SCORES + i] = 0.0f;
     }
     return x;
@@ -407,7 +407,7 @@ static __device__ __forceinline__ void write_blocks(const select_kernel &s, cons
 {
     if (s.idx == NULL) return;
     write_list(best, in.f0, in.g0, in.g1,
-               s.idx + vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2], s.k,
+               s.idx + vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2], s.rule.k,
                s.count != NULL
                    ? s.count + vb * s.count_stride[0] + u * s.count_stride[1] + row * s.count_stride[2]
                    : NULL,

@@ -6,6 +6,7 @@
 
 #include "attend/attend.cuh"
 #include "common/launch.cuh"
+#include "select/contest.cuh"
 
 enum { KEYS = 64, WARPS = 8, THREADS = 32 * WARPS, MAX_HISTORY = 512, GROUP = 128, SELECT_MEAN_PART = 512 };
 
@@ -13,7 +14,8 @@ struct select_kernel {
     attend_kernel a;               /* rows, keys, visibility: as the compressed branch sees them */
     int32_t *idx, *count, *groups; /* idx NULL: groups only, k is 0 */
     int64_t idx_stride[3], count_stride[3], group_stride[3];
-    int32_t k, c, forced_first, forced_local;
+    contest_rule rule;
+    int32_t c;                  /* entries of a list of groups */
     int32_t l_over_d, s_over_d; /* l / d and l' / d */
     int32_t history;            /* scores before a step that its blocks overlap, rounded up to 32 */
     int64_t select_block;

@@ -238,7 +238,7 @@ __device__ __forceinline__ int choose_by_mean(const float (&sum)[D / 32], const 
         kept += __popc(__ballot_sync(~0u, chosen && visible));
     }
     if (to != NULL)
-        for (int i = total + lane; i < c.k; i += 32) to[i] = -1;
+        for (int i = total + lane; i < c.rule.k; i += 32) to[i] = -1;
     if (to != NULL && c.count != NULL && lane == 0)
         c.count[w.view * c.count_stride[0] + w.unit * c.count_stride[1] + w.list_row * c.count_stride[2]] =
             total;

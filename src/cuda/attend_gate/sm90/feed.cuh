@@ -39,7 +39,7 @@ static __device__ __forceinline__ void pad_lists(const sm90_choice &c, const att
     for (int i = 16; i > 0; i /= 2) rows += __shfl_xor_sync(~0u, rows, i);
     for (int64_t row = rows + blockIdx.x; row < c.rows; row += gridDim.x)
         for (int u = 0; u < a.units; u++) {
-            for (int i = lane; i < c.k; i += 32) c.blocks[u * c.stride[1] + row * c.stride[2] + i] = -1;
+            for (int i = lane; i < c.rule.k; i += 32) c.blocks[u * c.stride[1] + row * c.stride[2] + i] = -1;
             if (c.count != NULL && lane == 0) c.count[u * c.count_stride[1] + row * c.count_stride[2]] = 0;
         }
 }

@@ -42,14 +42,14 @@ static bool chooses(const attend_gate_args *args)
     const attend_args *const entries = &args->branch[0], *const listed = &args->branch[1];
     const select_args *const s = &args->select;
     const int64_t rows = rows_of_list(listed), most = 32 * SM90_MASK_WORDS;
-    if (args->select_given || present(s->groups) || s->block_size != s->stride ||
-        s->select_block != s->stride || entries->k.shape[1] > most ||
-        mask_blocks(listed->k.shape[1], s->select_block) > most)
+    if (args->select_given || present(s->groups) || s->rule.block_size != s->rule.stride ||
+        s->rule.select_block != s->rule.stride || entries->k.shape[1] > most ||
+        mask_blocks(listed->k.shape[1], s->rule.select_block) > most)
         return false;
     if (lists_are_few(listed))
-        return s->scorer == SELECT_PROBABILITY && (rows == 4 || rows == 8 || rows == 16);
-    return s->scorer == SELECT_MEAN_LOGIT && listed->scope == LIST_BY_HEAD && listed->tile <= LONGEST_TILE &&
-           s->k <= SM90_GATED_LIST;
+        return s->rule.scorer == SELECT_PROBABILITY && (rows == 4 || rows == 8 || rows == 16);
+    return s->rule.scorer == SELECT_MEAN_LOGIT && listed->scope == LIST_BY_HEAD &&
+           listed->tile <= LONGEST_TILE && s->rule.k <= SM90_GATED_LIST;
 }
 
 /* Measured (docs/performance.md): sequences gain the launches and the gate's pass, the longest ones nothing;
@@ -67,7 +67,7 @@ static bool pays(const stage_exec *exec, const attend_gate_args *args)
     if (n <= listed->block_size * listed->list.shape[3] || n > (is_wide(listed) ? WIDE_LONGEST : LONGEST))
         return false;
     if (lists_are_few(listed)) return n * rows_of_list(listed) <= FEW_LONGEST;
-    if (!args->select_given && args->select.scorer != SELECT_MEAN_LOGIT) return false;
+    if (!args->select_given && args->select.rule.scorer != SELECT_MEAN_LOGIT) return false;
     return listed->scope == LIST_BY_HEAD;
 }
 
@@ -118,10 +118,8 @@ static sm90_choice choice_of(const attend_gate_args *args)
     sm90_choice c = {};
     c.here = chooses(args);
     if (!c.here) return c;
-    c.k = (int32_t)s->k;
-    c.scale = s->scale;
-    c.forced_first = (int32_t)s->forced_first;
-    c.forced_local = (int32_t)s->forced_local;
+    c.scale = s->rule.scale;
+    c.rule = contest_rule_of(s->rule);
     c.blocks = args->lists_wanted ? (int32_t *)s->blocks.data : NULL;
     c.count = (int32_t *)s->count.data;
     c.rows = s->blocks.shape[2];

@@ -20,7 +20,7 @@ enum { SM90_MASKS = 32, SM90_MASK_WORDS = 4 };
 struct sm90_choice {
     bool here;
     float scale;
-    int32_t k, forced_first, forced_local;
+    contest_rule rule;
     int32_t *blocks, *count; /* where they are written; NULL: nowhere */
     int64_t stride[3], count_stride[3];
     int64_t rows; /* list rows of a view */
@@ -32,14 +32,14 @@ __device__ __forceinline__ contest contest_of(const sm90_choice &c, const attend
 {
     const int last = listed.causal && q0 + listed.tile < nq ? q0 + listed.tile : nq;
     contest x = {last > 0 ? (int)quotient((uint32_t)last - 1, listed.by_block) + 1 : 0, 0, 0, 0, 0};
-    x.f0 = c.forced_first < x.candidates ? c.forced_first : x.candidates;
-    if (listed.causal && c.forced_local > 0) {
-        const int local = (int)quotient((uint32_t)q0, listed.by_block) - (c.forced_local - 1),
+    x.f0 = c.rule.forced_first < x.candidates ? c.rule.forced_first : x.candidates;
+    if (listed.causal && c.rule.forced_local > 0) {
+        const int local = (int)quotient((uint32_t)q0, listed.by_block) - (c.rule.forced_local - 1),
                   first = local > x.f0 ? local : x.f0;
         x.g1 = x.candidates;
         x.g0 = first < x.g1 ? first : x.g1;
     }
-    const int left = c.k - (x.f0 + (x.g1 - x.g0));
+    const int left = c.rule.k - (x.f0 + (x.g1 - x.g0));
     x.size = left > 0 ? left : 0;
     return x;
 }

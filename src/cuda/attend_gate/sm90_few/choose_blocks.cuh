@@ -155,7 +155,7 @@ __device__ __forceinline__ void write_mask(const sm90_choice &c, uint32_t word, 
         const int block = block_of_score(i), bit = block & 31;
         if (word >> bit & 1) to[before + __popc(word & ((1u << bit) - 1))] = block;
     }
-    for (int i = total + (lane & 15); i < c.k; i += 16) to[i] = -1;
+    for (int i = total + (lane & 15); i < c.rule.k; i += 16) to[i] = -1;
     if (c.count != NULL && (lane & 15) == 0)
         c.count[view * c.count_stride[0] + unit * c.count_stride[1] + row * c.count_stride[2]] = total;
 }

@@ -47,14 +47,16 @@ template <int CHUNKS, int LISTS> struct memory {
         scores = mean + LISTS * sh::DIM;
         room = (uint32_t *)(scores + LISTS * STEP);
         keys = room + LISTS * 64;
-        indices = (int32_t *)(keys + LISTS * (s.k + s.c));
+        indices = (int32_t *)(keys + LISTS * (s.rule.k + s.c));
     }
 };
 
 template <int CHUNKS, int LISTS> static size_t memory_bytes(const select_kernel &s)
 {
     typedef shape<CHUNKS> sh;
-    return ((size_t)(sh::ROWS + LISTS) * sh::DIM + LISTS * (STEP + 64) + 2 * (size_t)LISTS * (s.k + s.c)) * 4;
+    return ((size_t)(sh::ROWS + LISTS) * sh::DIM + LISTS * (STEP + 64) +
+            2 * (size_t)LISTS * (s.rule.k + s.c)) *
+           4;
 }
 
 /* The sum of a list's rows row0, row0 + `step` ... below `rows`. VEC: 16 bytes at a time. */
@@ -240,7 +242,7 @@ template <typename T, int CHUNKS, int LISTS, bool GIVEN>
 __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_run<T> &run,
                                            const memory<CHUNKS, LISTS> &m, int64_t vb)
 {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, room = s.k + s.c;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, room = s.rule.k + s.c;
     const bool mine = warp < run.lists;
     const int64_t q0 = run.q_first + (int64_t)(mine ? warp : 0) * s.a.tile;
     const contest in = find_contest(s, run.seq.nq, q0);
@@ -259,7 +261,7 @@ __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_ru
         for (int i = lane; i < room; i += 32) best.key[i] = 0;
     find_means<T, CHUNKS, LISTS, GIVEN>(s, run, m, vb);
     const own_groups groups =
-        open_groups(s, run.seq, q0, m.keys + warp * room + s.k, m.indices + warp * room + s.k);
+        open_groups(s, run.seq, q0, m.keys + warp * room + s.rule.k, m.indices + warp * room + s.rule.k);
     for (int e0 = 0; e0 < end; e0 += STEP) {
         if (s.a.vec_k) score_step<T, CHUNKS, LISTS, true>(s, run, m, e0, end, seen);
         else score_step<T, CHUNKS, LISTS, false>(s, run, m, e0, end, seen);

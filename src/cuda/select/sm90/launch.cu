@@ -9,13 +9,14 @@ static bool select_sm90_supports(const stage_exec *exec, const select_args *args
 {
     enum { SHARED_BYTES = 227 * 1024 };
     char limits[STAGE_WHY_BYTES];
-    if (exec->compute != 90 || exec->shared_bytes < SHARED_BYTES || args->scorer != SELECT_PROBABILITY ||
+    if (exec->compute != 90 || exec->shared_bytes < SHARED_BYTES || args->rule.scorer != SELECT_PROBABILITY ||
         args->q.dtype == QUERN_F32 || !present(args->blocks) || present(args->groups))
         return false;
     const int64_t heads = args->q.shape[2], kv_heads = args->keys.shape[2];
-    const int64_t rows = args->tile * (args->scope == LIST_BY_HEAD || kv_heads == 0 ? 1 : heads / kv_heads),
-                  span = (args->block_size + args->select_block) / args->stride - 2;
-    if ((rows != 4 && rows != 8 && rows != 16) || args->q.shape[3] > 192 || args->k > SM90_SELECT_MOST ||
+    const int64_t rows =
+                      args->tile * (args->rule.scope == LIST_BY_HEAD || kv_heads == 0 ? 1 : heads / kv_heads),
+                  span = (args->rule.block_size + args->rule.select_block) / args->rule.stride - 2;
+    if ((rows != 4 && rows != 8 && rows != 16) || args->q.shape[3] > 192 || args->rule.k > SM90_SELECT_MOST ||
         span > SM90_SELECT_HISTORY)
         return false;
     const stage_seqs &s = args->seqs;

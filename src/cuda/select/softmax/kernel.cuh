@@ -94,8 +94,9 @@ static quern_status launch(const select_kernel &s, int64_t views, const launcher
     const int LD = s.a.dim_k + 1;
     const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : 64 * LD * 4,
                  k_bytes = MODE >= 2 ? 2 * KEYS * DP * 2 : KEYS * LD * 4;
-    const size_t bytes = q_bytes + k_bytes +
-                         ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * s.k) * 4;
+    const size_t bytes =
+        q_bytes + k_bytes +
+        ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * s.rule.k) * 4;
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
     return launch_shared(to, select_blocks<T, DP, MODE>, grid, THREADS, bytes, "select", s);
 }
