@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import struct
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 
 @contextlib.contextmanager
@@ -52,6 +52,11 @@ def packed(layout: struct.Struct, numbers: Sequence[Any]) -> bytes:
     except (struct.error, OverflowError):
         kind = "integers of 64 bits" if "q" in layout.format else "numbers of f32"
         raise TypeError(f"{numbers} are given: {kind} are accepted") from None
+
+
+def named(fields: Mapping[str, int]) -> str:
+    """A struct's numbers as the library's functions take them."""
+    return "\n".join(f"{name}={number}" for name, number in fields.items())
 
 
 def lists_of(

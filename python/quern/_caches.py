@@ -9,14 +9,18 @@ from typing import Any, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import OF_ONE, closed_again, integer, lists_of, packed
+from ._batch import OF_ONE, closed_again, integer, lists_of, named, packed
 from ._faces import cast
 from ._nsa import settings_of
 
 _KINDS = ("mean", "linear")
 
 
-_FIELDS = struct.Struct("15q")  # of quern_cache_params
+# Numbers of quern_cache_params, in the order in which save() writes them.
+_SHAPE = ("dtype", "sequences", "kv_heads", "dim", "dim_v", "capacity")
+_NAMES = (*_SHAPE, "page", "pages", "block_size", "stride", "compress")
+_NAMES += ("separate_slc", "separate_win", "window", "step")
+_SAVED = struct.Struct(f"{len(_NAMES)}q")
 
 
 def _tensor(name: str, tensor: Any) -> Any:
@@ -34,7 +38,7 @@ class _Cache:
         self.sequences, self.capacity = sequences, capacity
         self._before, self._after = before, after
         self._handle = 0
-        self._fields = b""
+        self._fields: dict[str, int] = {}
         self._memory: Any = None
         self._rows: Any = None
 
@@ -45,10 +49,12 @@ class _Cache:
 
     def _open(self, dtype: int, kv_heads: int, dim: int, dim_v: int) -> None:
         shape = (dtype, self.sequences, kv_heads, dim, dim_v, self.capacity)
-        self._fields = packed(_FIELDS, (*shape, *self._before, *self._after))
-        sizes = struct.unpack("2q", bytes(ops.library.cache_size(self._fields)))
+        values = _SAVED.unpack(packed(_SAVED, (*shape, *self._before, *self._after)))
+        self._fields = dict(zip(_NAMES, values))
+        text = named(self._fields)
+        sizes = struct.unpack("2q", bytes(ops.library.cache_size(text)))
         self._memory, self._rows = (_arrays.room(size) for size in sizes)
-        self._handle = ops.library.cache_create(self._fields, self._memory, self._rows)
+        self._handle = ops.library.cache_create(text, self._memory, self._rows)
 
     def _append(
         self,
@@ -77,8 +83,7 @@ class _Cache:
 
     def _shape(self) -> tuple[int, int]:
         """Key/value heads, and a value's channels."""
-        fields = _FIELDS.unpack(self._fields)
-        return fields[2], fields[4]
+        return self._fields["kv_heads"], self._fields["dim_v"]
 
     def _attended(self, q: Any, *tensors: Any) -> tuple[Any, Any]:
         """The queries laid end to end, and memory for their results."""
@@ -116,20 +121,21 @@ class _Cache:
 
     def save(self, sequence: int, *, table: Any = None) -> bytes:
         """A sequence as bytes, with a version and a checksum."""
-        return self._fields + bytes(self._need(ops.library.cache_save, sequence, _arrays.readable(table)))
+        body = bytes(self._need(ops.library.cache_save, sequence, _arrays.readable(table)))
+        return _SAVED.pack(*self._fields.values()) + body
 
     def restore(self, sequence: int, saved: bytes, *, table: Any = None) -> None:
         """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one; sequences,
         capacity and pages may differ. Damaged bytes are a RuntimeError."""
-        if len(saved) < _FIELDS.size:
+        if len(saved) < _SAVED.size:
             raise RuntimeError("the saved sequence is cut off: what save() returned is accepted")
         with closed_again(self):
             if not self._handle:
-                dtype, _, kv_heads, dim, dim_v, *_ = _FIELDS.unpack_from(saved)
+                dtype, _, kv_heads, dim, dim_v, *_ = _SAVED.unpack_from(saved)
                 if not 0 <= dtype < len(ops.DTYPES):
                     raise RuntimeError("the saved sequence is damaged: what save() returned is accepted")
                 self._open(dtype, kv_heads, dim, dim_v)
-            self._need(ops.library.cache_restore, sequence, _arrays.readable(table), saved[_FIELDS.size :])
+            self._need(ops.library.cache_restore, sequence, _arrays.readable(table), saved[_SAVED.size :])
 
     def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:
@@ -162,7 +168,7 @@ class _Cache:
         """Where the runs of a page table start, and its columns; with tokens, the pages that so many need."""
         if not self._handle:
             raise ValueError("the cache is empty: append comes first")
-        found = bytes(ops.library.cache_columns(self._fields, -1 if tokens is None else tokens))
+        found = bytes(ops.library.cache_columns(named(self._fields), -1 if tokens is None else tokens))
         return dict(zip(("tokens", "entries", "slc", "win", "columns"), struct.unpack("5q", found)))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Mapping, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import OF_ONE, closed_again, integer, lists_of, numbers_of, packed
+from ._batch import OF_ONE, closed_again, integer, lists_of, named, numbers_of, packed
 from ._faces import cast, run
 from .nvfp4 import as_bytes
 
@@ -18,7 +18,10 @@ KINDS = ("csa", "hca", "swa")
 _FIELDS = ops.OPERATIONS["v4-layer"].fields
 # The weights' names in checkpoints, "q_a_proj.weight", and the library's fields.
 WEIGHTS = {t.name.removeprefix("w."): field for field, t in _FIELDS.items() if t.input and t.name[:2] == "w."}
-_FIELDS_OF = struct.Struct("13q")  # of quern_dsv4_layer_cache_params
+# Numbers of quern_dsv4_layer_cache_params, in the order in which save() writes them.
+_NAMES = ("kind", "dtype", "sequences", "capacity", "dim", "window", "ratio", "index_dim", "ring")
+_NAMES += ("format", "key_format", "page", "pages")
+_FIELDS_OF = struct.Struct(f"{len(_NAMES)}q")
 _SAVED = b"quern-layer-2"
 FORMATS = ("rows", "fp8", "fp8_power", "fp4", "row584")  # The order of quern_dsv4_format.
 RESULTS = tuple(field for field, t in _FIELDS.items() if t.results[0] and field != "out")
@@ -126,7 +129,7 @@ class Cache:
         self._dtype = None if dtype is None else ops.dtype_number(dtype)
         self._params = ops.params("v4-layer", **dict(settings_of(kind, window, top_k, eps)))
         self._handle = 0
-        self._fields = b""
+        self._fields: dict[str, int] = {}
         self._memory: Any = None
         self._rows: Any = None
 
@@ -136,10 +139,12 @@ class Cache:
     def _open(self, dtype: int, dim: int, ratio: int, index_dim: int) -> None:
         kind = KINDS.index(self.kind)
         numbers = (kind, dtype, self.sequences, self.capacity, dim, self._window, ratio, index_dim)
-        self._fields = packed(_FIELDS_OF, (*numbers, self._ring, *self._formats, *self._pages))
-        sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(self._fields)))
+        values = packed(_FIELDS_OF, (*numbers, self._ring, *self._formats, *self._pages))
+        self._fields = dict(zip(_NAMES, _FIELDS_OF.unpack(values)))
+        text = named(self._fields)
+        sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(text)))
         self._memory, self._rows = (_arrays.room(size) for size in sizes)
-        self._handle = ops.library.layer_cache_create(self._fields, self._memory, self._rows)
+        self._handle = ops.library.layer_cache_create(text, self._memory, self._rows)
 
     def _open_for(self, tensors: Mapping[str, Any]) -> None:
         _arrays.need_tensors(tensors)
@@ -238,7 +243,8 @@ class Cache:
 
     def save(self, sequence: int) -> bytes:
         """A sequence as bytes, with a version and a checksum."""
-        body = _SAVED + self._fields + bytes(self._need(ops.library.layer_cache_save, sequence))
+        body = _SAVED + _FIELDS_OF.pack(*self._fields.values())
+        body += bytes(self._need(ops.library.layer_cache_save, sequence))
         return body + struct.pack("I", zlib.crc32(body))
 
     def restore(self, sequence: int, saved: bytes) -> None:
@@ -249,8 +255,11 @@ class Cache:
         body, end = saved[:-4], saved[-4:]
         if len(body) < start or body[: len(_SAVED)] != _SAVED or struct.pack("I", zlib.crc32(body)) != end:
             raise RuntimeError("the saved sequence is damaged: what dsv4.Cache.save() returned is accepted")
-        fields = _FIELDS_OF.unpack_from(body, len(_SAVED))
-        kind, dtype, _, _, dim, window, ratio, index_dim, ring, *formats = fields[:-2]
+        fields = dict(zip(_NAMES, _FIELDS_OF.unpack_from(body, len(_SAVED))))
+        dtype, dim, ratio, index_dim = (fields[name] for name in ("dtype", "dim", "ratio", "index_dim"))
+        kind, window, ring, *formats = (
+            fields[name] for name in ("kind", "window", "ring", "format", "key_format")
+        )
         given, own = (kind, window, ring, *formats), (KINDS.index(self.kind), self._window, self._ring)
         if given != (*own, *self._formats):
             raise ValueError(

@@ -17,7 +17,7 @@
  *   cache_decode(cache, sparse, params, sequences, counts, table, q, o, lse, w_gate, gates, block_idx,
  *                block_count)
  *
- * fields: int64 in the order of quern_cache_params. sequences: bytes of int32; counts: bytes of as many
+ * fields: "name=number" lines of quern_cache_params. sequences: bytes of int32; counts: bytes of as many
  * int64. table: a tensor or None. params: of the operation nsa or attention.
  */
 #include "ffi.h"
@@ -27,31 +27,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CACHE_FIELDS = 15 };
+#define FIELD(field) NAMED_FIELD(quern_cache_params, field)
+static const named_field fields[] = {
+    FIELD(dtype),    FIELD(sequences),    FIELD(kv_heads),     FIELD(dim),    FIELD(dim_v),
+    FIELD(capacity), FIELD(page),         FIELD(pages),        FIELD(stride), FIELD(block_size),
+    FIELD(compress), FIELD(separate_slc), FIELD(separate_win), FIELD(window), FIELD(step),
+};
+#undef FIELD
 
-static bool read_fields(const TVMFFIAny *a, quern_cache_params *p)
+static bool read_params_of(const TVMFFIAny *a, quern_cache_params *p)
 {
-    TVMFFIByteArray bytes;
-    int64_t f[CACHE_FIELDS];
-    if (!text_of(a, &bytes) || bytes.size != sizeof f) return false;
-    memcpy(f, bytes.data, sizeof f);
-    *p = (quern_cache_params){.size = sizeof *p,
-                              .dtype = (quern_dtype)f[0],
-                              .sequences = f[1],
-                              .kv_heads = f[2],
-                              .dim = f[3],
-                              .dim_v = f[4],
-                              .capacity = f[5],
-                              .page = f[6],
-                              .pages = f[7],
-                              .block_size = f[8],
-                              .stride = f[9],
-                              .compress = (quern_nsa_compress_kind)f[10],
-                              .separate_slc = f[11] != 0,
-                              .separate_win = f[12] != 0,
-                              .window = f[13],
-                              .step = f[14]};
-    return true;
+    *p = (quern_cache_params)QUERN_CACHE_PARAMS_INIT;
+    return read_fields(a, fields, sizeof fields / sizeof *fields, p);
 }
 
 static int refuse(void)
@@ -72,7 +59,7 @@ FUNCTION(cache_size)
     (void)self;
     quern_cache_params p;
     size_t memory, rows;
-    if (count != 1 || !read_fields(&args[0], &p)) return refuse();
+    if (count != 1 || !read_params_of(&args[0], &p)) return refuse();
     const quern_status status = quern_cache_size(&p, &memory, &rows);
     const int64_t sizes[] = {(int64_t)memory, (int64_t)rows};
     return status == QUERN_OK ? give_bytes(sizes, sizeof sizes, result) : fail_as(status);
@@ -83,7 +70,7 @@ FUNCTION(cache_columns)
     (void)self;
     quern_cache_params p;
     quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
-    if (count != 2 || !read_fields(&args[0], &p) || !is_int(&args[1])) return refuse();
+    if (count != 2 || !read_params_of(&args[0], &p) || !is_int(&args[1])) return refuse();
     const int64_t tokens = args[1].v_int64;
     const quern_status status =
         tokens < 0 ? quern_cache_columns_of(&p, &c) : quern_cache_pages_of(&p, tokens, &c);
@@ -98,7 +85,7 @@ FUNCTION(cache_create)
     quern_cache *cache = NULL;
     void *memory, *rows;
     size_t memory_bytes, row_bytes;
-    if (count != 3 || !read_fields(&args[0], &p)) return refuse();
+    if (count != 3 || !read_params_of(&args[0], &p)) return refuse();
     if (read_memory(&args[1], &memory, &memory_bytes) != 0 || read_memory(&args[2], &rows, &row_bytes) != 0)
         return -1;
     const quern_status status = quern_cache_create(&p, memory, memory_bytes, rows, row_bytes, &cache);

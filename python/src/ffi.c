@@ -49,6 +49,44 @@ bool text_of(const TVMFFIAny *a, TVMFFIByteArray *text)
     }
 }
 
+/* Sets a field from the number that ends at `end`. */
+static bool set_field(const named_field *field, const char *number, const char *end, void *to)
+{
+    char digits[24], *stop;
+    const size_t size = (size_t)(end - number);
+    if (size == 0 || size >= sizeof digits) return false;
+    memcpy(digits, number, size);
+    digits[size] = '\0';
+    const int64_t value = strtoll(digits, &stop, 10);
+    const int32_t narrow = (int32_t)value;
+    const bool flag = value != 0;
+    if (*stop != '\0' || (field->bytes == sizeof narrow && narrow != value)) return false;
+    memcpy((char *)to + field->offset,
+           field->bytes == sizeof value    ? (const void *)&value
+           : field->bytes == sizeof narrow ? (const void *)&narrow
+                                           : (const void *)&flag,
+           field->bytes);
+    return true;
+}
+
+bool read_fields(const TVMFFIAny *a, const named_field *fields, size_t count, void *to)
+{
+    TVMFFIByteArray text;
+    if (!text_of(a, &text)) return false;
+    for (const char *line = text.data, *last = line + text.size; line < last;) {
+        const char *end = memchr(line, '\n', (size_t)(last - line));
+        if (end == NULL) end = last;
+        const char *equals = memchr(line, '=', (size_t)(end - line));
+        if (equals == NULL) return false;
+        const size_t size = (size_t)(equals - line);
+        size_t i = 0;
+        while (i < count && (strlen(fields[i].name) != size || memcmp(fields[i].name, line, size) != 0)) i++;
+        if (i == count || !set_field(&fields[i], equals + 1, end, to)) return false;
+        line = end + 1;
+    }
+    return true;
+}
+
 bool is_int(const TVMFFIAny *a)
 {
     return a->type_index == kTVMFFIInt;

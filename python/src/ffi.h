@@ -63,6 +63,18 @@ typedef struct plan_request {
 /* This thread's plan of such calls; NULL: the ordinary call serves. */
 const quern_plan *plan_of(const plan_request *r);
 
+/* A number of a struct that Python names: the field's place and its bytes, 8, 4 or 1. */
+typedef struct named_field {
+    const char *name;
+    size_t offset, bytes;
+} named_field;
+#define NAMED_FIELD(type, field)                                                                             \
+    {                                                                                                        \
+#field, offsetof(type, field), sizeof(((type *)NULL)->field)                                         \
+    }
+/* Sets the fields of "name=number" lines; false where a name or a number is none of these. */
+bool read_fields(const TVMFFIAny *a, const named_field *fields, size_t count, void *to);
+
 /* Memory in a tensor of bytes. */
 int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes);
 

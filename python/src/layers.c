@@ -15,7 +15,7 @@
  *   layer_cache_restore(cache, sequence, saved)
  *   layer_decode(cache, params, sequences, counts, tensors)
  *
- * fields: int64 in the order of quern_dsv4_layer_cache_params. params and tensors: of the operation v4-layer.
+ * fields: "name=number" lines of quern_dsv4_layer_cache_params. params and tensors: of the operation v4-layer.
  * sequences, pages: bytes of int32; counts: bytes of as many int64.
  */
 #include "ffi.h"
@@ -25,34 +25,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LAYER_FIELDS = 13 };
-
 static int refuse(void)
 {
     return fail("TypeError", "a layer's cache and what this function takes are accepted");
 }
 
-static bool read_fields(const TVMFFIAny *a, quern_dsv4_layer_cache_params *p)
+#define FIELD(field) NAMED_FIELD(quern_dsv4_layer_cache_params, field)
+static const named_field fields[] = {
+    FIELD(kind),       FIELD(dtype), FIELD(sequences), FIELD(capacity), FIELD(dim),
+    FIELD(window),     FIELD(ratio), FIELD(index_dim), FIELD(ring),     FIELD(format),
+    FIELD(key_format), FIELD(page),  FIELD(pages),
+};
+#undef FIELD
+
+static bool read_params_of(const TVMFFIAny *a, quern_dsv4_layer_cache_params *p)
 {
-    TVMFFIByteArray bytes;
-    int64_t f[LAYER_FIELDS];
-    if (!text_of(a, &bytes) || bytes.size != sizeof f) return false;
-    memcpy(f, bytes.data, sizeof f);
-    *p = (quern_dsv4_layer_cache_params){.size = sizeof *p,
-                                         .kind = (quern_dsv4_layer_kind)f[0],
-                                         .dtype = (quern_dtype)f[1],
-                                         .sequences = f[2],
-                                         .capacity = f[3],
-                                         .dim = f[4],
-                                         .window = f[5],
-                                         .ratio = f[6],
-                                         .index_dim = f[7],
-                                         .ring = f[8],
-                                         .format = (quern_dsv4_format)f[9],
-                                         .key_format = (quern_dsv4_format)f[10],
-                                         .page = f[11],
-                                         .pages = f[12]};
-    return true;
+    *p = (quern_dsv4_layer_cache_params)QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
+    return read_fields(a, fields, sizeof fields / sizeof *fields, p);
 }
 
 /* The cache, and the numbers that follow it. */
@@ -70,7 +59,7 @@ FUNCTION(layer_cache_size)
     (void)self;
     quern_dsv4_layer_cache_params p;
     size_t memory, rows;
-    if (count != 1 || !read_fields(&args[0], &p)) return refuse();
+    if (count != 1 || !read_params_of(&args[0], &p)) return refuse();
     const quern_status status = quern_dsv4_layer_cache_size(&p, &memory, &rows);
     const int64_t sizes[] = {(int64_t)memory, (int64_t)rows};
     return status == QUERN_OK ? give_bytes(sizes, sizeof sizes, result) : fail_as(status);
@@ -83,7 +72,7 @@ FUNCTION(layer_cache_create)
     quern_dsv4_layer_cache *cache = NULL;
     void *memory, *rows;
     size_t memory_bytes, row_bytes;
-    if (count != 3 || !read_fields(&args[0], &p)) return refuse();
+    if (count != 3 || !read_params_of(&args[0], &p)) return refuse();
     if (read_memory(&args[1], &memory, &memory_bytes) != 0 || read_memory(&args[2], &rows, &row_bytes) != 0)
         return -1;
     const quern_status status =
