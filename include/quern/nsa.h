@@ -92,7 +92,7 @@ typedef struct quern_nsa_params {
     int64_t block_size;               /* l >= 1 [64] */
     int64_t stride;                   /* d; 0: l. Divides l. [0] */
     int64_t select_block;             /* l'; 0: l. A multiple of d. [0] */
-    int64_t num_selected;             /* k >= 1 blocks of a tile, forced ones included [16] */
+    int64_t num_selected; /* k >= 1 blocks of a tile, forced ones included: at least as many [16] */
     int64_t tile;                     /* Tq, 1 ... 256 consecutive queries that share a selection [1] */
     int64_t window;                   /* W >= 1, the query's own token included [512] */
     quern_nsa_compress_kind compress; /* [mean] */
@@ -101,14 +101,18 @@ typedef struct quern_nsa_params {
     quern_nsa_visibility compressed_visibility; /* [complete] */
     int64_t forced_first;                       /* >= 0 blocks [1] */
     int64_t forced_local;                       /* >= 0 blocks; causal only [2] */
-    int64_t max_compressed_groups;              /* c; 0: every entry is attended. Needs mean_logit. [0] */
+    /* c; 0: every entry is attended. Needs mean_logit; at least the groups of the newest entries that a
+     * tile's first and last query see, 1 + ceil((Tq - 1) / (128 d)) (non-causal: 1). [0] */
+    int64_t max_compressed_groups;
     bool causal;                                /* [true] */
     float scale;       /* 0: 1 / sqrt(D); otherwise finite and > 0; backward: at most 65536 [0] */
     uint32_t branches; /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. [all] */
     quern_nsa_gate_kind gate; /* [none] */
-    quern_nsa_list selection; /* block_idx: computed, handed in, or by the indexer [computed] */
-    quern_nsa_list groups;    /* group_idx: computed, or handed in [computed] */
-    bool ungated;             /* o = o_slc, of the selected branch alone; gates are not written [false] */
+    quern_nsa_list
+        selection;         /* block_idx: computed, handed in, or by the indexer (causal, Tq 1) [computed] */
+    quern_nsa_list groups; /* group_idx: computed, or handed in with c > 0 [computed] */
+    /* o = o_slc, of the selected branch alone, without gates; selection given or by the indexer [false] */
+    bool ungated;
     uint8_t reserved[7];      /* 0; later fields stand here */
 } quern_nsa_params;
 #define QUERN_NSA_PARAMS_INIT                                                                                \
@@ -228,79 +232,9 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
 }
 
 /*
- * What is refused. Every check comes before the first byte of an output or of the workspace is written.
- * quern_last_error() names the argument, what was given and what is accepted. Status:
- * QUERN_ERR_INVALID_ARGUMENT unless said.
- *
- *   combination                                      accepted instead                   refused by
- *   ctx, params, tensors or bytes NULL               not NULL                           all
- *   a size of params, tensors or exec that is no     8 ... sizeof; more where the tail  all
- *     multiple of 8; a tail that is not zero         is zero (see quern.h)
- *   block_size, select_block, num_selected out of    1 ... 2^31 - 1                     all
- *     range
- *   stride > block_size, or no divisor of it         a divisor of block_size (0:        all
- *                                                    block_size)
- *   select_block no multiple of stride               a multiple (0: block_size)         all
- *   tile < 1 or > 256                                1 ... 256                          all
- *   window < 1                                       >= 1                               all
- *   forced_first, forced_local,                      0 ... 2^31 - 1                     all
- *     max_compressed_groups out of range
- *   an enum of no meaning; branches 0 or > 7         the enum's values; 1 ... 7         all
- *   scale < 0, NaN or infinite                       0 (1 / sqrt(D)) or finite and > 0  all
- *   scale > 65536 (lse, in f32, no longer tells      at most 65536                      backward,
- *     such scores apart)                                                                attend_backward
- *   num_selected < forced_first + (forced_local > 0  at least that many (non-causal:    forward that computes
- *     ? forced_local + (l' - gcd(Tq, l') + Tq - 1)   forced_first)                      the lists, select
- *     / l' : 0)
- *   metric mean_logit without l = d = l'             l = d = l', or metric softmax      the same
- *   max_compressed_groups > 0 with metric softmax    mean_logit, or 0                   forward, backward,
- *                                                                                       select, attend and
- *                                                                                       its backward
- *   0 < max_compressed_groups < 1 + ceil((Tq - 1) /  at least that many (non-causal:    the same
- *     (128 d))                                       1)
- *   groups GIVEN with max_compressed_groups 0        max_compressed_groups > 0          the same
- *   groups INDEXED                                   computed, given                    all
- *   selection INDEXED with tile > 1 or causal false  tile 1, causal                     forward
- *   ungated with branches other than slc, a gate,    branches slc, gate none,           forward, backward
- *     or selection computed                          selection given or indexed
- *   compress GIVEN                                   mean, linear                       compress, its
- *                                                                                       backward
- *   a tensor that the operation needs is NULL:       the tensor                         each, as described
- *     linear without w_k or w_v, gate GIVEN without                                     with the function
- *     gates, gate WEIGHTS without w_gate, selection
- *     GIVEN without block_idx, groups GIVEN without
- *     group_idx, compress GIVEN without k_cmp,
- *     v_cmp, k_slc without v_slc, k_win without
- *     v_win, ...
- *   pe_k, pe_v with compress other than linear       compress linear, or NULL           the whole, compress
- *   w_k, w_v with compress GIVEN                     NULL                               the whole
- *   w_gate with gate other than WEIGHTS              gate WEIGHTS, or NULL              the whole, gate
- *   d_w_gate with gate other than WEIGHTS            gate WEIGHTS, or NULL              the backwards of
- *                                                                                       these
- *   d_gates with gate WEIGHTS                        gate GIVEN or NONE, or NULL        the same
- *   d_k_cmp, d_v_cmp with compress other than GIVEN  compress GIVEN, or NULL            backward
- *   d_w_k, d_w_v, d_pe_k, d_pe_v, d_k_slc, d_v_slc,  both, or no gradient               the backwards that
- *     d_k_win, d_v_win without the tensor itself                                        write them
- *   wrong ndim, extent or dtype                      as quern_nsa_tensors says          all
- *   a negative extent; sizes that overflow 64 bits   products below 2^57                all
- *   head dims                                        multiples of 8, 8 ... 512          all
- *   head dims above 256, GPU: QUERN_ERR_UNSUPPORTED  8 ... 256, for which there are     all that read them
- *                                                    kernels
- *   H no positive multiple of Hkv                    one (with Hkv = 0: H = 0)          all
- *   N or T > 2^31 - 1                                fewer tokens                       all
- *   last dimension not contiguous                    stride 1                           all
- *   data NULL or not aligned to the element          memory for every element           all
- *   an output with elements that share memory        strides that do not                all
- *   an output that shares memory with another        memory of its own                  all
- *     tensor
- *   cu_seqlens, cu_seqlens_cmp not from 0, falling,  0 = c[0] <= c[1] <= ... <= rows    all (on the CPU)
- *     or past the varlen rows
- *   cu_seqlens_cmp with more or fewer entries than   Nc of every sequence               all that read it (on
- *     a sequence makes                                                                  the CPU)
- *   tensors on two devices                           one device                         all
- *   a device without a backend: QUERN_ERR_DEVICE     the CPU, or a GPU with its plugin  all
- *   workspace_bytes too small: QUERN_ERR_WORKSPACE   at least what _workspace() says    all with a workspace
- *   workspace NULL where bytes are needed            memory of any alignment            the same
+ * Every check comes before the first byte of an output or of the workspace is written, and quern_last_error()
+ * names the argument, what was given and what is accepted. What parameters and tensors allow together stands
+ * beside them above; quern_op_roles() (op.h) says it of any set of parameters.
  *
  * Not refused: entries of a block or group list that are out of range (skipped, see exec's status word),
  * duplicates (count once), blocks of the future (masked), and a tensor that the operation has no use for

@@ -358,33 +358,57 @@ static quern_status check_data(const op_call *call, void *const *data)
     return status == QUERN_OK ? dsv4_weight_check_data(call, &layer_weights[1], &given[1], data) : status;
 }
 
-#define LAYER_FAMILY                                                                                         \
-    .tensors = tensors, .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors), .varlen_by = OP_NONE,     \
-    .params = params, .param_count = sizeof params / sizeof *params, .defaults = &defaults,                  \
-    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT", .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",          \
-    .symbols = symbols, .leads = leads, .group = "v4-layer", .params_at = offsetof(dsv4_layer_call, params), \
-    .check_params = check_params, .roles = roles, .refuse = refuse, .derive = derive,                        \
-    .check_data = check_data
-
 const op_family dsv4_layer_family = {
-    LAYER_FAMILY,
     .operations = operations,
     .operation_count = DSV4_LAYER_OPS,
     .first = QUERN_OP_DSV4_LAYER,
+    .tensors = tensors,
+    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT",
+    .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "v4-layer",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(layer_whole_call),
+    .params_at = offsetof(dsv4_layer_call, params),
     .program_at = offsetof(layer_whole_call, program),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
     .build = layer_build,
 };
 
 /* Not in the list of families: a plan or a file has no cache. */
 const op_family dsv4_layer_decode_family = {
-    LAYER_FAMILY,
     .operations = decoding,
     .operation_count = 1,
+    .tensors = tensors,
+    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT",
+    .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "v4-layer",
     .call_size = offsetof(layer_decode_call, batch),
+    .params_at = offsetof(dsv4_layer_call, params),
     .program_at = offsetof(layer_decode_call, program),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
     .build = layer_build_decode,
     .begin = layer_begin_decode,
 };
