@@ -15,8 +15,8 @@
  *   layer_cache_restore(cache, sequence, saved)
  *   layer_decode(cache, params, sequences, counts, tensors)
  *
- * fields: "name=number" lines of quern_dsv4_layer_cache_params. params and tensors: of the operation v4-layer.
- * sequences, pages: bytes of int32; counts: bytes of as many int64.
+ * fields: "name=number" lines of quern_dsv4_layer_cache_params. params and tensors: of the operation
+ * v4-layer. sequences, pages: bytes of int32; counts: bytes of as many int64.
  */
 #include "ffi.h"
 
