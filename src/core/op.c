@@ -194,13 +194,13 @@ static int32_t global_shape(const quern_tensor *given, int32_t ndim, int64_t sha
     return ndim;
 }
 
-quern_status op_repacked_bytes(const op_call *call, int32_t tensor, int64_t n, int64_t k, int64_t *bytes)
+quern_status op_repacked_bytes(const op_call *call, int64_t n, int64_t k, int64_t *bytes)
 {
     const quern_backend *backend = context_backend_of(call->like.device, call->like.device_id);
-    const bool there = backend != NULL && backend->repacked_bytes != NULL;
-    *bytes = there ? backend->repacked_bytes(n, k) : 0;
-    if (there || !op_uses(call, tensor)) return QUERN_OK;
-    return backend != NULL ? op_lacks(backend, OP_prepack) : error_status();
+    if (backend == NULL) return error_status();
+    if (backend->repacked_bytes == NULL) return op_lacks(backend, OP_prepack);
+    *bytes = backend->repacked_bytes(n, k);
+    return QUERN_OK;
 }
 
 static uint8_t alignment_of(const quern_tensor *t, op_looks looks)

@@ -245,9 +245,8 @@ static inline bool op_is_one(const quern_tensor *t)
 quern_status op_check_ranges(const op_family *family, const void *params);
 /* The first tensor of the list that the call uses, or OP_NONE. */
 int32_t op_first_used(const op_call *call, const int32_t *list, int32_t count);
-/* Bytes of a matrix [K, N] in the layout of the device's prepack stage; 0 where that has none, which is an
- * error if the call uses `tensor`, a repacked one. */
-quern_status op_repacked_bytes(const op_call *call, int32_t tensor, int64_t n, int64_t k, int64_t *bytes);
+/* Bytes of a matrix [K, N] in the layout of the device's prepack stage. */
+quern_status op_repacked_bytes(const op_call *call, int64_t n, int64_t k, int64_t *bytes);
 /* Whether a tensor's ndim and dtype are those of an activation, its device that of call->like; extents are
  * free. */
 quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t ndim);

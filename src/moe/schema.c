@@ -309,7 +309,8 @@ static quern_status derive_repacked(op_call *call)
                    {M(shared_down_repacked), MS_SHARED_DOWN_BYTES, s[MS_D], s[MS_IS]}};
     quern_status status = QUERN_OK;
     for (size_t i = 0; i < sizeof weights / sizeof *weights && status == QUERN_OK; i++)
-        status = op_repacked_bytes(call, weights[i].tensor, weights[i].n, weights[i].k, &s[weights[i].bytes]);
+        if (op_uses(call, weights[i].tensor))
+            status = op_repacked_bytes(call, weights[i].n, weights[i].k, &s[weights[i].bytes]);
     return status;
 }
 

@@ -302,12 +302,12 @@ static quern_status derive_outputs(op_call *call)
     return QUERN_OK;
 }
 
-/* Whether the sizes of what the workspace holds fit 64 bits: rows of A and of the product in f32, and B
- * repacked. (Rows and experts may share their memory.) */
+/* Whether sizes fit 64 bits: of rows of A and of the product in f32, and of B, repacked or not. (Rows and
+ * experts may share their memory.) */
 static quern_status check_sizes(const op_call *call)
 {
     const int64_t *s = call->symbol, most = (int64_t)1 << 56, widest = s[GS_K] > s[GS_N] ? s[GS_K] : s[GS_N],
-                  bytes = s[GS_BYTES];
+                  bytes = s[GS_BYTES] > 0 ? s[GS_BYTES] : s[GS_K] / QUERN_NVFP4_BLOCK * 9 * s[GS_N];
     if (widest > 0 && s[GS_T] > most / widest)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "T is %lld, K %lld and N %lld: up to 2^56 numbers are accepted, above it sizes "
@@ -328,7 +328,8 @@ static quern_status derive(op_call *call)
     if (status == QUERN_OK)
         status = nvfp4_check_kind(call->given[G(a_global)], c->params.a_global_per, "a_global");
     if (status == QUERN_OK) status = derive_columns(call);
-    if (status == QUERN_OK) status = op_repacked_bytes(call, G(b_repacked), s[GS_N], s[GS_K], &s[GS_BYTES]);
+    if (status == QUERN_OK && (op_uses(call, G(b_repacked)) || c->params.prepack))
+        status = op_repacked_bytes(call, s[GS_N], s[GS_K], &s[GS_BYTES]);
     if (status == QUERN_OK) status = check_sizes(call);
     if (status == QUERN_OK) status = derive_outputs(call);
     if (status != QUERN_OK) return status;

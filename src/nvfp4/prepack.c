@@ -6,7 +6,6 @@
 
 #include "core/error.h"
 #include "nvfp4/call.h"
-#include "runtime/context.h"
 
 #include <stddef.h>
 
@@ -125,7 +124,7 @@ static quern_status derive(op_call *call)
     call->symbol[S_CODES_1] = c->k_major ? c->k / 2 : c->n;
     call->lead[L_SCALES - OP_LEAD] =
         nvfp4_scales_extents(c->params.b_scales, call->symbol[S_E], c->k / QUERN_NVFP4_BLOCK, c->n);
-    return op_repacked_bytes(call, T(b_repacked), c->n, c->k, &call->symbol[S_BYTES]);
+    return op_repacked_bytes(call, c->n, c->k, &call->symbol[S_BYTES]);
 }
 
 static void build(op_build *b)
@@ -181,11 +180,8 @@ quern_status quern_nvfp4_repacked_bytes(quern_context *ctx, quern_device device,
     if (n < 0 || k < 0 || n > INT32_MAX || k > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld and k %lld: 0 to %d each is accepted",
                          (long long)n, (long long)k, INT32_MAX);
-    const quern_backend *backend = context_backend_of(device, device_id);
-    if (backend == NULL) return error_status();
-    if (backend->repacked_bytes == NULL) return op_lacks(backend, OP_prepack);
-    *bytes = backend->repacked_bytes(n, k);
-    return QUERN_OK;
+    const op_call call = {.like = {.device = device, .device_id = device_id}};
+    return op_repacked_bytes(&call, n, k, bytes);
 }
 
 quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *given,

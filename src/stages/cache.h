@@ -78,7 +78,8 @@ STAGE_DECLARE(nsa_decode);
 #define NSA_DECODE_VALUES(F)                                                                                 \
     F(plane[0].dim)                                                                                          \
     F(plane[0].dim_v)                                                                                        \
-    F(plane[0].ring) F(plane[1].dim) F(plane[1].dim_v) F(plane[1].ring) F(plane[2].dim) F(plane[2].dim_v)    \
-        F(plane[2].ring) F(capacity) F(window) SELECT_RULE_VALUES(F) F(branches) F(gate)
+    F(plane[0].ring)                                                                                         \
+    F(plane[1].dim) F(plane[1].dim_v) F(plane[1].ring) F(plane[2].dim) F(plane[2].dim_v) F(plane[2].ring)    \
+        F(capacity) F(window) SELECT_RULE_VALUES(F) F(branches) F(gate)
 
 #endif
