@@ -50,6 +50,22 @@ static void write_place(char *text, size_t bytes, const quern_tensor *t, int64_t
                          d + 1 == t->ndim ? "]" : "");
 }
 
+/* Offsets rise from the one before to the number of rows, maybe by multiples. */
+static quern_status say_offset(const char *name, int64_t shown, const stage_fault *fault)
+{
+    const quern_status bad = QUERN_ERR_INVALID_ARGUMENT;
+    const long long given = (long long)integer_at(fault->tensor, fault->index);
+    if (fault->multiple > 1)
+        return error_set(bad, "%s[%lld] is %lld: a multiple of %lld from %lld to %lld is accepted", name,
+                         (long long)shown, given, (long long)fault->multiple, (long long)fault->least,
+                         (long long)fault->most);
+    if (given < fault->least)
+        return error_set(bad, "%s[%lld] is %lld after %lld: it may not fall", name, (long long)shown, given,
+                         (long long)fault->least);
+    return error_set(bad, "%s[%lld] is %lld: at most the %lld rows are accepted", name, (long long)shown,
+                     given, (long long)fault->most);
+}
+
 /* `shown` is the index in the caller's tensor, fault->index that in the stage's view. */
 static quern_status say(const char *name, int64_t shown, const stage_fault *fault, bool result)
 {
@@ -69,6 +85,7 @@ static quern_status say(const char *name, int64_t shown, const stage_fault *faul
         return error_set(bad, "%s[%lld] is the scale byte 0x%02X: 0x%02X to 0x%02X are accepted", name,
                          (long long)shown, (unsigned)integer_at(t, fault->index), (unsigned)fault->least,
                          (unsigned)fault->most);
+    case QUERN_STATUS_BAD_OFFSETS: return say_offset(name, shown, fault);
     default:
         write_place(text, sizeof text, t, shown);
         return error_set(bad, "%s%s is %lld: %lld to %lld is accepted", name, text,

@@ -309,20 +309,6 @@ quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *na
     return QUERN_OK;
 }
 
-quern_status view_check_ends(const int32_t *ends, int64_t count, const char *name, int64_t rows)
-{
-    for (int64_t e = 0; e < count; e++) {
-        const int32_t before = e > 0 ? ends[e - 1] : 0;
-        if (ends[e] < before)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name,
-                             (long long)e, ends[e], before);
-        if (ends[e] > rows)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d: at most the %lld rows are accepted",
-                             name, (long long)e, ends[e], (long long)rows);
-    }
-    return QUERN_OK;
-}
-
 quern_status view_check_globals(const void *data, const quern_tensor *view, const char *name)
 {
     for (int64_t i = 0; i < view_elements(view); i++) {

@@ -61,9 +61,6 @@ quern_status view_check_order(const quern_tensor *q, const quern_tensor *o);
 /* Checks cu_seqlens [batch + 1], which the host can read: from 0, never falling, the last at most `total`. */
 quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *name, int64_t total);
 
-/* Checks where each expert's rows end, i32 [count] that the host can read: never falling, from 0 to at most
- * `rows`. */
-quern_status view_check_ends(const int32_t *ends, int64_t count, const char *name, int64_t rows);
 /* Checks scales of f32 tensors, which stand at `data` as in the view: finite and above 0. */
 quern_status view_check_globals(const void *data, const quern_tensor *view, const char *name);
 

@@ -357,27 +357,6 @@ static quern_status derive(op_call *call)
     return derive_repacked(call);
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    const moe_call *c = (const moe_call *)call;
-    const struct {
-        const quern_tensor *view;
-        int32_t tensor;
-    } globals[] = {{&c->up_global, M(gate_up_global)},
-                   {&c->down_global, M(down_global)},
-                   {&c->up_input, M(gate_up_input_global)},
-                   {&c->down_input, M(down_input_global)},
-                   {&c->shared_up_global, M(shared_gate_up_global)},
-                   {&c->shared_down_global, M(shared_down_global)}};
-    for (size_t i = 0; i < sizeof globals / sizeof *globals; i++) {
-        const int32_t at = globals[i].tensor;
-        if (globals[i].view->ndim == 0) continue;
-        const quern_status status = view_check_globals(data[at], globals[i].view, tensors[at].field);
-        if (status != QUERN_OK) return status;
-    }
-    return QUERN_OK;
-}
-
 const op_family moe_family = {
     .operations = operations,
     .operation_count = MOE_OPS,
@@ -402,6 +381,5 @@ const op_family moe_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
     .build = moe_build,
 };

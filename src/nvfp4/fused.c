@@ -112,19 +112,6 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    static const int32_t globals[] = {T(gate_global), T(up_global)};
-    const fused_quantise_args *args = OP_FIND(call, fused_quantise);
-    for (int part = 0; part < 2; part++) {
-        if (args->global[part].ndim == 0) continue;
-        const quern_status status =
-            view_check_globals(data[globals[part]], &args->global[part], tensors[globals[part]].field);
-        if (status != QUERN_OK) return status;
-    }
-    return QUERN_OK;
-}
-
 static void build(op_build *b)
 {
     static const int32_t codes[] = {T(gate_codes), T(up_codes)}, globals[] = {T(gate_global), T(up_global)};
@@ -169,7 +156,6 @@ const op_family nvfp4_fused_quantize_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
     .build = build,
 };
 

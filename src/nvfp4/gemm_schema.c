@@ -339,41 +339,6 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-/* Each expert's scales must lie within a_scales and start at a tile. */
-static quern_status check_padding(const op_call *call, const quern_tensor *a_scales, const int32_t *pad,
-                                  const int32_t *ends)
-{
-    const int64_t row_bytes = (call->symbol[GS_K] / QUERN_NVFP4_BLOCK + 3) / 4 * 4;
-    const int64_t most = row_bytes > 0 ? a_scales->shape[0] / row_bytes : INT32_MAX;
-    for (int64_t e = 0; e < call->symbol[GS_E]; e++) {
-        const int64_t rows = ends[e] - (e > 0 ? ends[e - 1] : 0), needed = (rows + 127) / 128 * 128;
-        if (pad[e] < 0 || pad[e] % 128 != 0 || pad[e] + needed > most)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "pad_row_offsets[%lld] is %d for %lld rows: a multiple of 128 within the %lld "
-                             "rows of a_scales is accepted",
-                             (long long)e, pad[e], (long long)rows, (long long)most);
-    }
-    return QUERN_OK;
-}
-
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    const gemm_call *c = (const gemm_call *)call;
-    quern_status status =
-        view_check_ends(data[G(offsets)], call->symbol[GS_E], "offsets", call->symbol[GS_T]);
-    const grouped_gemm_args *args = OP_FIND(call, grouped_gemm);
-    if (args == NULL) args = OP_FIND(call, grouped_gemm_backward);
-    if (status == QUERN_OK && args->pad_row_offsets.ndim > 0)
-        status = check_padding(call, &args->a_scales, data[G(pad_row_offsets)], data[G(offsets)]);
-    if (status == QUERN_OK && c->a_global.ndim > 0)
-        status = view_check_globals(data[G(a_global)], &c->a_global, "a_global");
-    if (status == QUERN_OK && c->b_global.ndim > 0)
-        status = view_check_globals(data[G(b_global)], &c->b_global, "b_global");
-    return status == QUERN_OK && c->c_global.ndim > 0
-               ? view_check_globals(data[G(c_global)], &c->c_global, "c_global")
-               : status;
-}
-
 const op_family nvfp4_gemm_family = {
     .operations = operations,
     .operation_count = GEMM_OPS,
@@ -399,6 +364,5 @@ const op_family nvfp4_gemm_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
     .build = nvfp4_gemm_build,
 };

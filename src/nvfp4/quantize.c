@@ -123,17 +123,6 @@ static quern_status derive(op_call *call)
     return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    const quantise_args *args = OP_FIND(call, quantise);
-    quern_status status = QUERN_OK;
-    if (args->offsets.ndim > 0)
-        status = view_check_ends(data[T(offsets)], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
-    return status == QUERN_OK && args->given.ndim > 0
-               ? view_check_globals(data[T(given_global)], &args->given, "given_global")
-               : status;
-}
-
 /* Weights as [E, K, N]. */
 static quern_tensor matrices(const op_call *call, int32_t tensor)
 {
@@ -184,7 +173,6 @@ const op_family nvfp4_quantize_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
     .build = build,
 };
 

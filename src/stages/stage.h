@@ -27,6 +27,7 @@ typedef struct stage_fault {
     const quern_tensor *tensor; /* of the stage's arguments. A result: what was to be stored in it */
     int64_t index;              /* flat, among the tensor's elements */
     int64_t least, most;        /* accepted there, of integers and bytes */
+    int64_t multiple;           /* of which multiples alone are accepted; 0: any number */
 } stage_fault;
 
 /*

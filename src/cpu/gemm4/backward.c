@@ -16,7 +16,7 @@
 #include "cpu/gemm4/product.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/quantise/globals.h"
-#include "cpu/quantise/scale_bytes.h"
+#include "cpu/quantise/contents.h"
 
 #include <math.h>
 #include <string.h>
@@ -206,10 +206,10 @@ quern_status cpu_grouped_gemm_backward(const stage_exec *exec, const grouped_gem
 {
     product_job job = plan(exec, args);
     arena a = arena_on(workspace);
-    quern_status status = QUERN_OK;
+    quern_status status = product_check_data(exec, args);
     carve(exec, &job, &a);
     product_ends(&job);
-    if (args->b_repacked.ndim == 0)
+    if (status == QUERN_OK && args->b_repacked.ndim == 0)
         status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales));
     if (status != QUERN_OK) return status;
     const int64_t rows = rows_with_expert(&args->offsets, args->tokens);

@@ -15,6 +15,32 @@ product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args)
                          .experts = args->offsets.ndim > 0 ? args->offsets.shape[0] : 1};
 }
 
+/* Each expert's scales in the order of tensor cores lie within a_scales and start at a tile. */
+static quern_status check_padding(const stage_exec *exec, const grouped_gemm_args *args)
+{
+    enum { TILE_ROWS = 128, TILE_COLUMNS = 4 };
+    const int32_t *pad = args->pad_row_offsets.data, *ends = args->offsets.data;
+    const int64_t row_bytes = (args->k / QUANTISE_BLOCK + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
+    const int64_t all = row_bytes > 0 ? args->a_scales.shape[0] / row_bytes : INT32_MAX;
+    for (int64_t e = 0; args->pad_row_offsets.ndim > 0 && e < args->offsets.shape[0]; e++) {
+        const int64_t rows = ends[e] - (e > 0 ? ends[e - 1] : 0);
+        const int64_t most = all - (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+        if (pad[e] < 0 || pad[e] % TILE_ROWS != 0 || pad[e] > most)
+            return stage_report(
+                exec, (stage_fault){QUERN_STATUS_BAD_OFFSETS, &args->pad_row_offsets, e, 0, most, TILE_ROWS});
+    }
+    return QUERN_OK;
+}
+
+quern_status product_check_data(const stage_exec *exec, const grouped_gemm_args *args)
+{
+    quern_status status = check_ends(exec, &args->offsets, args->tokens);
+    if (status == QUERN_OK) status = check_padding(exec, args);
+    if (status == QUERN_OK) status = check_global_scales(exec, &args->a_global);
+    if (status == QUERN_OK) status = check_global_scales(exec, &args->b_global);
+    return status == QUERN_OK ? check_global_scales(exec, &args->c_global) : status;
+}
+
 void product_ends(product_job *job)
 {
     job->all = (int32_t)job->args->tokens;

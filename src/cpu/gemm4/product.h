@@ -8,6 +8,7 @@
 #include "core/arena.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/gemm4/panels.h"
+#include "cpu/quantise/contents.h"
 #include "cpu/quantise/finite.h"
 #include "cpu/quantise/quantise_kernels.h"
 
@@ -59,6 +60,8 @@ typedef struct product_job {
 /* The extents and kernels of a call. */
 product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args);
 /* Sets the end of each expert's rows. */
+/* Whether offsets and globals are what they may be. */
+quern_status product_check_data(const stage_exec *exec, const grouped_gemm_args *args);
 void product_ends(product_job *job);
 /* Numbers the tasks, `across` for each PRODUCT_ROWS rows of an expert: sets each expert's first task and
  * returns how many there are. */

@@ -16,7 +16,7 @@
 #include "core/parallel.h"
 #include "cpu/gemm4/product.h"
 #include "cpu/gemm4/stages.h"
-#include "cpu/quantise/scale_bytes.h"
+#include "cpu/quantise/contents.h"
 
 #include <string.h>
 
@@ -247,10 +247,11 @@ quern_status cpu_grouped_gemm(const stage_exec *exec, const grouped_gemm_args *a
     product_job job = plan(exec, args);
     arena a = arena_on(workspace);
     carve(exec, &job, &a);
+    quern_status status = product_check_data(exec, args);
+    if (status != QUERN_OK) return status;
     product_ends(&job);
     const int64_t rows = rows_with_expert(&args->offsets, args->tokens);
-    const quern_status status = check(exec, &job, rows);
-    if (status != QUERN_OK) return status;
+    if ((status = check(exec, &job, rows)) != QUERN_OK) return status;
     ready_rows(exec, &job, rows);
     job.panels = panels_a_task(exec, &job);
     parallel_for(exec, product_tasks(&job, tasks_across(&job)), product_task, &job);

@@ -5,7 +5,7 @@
 #include "cpu/gemm4/panels.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/quantise/rows.h"
-#include "cpu/quantise/scale_bytes.h"
+#include "cpu/quantise/contents.h"
 
 static void panel_task(void *arg, int64_t index, int32_t thread)
 {

@@ -76,8 +76,9 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
         if (index_at(&args->slots, i) < 0 || entry_is_storable(&entry, row)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
-        return stage_report(
-            exec, (stage_fault){QUERN_STATUS_NOT_FINITE, &args->x, i * args->x.shape[1] + column, 0, 0});
+        const stage_fault fault = {
+            .kind = QUERN_STATUS_NOT_FINITE, .tensor = &args->x, .index = i * args->x.shape[1] + column};
+        return stage_report(exec, fault);
     }
     for (int64_t i = 0; i < rows; i++) {
         const int64_t slot = index_at(&args->slots, i);

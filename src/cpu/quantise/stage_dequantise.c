@@ -4,7 +4,7 @@
 #include "core/parallel.h"
 #include "cpu/quantise/globals.h"
 #include "cpu/quantise/quantise_kernels.h"
-#include "cpu/quantise/scale_bytes.h"
+#include "cpu/quantise/contents.h"
 #include "cpu/quantise/stages.h"
 
 #include <string.h>
@@ -59,9 +59,12 @@ static void columns_piece(void *arg, int64_t index, int32_t thread)
 quern_status cpu_dequantise(const stage_exec *exec, const dequantise_args *args, void *workspace)
 {
     (void)workspace;
-    const int64_t rows = view_rows(&args->out), used = rows_with_expert(&args->offsets, rows);
-    const quern_status status =
-        check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used);
+    const int64_t rows = view_rows(&args->out);
+    quern_status status = check_ends(exec, &args->offsets, rows);
+    if (status == QUERN_OK) status = check_global_scales(exec, &args->global);
+    if (status != QUERN_OK) return status;
+    const int64_t used = rows_with_expert(&args->offsets, rows);
+    status = check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used);
     if (status != QUERN_OK) return status;
     dequantise_job job = {args, quantise_kernels_for(exec->cpu_level),
                           cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->out)), used};

@@ -9,6 +9,7 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
+#include "cpu/quantise/contents.h"
 #include "cpu/quantise/finite.h"
 #include "cpu/quantise/globals.h"
 #include "cpu/quantise/stages.h"
@@ -169,6 +170,10 @@ quern_status cpu_fused_quantise(const stage_exec *exec, const fused_quantise_arg
     fused_job job = {.args = args, .kernels = quantise_kernels_for(exec->cpu_level)};
     arena a = arena_on(workspace);
     carve(&job, &a);
+    for (int part = 0; part < 2; part++) {
+        const quern_status good = check_global_scales(exec, &args->global[part]);
+        if (good != QUERN_OK) return good;
+    }
     if (args->swiglu) return quantise_swiglu(exec, &job);
     row_magnitudes m = {.bits = job.bits};
     const quern_status status =

@@ -6,6 +6,7 @@
  * and 9/16 byte a value written.
  */
 #include "core/parallel.h"
+#include "cpu/quantise/contents.h"
 #include "cpu/quantise/finite.h"
 #include "cpu/quantise/globals.h"
 #include "cpu/quantise/stages.h"
@@ -125,10 +126,12 @@ static void quantise_columns_piece(void *arg, int64_t index, int32_t thread)
 quern_status cpu_quantise(const stage_exec *exec, const quantise_args *args, void *workspace)
 {
     const int64_t rows = args->slots.ndim > 0 ? args->slots.shape[0] : view_rows(&args->x);
+    quern_status status = check_ends(exec, &args->offsets, rows);
+    if (status == QUERN_OK) status = check_global_scales(exec, &args->given);
+    if (status != QUERN_OK) return status;
     const int64_t used = rows_with_expert(&args->offsets, rows);
     row_magnitudes m = {.bits = workspace};
-    const quern_status status =
-        row_magnitudes_of(exec, &args->x, args->slots.ndim > 0 ? view_rows(&args->x) : used, &m);
+    status = row_magnitudes_of(exec, &args->x, args->slots.ndim > 0 ? view_rows(&args->x) : used, &m);
     if (status != QUERN_OK) return status;
     if (args->given.ndim == 0) write_globals(args, &m, used);
     else copy_globals(args);

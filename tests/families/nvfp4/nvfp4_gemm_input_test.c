@@ -250,9 +250,9 @@ static void bad_operands(void **state)
         s.t.pad_row_offsets = &pad_view;
         pads[0] = i == 0 ? -128 : i == 1 ? 64 : i == 2 ? 128 : 0;
         swizzled[511] = i < 3 ? 0 : 0xFF;
-        refused(&s, i == 0   ? "pad_row_offsets[0] is -128 for 2 rows"
-                    : i == 1 ? "pad_row_offsets[0] is 64 for 2 rows"
-                    : i == 2 ? "pad_row_offsets[0] is 128 for 2 rows"
+        refused(&s, i == 0   ? "pad_row_offsets[0] is -128: a multiple of 128 from 0 to"
+                    : i == 1 ? "pad_row_offsets[0] is 64: a multiple of 128 from 0 to"
+                    : i == 2 ? "pad_row_offsets[0] is 128: a multiple of 128 from 0 to"
                              : "a_scales[511] is the scale byte 0xFF");
     }
     s.t.b_scales = &b_tiles;

@@ -1,10 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-#include "cpu/quantise/scale_bytes.h"
+#include "cpu/quantise/contents.h"
 
 #include "core/parallel.h"
 #include "cpu/quantise/rows.h"
 
+#include <math.h>
 #include <stdatomic.h>
 
 enum { LARGEST_SCALE = 0x7E };
@@ -44,4 +45,28 @@ quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scale
     while (bytes[c] <= LARGEST_SCALE) c++;
     return stage_report(
         exec, (stage_fault){QUERN_STATUS_BAD_SCALE, scales, row * columns + c, .most = LARGEST_SCALE});
+}
+
+quern_status check_global_scales(const stage_exec *exec, const quern_tensor *globals)
+{
+    const int64_t columns = view_columns(globals),
+                  count = globals->ndim > 0 ? view_rows(globals) * columns : 0;
+    for (int64_t i = 0; i < count; i++) {
+        const float g = element_of(view_row(globals, i / columns), QUERN_F32, i % columns);
+        if (!(g > 0.0f) || isinf(g))
+            return stage_report(
+                exec, (stage_fault){.kind = QUERN_STATUS_BAD_GLOBAL, .tensor = globals, .index = i});
+    }
+    return QUERN_OK;
+}
+
+quern_status check_ends(const stage_exec *exec, const quern_tensor *offsets, int64_t rows)
+{
+    const int32_t *ends = offsets->data;
+    int32_t before = 0;
+    for (int64_t e = 0; offsets->ndim > 0 && e < offsets->shape[0]; before = ends[e++])
+        if (ends[e] < before || ends[e] > rows)
+            return stage_report(
+                exec, (stage_fault){QUERN_STATUS_BAD_OFFSETS, offsets, e, .least = before, .most = rows});
+    return QUERN_OK;
 }
