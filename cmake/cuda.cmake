@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # libquern_cuda, the GPU backend, where nvcc is found. Each .cu is one nvcc command that keeps the assembler's report
-# (registers, stack, spills) beside the object: tests/registers.sh compares it with src/cuda/registers.txt. Quotes within
-# an option keep a path with spaces together when nvcc hands it on; its own target of a list of headers it would not
+# (registers, stack, spills) beside the object: tests/registers.sh compares it with src/cuda/registers.txt. Where ptxas
+# says that warpgroups' products wait for each other, which costs a third of a kernel's speed, the build fails. Quotes
+# within an option keep a path with spaces together when nvcc hands it on; its own target of a list of headers it would not
 # escape.
 find_program(QUERN_NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda/bin PATH_SUFFIXES bin)
 if(NOT QUERN_NVCC)
@@ -108,7 +109,8 @@ foreach(source ${cuda_sources})
   endif()
   add_custom_command(
     OUTPUT ${object}.o
-    COMMAND ${CMAKE_COMMAND} -E env sh -c "\"$@\" >\"$0\" 2>&1 || { cat \"$0\" >&2; exit 1; }" ${object}.log
+    COMMAND ${CMAKE_COMMAND} -E env sh -c "{ \"$@\" >\"$0\" 2>&1 && ! grep -q 'are serialized' \"$0\"; } || { cat \"$0\" >&2; rm -f \"\${0%log}o\"; exit 1; }"
+            ${object}.log
             ${launcher} ${QUERN_NVCC} ${nvcc_flags} ${targets} -MD -MT cuda/${object_name}.o -MF ${object}.d -c ${source} -o ${object}.o
     DEPENDS ${source}
     DEPFILE ${object}.d

@@ -241,7 +241,7 @@ static void token_variants_agree(test_random *random, const token_case *c)
 {
     enum { NOT_A_NUMBER = 0x7fc0, INFINITE = 0xff80 };
     static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90_tokens",
-                                          "attend_forward_sm90_apart", "attend_forward_sm90", NULL};
+                                          "attend_forward_sm90_by_block", "attend_forward_sm90", NULL};
     static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90_tokens",
                                            "attend_backward_sm90", NULL};
     const int64_t n = c->n, keys = c->listed > 0 ? n : n / c->block, statistics[] = {1, c->heads, n},
@@ -393,8 +393,8 @@ static void later_lists_change_no_bit(void **state)
     } cases[] = {{4, "attend_forward_sm90_tokens"},
                  {8, "attend_forward_sm90_tokens"},
                  {16, "attend_forward_sm90_tokens"},
-                 {4, "attend_forward_sm90_apart"},
-                 {8, "attend_forward_sm90_apart"}};
+                 {4, "attend_forward_sm90_by_block"},
+                 {8, "attend_forward_sm90_by_block"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const int64_t heads = cases[i].heads;
         const int64_t later = LONG - 64 / heads; /* 128 rows a piece */

@@ -64,14 +64,14 @@ __device__ __forceinline__ void named_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* Blocks of a cluster: all their threads meet, each says so and waits for the others later; an address in
+/* Blocks of a cluster: a barrier of all their threads, arrival and wait apart; an address in
  * another block's shared memory; an arrival there, for what this thread did before, and the wait for such
  * arrivals. */
-__device__ __forceinline__ void cluster_meet()
+__device__ __forceinline__ void cluster_sync_arrive()
 {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_meet_wait()
+__device__ __forceinline__ void cluster_sync_wait()
 {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }

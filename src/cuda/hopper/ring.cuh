@@ -16,7 +16,19 @@ template <int STAGES> struct ring_place {
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0;
     }
+    /* Where the use number `use` is. */
+    static __device__ __forceinline__ ring_place of(int use)
+    {
+        return {use % STAGES, (uint32_t)(use / STAGES & 1)};
+    }
 };
+
+/* The address of one of an array's elements: of the array, and an offset in 32 bits. Where ptxas finds it in
+ * 64, accumulators and addresses no longer fit, and no products overlap. */
+template <typename X, int N> __device__ __forceinline__ uint32_t stage_address(X (&stages)[N], int stage)
+{
+    return smem_address(stages) + stage * (uint32_t)sizeof(X);
+}
 
 template <int STAGES> struct ring {
     uint64_t full[STAGES], free[STAGES];
@@ -29,28 +41,36 @@ template <int STAGES> struct ring {
             mbar_init(smem_address(&free[i]), users);
         }
     }
+    /* Not by stage_address(): from there ptxas finds barriers in 64 bits. */
     __device__ __forceinline__ void wait_free(const ring_place<STAGES> &at)
     {
-        mbar_wait(smem_address(&free[at.stage]), at.parity ^ 1);
+        mbar_wait(smem_address(free) + at.stage * 8, at.parity ^ 1);
     }
     __device__ __forceinline__ void wait_full(const ring_place<STAGES> &at)
     {
-        mbar_wait(smem_address(&full[at.stage]), at.parity);
+        mbar_wait(smem_address(full) + at.stage * 8, at.parity);
+    }
+    /* One arrival, and `bytes` that copies will bring: the barrier that they name. */
+    __device__ __forceinline__ uint32_t expect(const ring_place<STAGES> &at, uint32_t bytes)
+    {
+        const uint32_t bar = smem_address(full) + at.stage * 8;
+        mbar_expect(bar, bytes);
+        return bar;
     }
     __device__ __forceinline__ void give(const ring_place<STAGES> &at)
     {
-        mbar_arrive(smem_address(&full[at.stage]));
+        mbar_arrive(smem_address(full) + at.stage * 8);
     }
     /* One arrival more, once this thread's cp.async so far have landed. */
     __device__ __forceinline__ void give_copies(const ring_place<STAGES> &at)
     {
         asm volatile(
-            "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(&full[at.stage]))
+            "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(full) + at.stage * 8)
             : "memory");
     }
     __device__ __forceinline__ void give_back(const ring_place<STAGES> &at)
     {
-        mbar_arrive(smem_address(&free[at.stage]));
+        mbar_arrive(smem_address(free) + at.stage * 8);
     }
 };
 

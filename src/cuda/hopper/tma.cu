@@ -38,46 +38,60 @@ static cudaError_t find_encoder(tensor_map_encoder **encoder)
     return cudaSuccess;
 }
 
-/* Boxes of `heads` heads by `rows` tokens. panels: of each box, which become a dim of their own; 0: none. */
-static quern_status describe(CUtensorMap *map, const quern_tensor &t, int heads, int rows, int panels)
+quern_status tma_describe(CUtensorMap *map, const tma_tensor &t)
 {
     tensor_map_encoder *encode;
     const cudaError_t code = find_encoder(&encode);
     if (code != cudaSuccess) return cuda_report(code, "looking for cuTensorMapEncodeTiled");
-    const int64_t size = t.dtype == QUERN_F32 ? 4 : 2;
-    const CUtensorMapDataType type = t.dtype == QUERN_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                     : t.dtype == QUERN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const cuuint32_t rank = panels > 0 ? 5 : 4, steps[5] = {1, 1, 1, 1, 1};
-    const cuuint64_t columns = (cuuint64_t)t.shape[3], heads_of = (cuuint64_t)t.shape[2],
-                     tokens = (cuuint64_t)t.shape[1], batch = (cuuint64_t)t.shape[0];
-    cuuint64_t shape[5] = {columns, heads_of, tokens, batch}, strides[4];
-    cuuint32_t box[5] = {(cuuint32_t)(128 / size), (cuuint32_t)heads, (cuuint32_t)rows, 1};
-    for (int i = 0; i < 3; i++)
-        strides[i] = t.shape[2 - i] > 1 ? (cuuint64_t)(t.strides[2 - i] * size)
-                                        : 16; /* the stride of a dim of 1 means nothing */
-    if (panels > 0) {
-        shape[0] = columns / (cuuint64_t)panels;
-        shape[4] = batch;
-        shape[3] = box[3] = (cuuint32_t)panels;
-        box[4] = 1;
-        strides[3] = strides[2];
-        strides[2] = 128;
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    cuuint64_t shape[5], strides[4];
+    cuuint32_t box[5];
+    for (int i = 0; i < t.rank; i++) {
+        shape[i] = (cuuint64_t)t.shape[i];
+        box[i] = (cuuint32_t)t.box[i];
+        if (i > 0) strides[i - 1] = t.shape[i] > 1 ? (cuuint64_t)t.strides[i - 1] : 16;
     }
-    const CUresult result = encode(map, type, rank, t.data, shape, strides, box, steps,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    const CUresult result = encode(map, t.element, (cuuint32_t)t.rank, t.data, shape, strides, box, steps,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, t.swizzle,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return cuda_report(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue,
                        "describing a tensor to the copy engine");
 }
 
-quern_status tma_describe(CUtensorMap *map, const quern_tensor &t, int heads, int rows)
+/* A [B, N, H, D] view, in boxes of `heads` heads by `rows` tokens by 128 bytes. */
+static tma_tensor tensor_of(const quern_tensor &t, int heads, int rows)
 {
-    return describe(map, t, heads, rows, 0);
+    const int64_t size = t.dtype == QUERN_F32 ? 4 : 2;
+    tma_tensor of = {t.data,
+                     t.dtype == QUERN_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                     : t.dtype == QUERN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                     4,
+                     {},
+                     {},
+                     {(int32_t)(128 / size), heads, rows, 1},
+                     CU_TENSOR_MAP_SWIZZLE_128B};
+    for (int i = 0; i < 4; i++) of.shape[i] = t.shape[3 - i];
+    for (int i = 0; i < 3; i++) of.strides[i] = t.strides[2 - i] * size;
+    return of;
 }
 
+quern_status tma_describe(CUtensorMap *map, const quern_tensor &t, int heads, int rows)
+{
+    return tma_describe(map, tensor_of(t, heads, rows));
+}
+
+/* The panels of 64 columns that a copy takes become a dim of their own. */
 quern_status tma_describe_tiles(tma_tiles *tiles, const quern_tensor &t, int rows, int panels)
 {
     tiles->at_once = t.shape[3] == panels * 64 ? panels : 1; /* what lies behind a row is no 0 */
-    return describe(&tiles->map, t, 1, rows, tiles->at_once);
+    tma_tensor of = tensor_of(t, 1, rows);
+    of.rank = 5;
+    of.shape[4] = of.shape[3];
+    of.strides[3] = of.strides[2];
+    of.box[4] = 1;
+    of.shape[0] /= tiles->at_once;
+    of.shape[3] = of.box[3] = tiles->at_once;
+    of.strides[2] = 128;
+    return tma_describe(&tiles->map, of);
 }

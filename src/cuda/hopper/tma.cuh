@@ -11,6 +11,18 @@
 
 #include <cuda.h>
 
+/* A tensor of 2 to 5 dims, the innermost first, and the box of it that a copy takes. Strides in bytes, of the
+ * dims but the first, multiples of 16; that of a dim of 1 means nothing. */
+struct tma_tensor {
+    void *data;
+    CUtensorMapDataType element;
+    int rank;
+    int64_t shape[5], strides[4];
+    int32_t box[5];
+    CUtensorMapSwizzle swizzle;
+};
+quern_status tma_describe(CUtensorMap *map, const tma_tensor &t);
+
 /* Whether a [B, N, H, D] view of 16-bit or f32 elements can be described to the copy engine. */
 bool tma_can(const quern_tensor &t);
 

@@ -3,14 +3,14 @@
 /* attend.cu - attention's variants. */
 #include "variants.cuh"
 
-extern const variant<attend_args> attend_forward_sm90, attend_forward_sm90_apart, attend_forward_sm90_tokens,
-    attend_forward_wgmma, attend_forward_any, attend_forward_f32, attend_backward_sm90,
-    attend_backward_sm90_lists, attend_backward_sm90_tokens, attend_backward_wgmma, attend_backward_any,
-    attend_backward_f32;
+extern const variant<attend_args> attend_forward_sm90, attend_forward_sm90_by_block,
+    attend_forward_sm90_tokens, attend_forward_wgmma, attend_forward_any, attend_forward_f32,
+    attend_backward_sm90, attend_backward_sm90_lists, attend_backward_sm90_tokens, attend_backward_wgmma,
+    attend_backward_any, attend_backward_f32;
 
 static const variant<attend_args> *const forward_list[] = {
 #ifdef QUERN_SM90
-    &attend_forward_sm90, &attend_forward_sm90_apart, &attend_forward_sm90_tokens, &attend_forward_wgmma,
+    &attend_forward_sm90, &attend_forward_sm90_by_block, &attend_forward_sm90_tokens, &attend_forward_wgmma,
 #endif
     &attend_forward_any,  &attend_forward_f32,
 };

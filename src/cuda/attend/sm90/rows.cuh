@@ -12,7 +12,7 @@
 #include "attend/sm90/attend.cuh"
 #include "attend/sm90/work.cuh"
 
-namespace sm90_forward
+namespace attend_parts
 {
 
 /* What a computing thread knows of its rows lane / 4 and that + 8: what they see, and their softmax so far.
@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_rows(float (&o)[OT][4], const attend_kerne
 /* The same, but O goes to rows row0 ... of a tile of M rows in shared memory, as the copy engine reads it.
  * All of the warp's rows are there. */
 template <typename T, int M, int OT>
-__device__ __forceinline__ void leave_tile(const float (&o)[OT][4], const attend_kernel &a, const work &w,
+__device__ __forceinline__ void stage_tile(const float (&o)[OT][4], const attend_kernel &a, const work &w,
                                            const row_state &r, const int (&place)[2], uint32_t tile, int row0)
 {
     const int lane = threadIdx.x & 31;
@@ -247,6 +247,6 @@ __device__ __forceinline__ void pack_rows(const float (&s)[NT][4], uint32_t (&p)
             p[i][j] = pack2<T>(s[i * 2 + (j >> 1)][(j & 1) * 2], s[i * 2 + (j >> 1)][(j & 1) * 2 + 1]);
 }
 
-} // namespace sm90_forward
+} // namespace attend_parts
 
 #endif

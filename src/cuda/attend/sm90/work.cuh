@@ -129,6 +129,22 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
     return false;
 }
 
+/* Pieces of at most `rows` rows, tiles of `keys` keys; of no tile of queries but one where `listed`. */
+static inline work_plan work_plan_of(const attend_args *args, const attend_kernel &a, bool listed, int rows,
+                                     int keys)
+{
+    work_plan plan = {0, 0, rows / a.hs, 1, keys, NULL};
+    if (listed) {
+        if (plan.queries > a.tile) plan.queries = a.tile;
+        plan.per_tile = (a.tile + plan.queries - 1) / plan.queries;
+        plan.box = 16;
+        while (plan.box < keys && a.list_block % (2 * plan.box) == 0) plan.box *= 2;
+    }
+    plan.pieces = (int32_t)(piece_bound(args->seqs, listed ? a.tile : plan.queries, 1) * plan.per_tile);
+    plan.total = plan.pieces * a.units;
+    return plan;
+}
+
 /* A plan's divisors, where sections have `section` units. */
 static inline work_divisions divisions_of(const attend_kernel &a, const work_plan &plan, int section,
                                           bool listed)

@@ -10,7 +10,7 @@
  * queries from the last to the first, each with the heads of the group one after another. S and dP are
  * transposed: S^T = K Q^T leaves P^T and dS^T in registers as the A operands of dV and dK, which stay in
  * registers. dS^T also goes to shared memory, of which dQ is made. Above D = 64 dQ has a warpgroup of its own
- * (dq_apart.cuh); at D = 64 the two take turns, and each makes half of dQ's columns
+ * (dq_warpgroup.cuh); at D = 64 the two take turns, and each makes half of dQ's columns
  * (turns.cuh).
  *
  * With lists of blocks, a block of threads owns 128 slots of one list: its rows are those of the list's tile,
@@ -41,7 +41,7 @@
 #define QUERN_CUDA_ATTEND_SM90_BACKWARD_KERNEL_CUH
 
 #include "common/launch.cuh"
-#include "attend/sm90_backward/dq_apart.cuh"
+#include "attend/sm90_backward/dq_warpgroup.cuh"
 #include "attend/sm90_backward/turns.cuh"
 
 namespace sm90_backward
@@ -58,21 +58,24 @@ template <int DK, int DV> struct layout {
                          DS = DO + STAGES * DO_BYTES;
     static constexpr int DQ = DS + DS_BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
                          BARS = STAT + STAGES * (int)sizeof(statistics);
-    static constexpr bool APART = DK > 64; /* dQ has a warpgroup of its own */
-    static constexpr int DQ_THREADS = APART ? 128 : 128 * GROUPS, THREADS = 128 * (1 + GROUPS + APART);
-    static constexpr int FEED = APART ? 32 : 40, COMPUTE = APART ? 208 : 232,
+    static constexpr bool DQ_WARPGROUP = DK > 64; /* dQ has a warpgroup of its own */
+    static constexpr int DQ_THREADS = DQ_WARPGROUP ? 128 : 128 * GROUPS,
+                         THREADS = 128 * (1 + GROUPS + DQ_WARPGROUP);
+    static constexpr int FEED = DQ_WARPGROUP ? 32 : 40, COMPUTE = DQ_WARPGROUP ? 208 : 232,
                          MAKE_DQ = 64; /* registers a thread */
-    static_assert(FEED + GROUPS * COMPUTE + (APART ? MAKE_DQ : 0) <= 512, "more registers than there are");
+    static_assert(FEED + GROUPS * COMPUTE + (DQ_WARPGROUP ? MAKE_DQ : 0) <= 512,
+                  "more registers than there are");
     static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
                          STAT_FULL = FREE + 8 * STAGES;
     static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, DS_FREE = CLEAN + 8,
                          KEYS_BACK = DS_FREE + 8 * DS_BUFFERS, DS_PART = KEYS_BACK + 8,
                          BLOCK = DS_PART + 4 * DS_BUFFERS;
     static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
-    static constexpr bool RATIO = APART;         /* its delta is of rows without row_scale */
-    static constexpr bool KEYS_OF_ROWS = !APART; /* its first step masks by them, and steps with a part do */
+    static constexpr bool RATIO = DQ_WARPGROUP; /* its delta is of rows without row_scale */
+    static constexpr bool KEYS_OF_ROWS =
+        !DQ_WARPGROUP;                           /* its first step masks by them, and steps with a part do */
     static constexpr bool HALVES = DK > 64;      /* at D 64 steps are too short for it to pay */
-    static constexpr bool ALONE = APART; /* dQ's warpgroup stores tiles that no other block comes to */
+    static constexpr bool ALONE = DQ_WARPGROUP; /* dQ's warpgroup stores tiles that no other block comes to */
     static_assert(store_ring<DK, THREADS / 128 - 1>::BYTES <= BLOCK, "the ring reaches into key_block");
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
@@ -122,9 +125,9 @@ __global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
         else add_rows<at>(a, plan, b, m, base, warp - 2);
     } else if (group <= GROUPS) {
         registers_up<at::COMPUTE>();
-        if constexpr (at::APART) compute_apart<T, at>(a, plan, b, smem, base, group - 1);
+        if constexpr (at::DQ_WARPGROUP) compute_with_dq_warpgroup<T, at>(a, plan, b, smem, base, group - 1);
         else compute_in_turns<T, at>(a, plan, b, smem, base, group - 1);
-    } else if constexpr (at::APART) {
+    } else if constexpr (at::DQ_WARPGROUP) {
         registers_down<at::MAKE_DQ>();
         make_dq<T, at>(a, plan, b, smem, base);
     }

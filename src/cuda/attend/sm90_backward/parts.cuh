@@ -22,9 +22,9 @@ __device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *til
 }
 
 /* Both computing warpgroups, when their products S and dP of a stage are made: `spread` takes what is not
- * finite from its Q and dO, which become finite. They meet at the mbarrier `meet`, twice so that its phases
- * are as before: warpgroups that run different code have no instruction for a named barrier in common, and
- * compute-sanitizer's synccheck reports such a barrier. */
+ * finite from its Q and dO, which become finite. They wait for each other at the mbarrier `meet`, twice so
+ * that its phases are as before: warpgroups that run different code have no instruction for a named barrier
+ * in common, and compute-sanitizer's synccheck reports such a barrier. */
 template <typename T, int ROWS, int DK, int DV, typename F>
 __device__ __forceinline__ void clean_rows(char *q, char *g, uint32_t meet, F spread)
 {

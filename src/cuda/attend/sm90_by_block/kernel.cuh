@@ -17,7 +17,7 @@
  * some thousand tokens of one key/value head. One slice's are added while the next one's are made, in the
  * other of two buffers. launch.cu finds for each slice which tokens chose each block, in whatever
  * order: each row's result is its own. Pieces of tokens whose lists have much in common are left to
- * sm90_tokens/kernel.cuh; the lists of the tokens before them say which (lie_apart).
+ * sm90_tokens/kernel.cuh; the lists of the tokens before them say which (share_little).
  *
  * V that is not finite reaches the rows that see it: V is searched and cleared of it once it is there, and it
  * is added to their O.
@@ -37,10 +37,10 @@
 #include "attend/sm90_tokens/feed.cuh"
 #include "attend/sm90/rows.cuh"
 
-namespace sm90_apart
+namespace sm90_by_block
 {
 
-using sm90_forward::row_state;
+using attend_parts::row_state;
 using sm90_tokens::KEYS;
 
 enum { WARPS = 4, ROWS = 64 /* of a warpgroup */, MERGE_WARPS = 8, MERGE_AHEAD = 4 };
@@ -56,7 +56,7 @@ template <int D> struct layout {
 };
 
 /* The id of token `i` of an item; -1 behind its last. */
-__device__ __forceinline__ int32_t id_of(const apart_slice &s, const apart_item &item, int i)
+__device__ __forceinline__ int32_t id_of(const token_slice &s, const block_item &item, int i)
 {
     return i < item.count ? s.ids[item.first + i] : -1;
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ int32_t id_of(const apart_slice &s, const apart_item 
 /* Begins the copy of the rows of a tile: R heads of each of its tokens. A warp copies its own 16 rows; a lane
  * has the id of one of their tokens. */
 template <typename T, int D, int R>
-__device__ __forceinline__ void copy_rows(const attend_kernel &a, const apart_slice &s, int32_t id,
+__device__ __forceinline__ void copy_rows(const attend_kernel &a, const token_slice &s, int32_t id,
                                           uint32_t to)
 {
     constexpr int CHUNKS = D / 8, OWN = 16; /* rows of a warp */
@@ -74,7 +74,7 @@ __device__ __forceinline__ void copy_rows(const attend_kernel &a, const apart_sl
     for (int r = lane / CHUNKS; r < OWN; r += 32 / CHUNKS) {
         const int32_t of = __shfl_sync(~0u, id, r / R);
         const bool valid = of >= 0 && chunk * 8 < a.dim_k;
-        const T *row = q + (int64_t)(s.query0 + (of >> APART_RANK)) * a.q.s[1] + r % R * a.q.s[2];
+        const T *row = q + (int64_t)(s.query0 + (of >> RANK_BITS)) * a.q.s[1] + r % R * a.q.s[2];
         cp_async16(to + tile_at<ROWS>(row0 + r, chunk), valid ? row : q, valid);
     }
 }
@@ -92,7 +92,7 @@ template <typename T, int D> __device__ __forceinline__ bool clean_values(char *
 
 /* Adds what is not finite in V of the keys from `key` on to a thread's rows, which see the first left[h]. */
 template <typename T, int OT>
-__device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_kernel &a, const apart_slice &s,
+__device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_kernel &a, const token_slice &s,
                                               const int (&left)[2], int key)
 {
     const T *v = (const T *)a.v.p + s.view * a.v.s[0] + s.unit * a.v.s[2] + (threadIdx.x & 3) * 2;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[D / 8][4], const floa
                                                 uint32_t values)
 {
     uint32_t p[KEYS / 16][4];
-    sm90_forward::pack_rows<T>(s, p);
+    attend_parts::pack_rows<T>(s, p);
     const uint64_t v = wg_fresh(wg_tile(values, KEYS * 128));
     wg_start();
 #pragma unroll
@@ -168,8 +168,8 @@ template <int OT> __device__ __forceinline__ uint32_t find_scale(const float (&o
 
 /* Leaves the partial result of a thread's row h; of its four lanes each calls. */
 template <int OT>
-__device__ __forceinline__ void leave_part(const float (&o)[OT][4], const apart_slice &s, int64_t row, int h,
-                                           float top, float sum, bool mine)
+__device__ __forceinline__ void store_partial(const float (&o)[OT][4], const token_slice &s, int64_t row,
+                                              int h, float top, float sum, bool mine)
 {
     const uint32_t scale = find_scale(o, h);
     const float by = __uint_as_float(scale);
@@ -187,15 +187,15 @@ __device__ __forceinline__ void leave_part(const float (&o)[OT][4], const apart_
 }
 
 /* The keys of the block from `key` on that a token sees: the first so many. */
-__device__ __forceinline__ int keys_left(const attend_kernel &a, const apart_slice &s, int32_t id, int key)
+__device__ __forceinline__ int keys_left(const attend_kernel &a, const token_slice &s, int32_t id, int key)
 {
-    const int seen = a.causal ? s.query0 + (id >> APART_RANK) + 1 : (int)a.sq.n_kv;
+    const int seen = a.causal ? s.query0 + (id >> RANK_BITS) + 1 : (int)a.sq.n_kv;
     return id < 0 ? (int)KEYS : (seen < (int)a.sq.n_kv ? seen : (int)a.sq.n_kv) - key;
 }
 
 /* A tile of 64 rows: their partial results over 64 keys. `odd`: something in V was not finite. */
 template <typename T, int D, int R>
-__device__ __forceinline__ void compute_rows(const attend_kernel &a, const apart_slice &s, int32_t id,
+__device__ __forceinline__ void compute_rows(const attend_kernel &a, const token_slice &s, int32_t id,
                                              int key, bool odd, uint32_t rows, uint32_t base)
 {
     constexpr int NT = KEYS / 8, OT = D / 8;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void compute_rows(const attend_kernel &a, const apart
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 if (i * 8 + (lane & 3) * 2 + (j & 1) >= left[j >> 1]) c[i][j] = -INFINITY;
-    sm90_forward::softmax(c, r, shrink, a.scale_log2);
+    attend_parts::softmax(c, r, shrink, a.scale_log2);
     multiply_values<T, D>(o, c, base + layout<D>::V);
     if (odd) add_nonfinite<T>(o, a, s, left, key);
 #pragma unroll
@@ -224,16 +224,16 @@ __device__ __forceinline__ void compute_rows(const attend_kernel &a, const apart
         float sum = r.sum[h];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        const int64_t slot = (int64_t)(own[h] >> APART_RANK) * a.list_k + (own[h] & ((1 << APART_RANK) - 1));
-        leave_part(o, s, slot * R + ((lane >> 2) + h * 8) % R, h, r.top[h], sum, own[h] >= 0);
+        const int64_t slot = (int64_t)(own[h] >> RANK_BITS) * a.list_k + (own[h] & ((1 << RANK_BITS) - 1));
+        store_partial(o, s, slot * R + ((lane >> 2) + h * 8) % R, h, r.top[h], sum, own[h] >= 0);
     }
 }
 
 /* An item: a block of 64 keys and some of the tokens that chose it. */
 template <typename T, int D, int R>
 __global__ void __launch_bounds__(32 * WARPS, 3)
-    attend_apart_blocks(const __grid_constant__ attend_kernel a, const __grid_constant__ apart_slice s,
-                        const __grid_constant__ maps m)
+    attend_by_block_blocks(const __grid_constant__ attend_kernel a, const __grid_constant__ token_slice s,
+                           const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
     typedef layout<D> at;
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
     const uint32_t base = smem_address(smem);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int32_t items = *s.item_count;
-    const apart_item item = s.items[blockIdx.x]; /* or nothing that is read */
+    const block_item item = s.items[blockIdx.x]; /* or nothing that is read */
     let_next_start();
     if ((int)blockIdx.x >= items) {
         wait_for_before(); /* the slice after the next one may write where the one before this was added */
@@ -283,10 +283,10 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
 }
 
 /* Adds a token's partial results, R rows of 32 / R lanes; a warp has a token. The order of a row's columns is
- * that of leave_part(). */
+ * that of store_partial(). */
 template <typename T, int D, int R>
 __global__ void __launch_bounds__(32 * MERGE_WARPS)
-    attend_apart_merge(const __grid_constant__ attend_kernel a, const __grid_constant__ apart_slice s)
+    attend_by_block_merge(const __grid_constant__ attend_kernel a, const __grid_constant__ token_slice s)
 {
     constexpr int LANES = 32 / R, OWN = D / 8 / LANES;
     const int lane = threadIdx.x & 31, sub = lane % LANES, head = lane / LANES,
@@ -354,32 +354,32 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS)
 /* A slice's partial results, and their sums. Each kernel may start before the one before it ends: sums wait
  * for their partial results at once, those for the sums of the slice before at their end. */
 template <typename T, int D, int R>
-static quern_status run_slice(const attend_args *args, const attend_kernel &a, const apart_slice &s,
+static quern_status run_slice(const attend_args *args, const attend_kernel &a, const token_slice &s,
                               cudaStream_t stream)
 {
-    const char *const name = "attend_forward_sm90_apart";
+    const char *const name = "attend_forward_sm90_by_block";
     const dim3 grid((unsigned)s.most_items);
     maps m;
     quern_status status = tma_describe_tiles(&m.k, args->k, KEYS, D / 64);
     if (status == QUERN_OK) status = tma_describe_tiles(&m.v, args->v, KEYS, D / 64);
     if (status == QUERN_OK && s.first)
-        status = launch_shared({stream, NULL}, attend_apart_blocks<T, D, R>, grid, 32 * WARPS,
+        status = launch_shared({stream, NULL}, attend_by_block_blocks<T, D, R>, grid, 32 * WARPS,
                                layout<D>::BYTES, name, a, s, m);
     else if (status == QUERN_OK)
-        status = launch_behind(stream, attend_apart_blocks<T, D, R>, grid, 32 * WARPS, layout<D>::BYTES, name,
-                               a, s, m);
+        status = launch_behind(stream, attend_by_block_blocks<T, D, R>, grid, 32 * WARPS, layout<D>::BYTES,
+                               name, a, s, m);
     if (status != QUERN_OK) return status;
-    return launch_behind(stream, attend_apart_merge<T, D, R>, dim3(blocks_for(s.lists, MERGE_WARPS)),
+    return launch_behind(stream, attend_by_block_merge<T, D, R>, dim3(blocks_for(s.lists, MERGE_WARPS)),
                          32 * MERGE_WARPS, 0, name, a, s);
 }
 
 template <typename T, int D>
-static quern_status run(const attend_args *args, const attend_kernel &a, const apart_slice &s,
+static quern_status run(const attend_args *args, const attend_kernel &a, const token_slice &s,
                         cudaStream_t stream)
 {
     return a.hs == 4 ? run_slice<T, D, 4>(args, a, s, stream) : run_slice<T, D, 8>(args, a, s, stream);
 }
 
-} // namespace sm90_apart
+} // namespace sm90_by_block
 
 #endif

@@ -3,7 +3,7 @@
 /*
  * launch.cu - which calls kernel.cuh takes, and what its kernels ask of the lists: for each slice
  * of tokens, which of them chose each block of keys. plan: a warp for each piece of tokens says whether it is
- * computed here (lie_apart), cleans its lists, and draws each entry's place among its block's. scan: where
+ * computed here (share_little), cleans its lists, and draws each entry's place among its block's. scan: where
  * each block's tokens begin, and items of at most ITEM_TOKENS of them. fill: writes them there. The places
  * are drawn by integer atomics, so their order differs from run to run; it changes no bit, since each row of
  * an item has a result of its own.
@@ -24,8 +24,8 @@ using sm90_tokens::ROWS;
 static const size_t MOST_PARTS = (size_t)144 << 20; /* bytes of a slice */
 enum { ITEM_TOKENS = 64, PLAN_WARPS = 2, SCAN_THREADS = 1024, FILL_THREADS = 256 };
 enum { LEAST_TOKENS = 12288, PLACE_BITS = 13 };
-static_assert(APART_MOST_LISTS == 1 << PLACE_BITS, "an entry's place has PLACE_BITS");
-static const char *const NAME = "attend_forward_sm90_apart";
+static_assert(SLICE_LISTS == 1 << PLACE_BITS, "an entry's place has PLACE_BITS");
+static const char *const NAME = "attend_forward_sm90_by_block";
 
 /* sm90_tokens/feed.cuh's functions for lists that `plan` cleans. */
 struct clean_layout {
@@ -35,17 +35,17 @@ struct clean_layout {
 };
 
 /* The index in memory, and its bounds. */
-struct apart_index {
+struct token_index {
     int64_t pairs, blocks, slices; /* of views and units; of a view; of a pair */
     int64_t lists, items;          /* of a slice, at most */
     int64_t tokens, k;
-    int32_t *apart;   /* [pieces of all units]: whether it is computed here */
+    int32_t *by_block; /* [pieces of all units]: whether it is computed here */
     int32_t *counts;  /* [pairs][tokens] entries of clean lists; -1: not here */
     int32_t *entries; /* [pairs][tokens][k]: block and place */
     int32_t *ids;     /* [pairs][tokens][k]: of each slice, block after block */
     int32_t *start;   /* [pairs][slices][blocks]: a count until the scan */
     int32_t *item_count;
-    apart_item *items_of;      /* [pairs][slices][items] */
+    block_item *items_of;      /* [pairs][slices][items] */
     void *stats[2], *parts[2]; /* of slices that follow one another */
 };
 
@@ -55,18 +55,18 @@ static int64_t piece_of(int64_t group)
     return ROWS / group;
 }
 
-static apart_index carve(const attend_args *args, void *workspace, size_t *bytes)
+static token_index carve(const attend_args *args, void *workspace, size_t *bytes)
 {
     const int64_t n = args->seqs.n_q, k = args->list.shape[3], units = args->k.shape[2],
                   group = args->q.shape[2] / units, piece = piece_of(group);
     const int64_t row = k * group;
-    apart_index x = {};
+    token_index x = {};
     x.pairs = args->seqs.batch * units;
     x.blocks = mask_blocks(args->seqs.n_kv, KEYS);
     x.tokens = n;
     x.k = k;
     x.lists = (int64_t)MOST_PARTS / (row * (sm90_padded_dim(args) * 2 + 16));
-    if (x.lists > APART_MOST_LISTS) x.lists = APART_MOST_LISTS;
+    if (x.lists > SLICE_LISTS) x.lists = SLICE_LISTS;
     if (x.lists > n) x.lists = n;
     x.lists = (x.lists + piece - 1) / piece * piece;
     x.slices = (n + x.lists - 1) / x.lists;
@@ -77,13 +77,13 @@ static apart_index carve(const attend_args *args, void *workspace, size_t *bytes
         p += sm90_whole_lines((size_t)count * size);
         return at;
     };
-    x.apart = (int32_t *)take((n + piece - 1) / piece * x.pairs, 4);
+    x.by_block = (int32_t *)take((n + piece - 1) / piece * x.pairs, 4);
     x.counts = (int32_t *)take(x.pairs * n, 4);
     x.entries = (int32_t *)take(x.pairs * n * k, 4);
     x.ids = (int32_t *)take(x.pairs * n * k, 4);
     x.start = (int32_t *)take(x.pairs * x.slices * x.blocks, 4);
     x.item_count = (int32_t *)take(x.pairs * x.slices, 4);
-    x.items_of = (apart_item *)take(x.pairs * x.slices * x.items, sizeof(apart_item));
+    x.items_of = (block_item *)take(x.pairs * x.slices * x.items, sizeof(block_item));
     for (int i = 0; i < 2; i++) {
         x.stats[i] = take(x.lists * row, 16);
         x.parts[i] = take(x.lists * row * sm90_padded_dim(args), 2);
@@ -107,13 +107,13 @@ static bool takes_shape(const stage_exec *exec, const attend_args *args)
            (forced || args->seqs.n_q >= LEAST_TOKENS);
 }
 
-static bool attend_forward_sm90_apart_supports(const stage_exec *exec, const attend_args *args,
-                                               char why[STAGE_WHY_BYTES])
+static bool attend_forward_sm90_by_block_supports(const stage_exec *exec, const attend_args *args,
+                                                  char why[STAGE_WHY_BYTES])
 {
     return takes_shape(exec, args) && attend_forward_sm90_tokens_supports(exec, args, why);
 }
 
-static size_t attend_forward_sm90_apart_bytes(const stage_exec *exec, const attend_args *args)
+static size_t attend_forward_sm90_by_block_bytes(const stage_exec *exec, const attend_args *args)
 {
     size_t bytes;
     if (!takes_shape(exec, args)) return 0;
@@ -135,8 +135,8 @@ __device__ __forceinline__ int32_t draw_place(int32_t *count, int32_t block, boo
 }
 
 __global__ void __launch_bounds__(32 * PLAN_WARPS)
-    attend_apart_plan(const __grid_constant__ attend_kernel a, const __grid_constant__ work_plan plan,
-                      const __grid_constant__ apart_index x)
+    attend_by_block_plan(const __grid_constant__ attend_kernel a, const __grid_constant__ work_plan plan,
+                         const __grid_constant__ token_index x)
 {
     __shared__ int32_t room[PLAN_WARPS][32 * SM90_TOKEN_LIST], room_counts[PLAN_WARPS][32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, index = (int)blockIdx.x * PLAN_WARPS + warp;
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(32 * PLAN_WARPS)
     int32_t *const clean = room[warp], *const counts = room_counts[warp];
     work w = {};
     find_work<false, true>(a, plan, index, &w);
-    const bool apart = sm90_tokens::lie_apart<clean_layout>(a, w, clean, counts);
-    if (lane == 0) x.apart[index] = apart;
+    const bool little = sm90_tokens::share_little<clean_layout>(a, w, clean, counts);
+    if (lane == 0) x.by_block[index] = little;
     const int64_t first = ((int64_t)w.view * a.units + w.unit) * x.tokens + w.query;
-    if (!apart) {
+    if (!little) {
         if (lane < w.queries) x.counts[first + lane] = -1;
         return;
     }
@@ -190,10 +190,10 @@ __device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *total)
 
 /* A block of threads has a slice. */
 __global__ void __launch_bounds__(SCAN_THREADS)
-    attend_apart_scan(const __grid_constant__ apart_index x, int unit_tokens)
+    attend_by_block_scan(const __grid_constant__ token_index x, int unit_tokens)
 {
     int32_t *const start = x.start + (int64_t)blockIdx.x * x.blocks;
-    apart_item *const items = x.items_of + (int64_t)blockIdx.x * x.items;
+    block_item *const items = x.items_of + (int64_t)blockIdx.x * x.items;
     int32_t before = 0, items_before = 0, all;
     for (int64_t base = 0; base < x.blocks; base += SCAN_THREADS) {
         const int32_t block = (int32_t)base + (int32_t)threadIdx.x,
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(SCAN_THREADS)
 }
 
 __global__ void __launch_bounds__(FILL_THREADS)
-    attend_apart_fill(const __grid_constant__ apart_index x, fast_div by_k)
+    attend_by_block_fill(const __grid_constant__ token_index x, fast_div by_k)
 {
     const int32_t i = (int32_t)(blockIdx.x * FILL_THREADS + threadIdx.x), token = (int32_t)quotient(i, by_k),
                   rank = i - token * (int32_t)x.k;
@@ -225,31 +225,31 @@ __global__ void __launch_bounds__(FILL_THREADS)
                   block = (int32_t)((uint32_t)entry >> PLACE_BITS), place = entry & ((1 << PLACE_BITS) - 1);
     const int64_t first = pair * x.tokens + (int64_t)slice * x.lists;
     x.ids[first * x.k + x.start[(pair * x.slices + slice) * x.blocks + block] + place] =
-        (token - slice * (int32_t)x.lists) << APART_RANK | rank;
+        (token - slice * (int32_t)x.lists) << RANK_BITS | rank;
 }
 
 /* The index of all slices. */
-static quern_status build_index(const attend_kernel &a, const apart_index &x, const work_plan &plan,
+static quern_status build_index(const attend_kernel &a, const token_index &x, const work_plan &plan,
                                 cudaStream_t stream)
 {
     const int64_t slices = x.pairs * x.slices;
     const quern_status status =
         cuda_report(cudaMemsetAsync(x.start, 0, (size_t)(slices * x.blocks) * sizeof(int32_t), stream), NAME);
     if (status != QUERN_OK) return status;
-    attend_apart_plan<<<blocks_for(plan.total, PLAN_WARPS), 32 * PLAN_WARPS, 0, stream>>>(a, plan, x);
-    attend_apart_scan<<<(unsigned)slices, SCAN_THREADS, 0, stream>>>(x, 64 / a.hs);
-    attend_apart_fill<<<dim3(blocks_for(x.tokens * x.k, FILL_THREADS), (unsigned)x.pairs), FILL_THREADS, 0,
-                        stream>>>(x, fast_div_by((uint32_t)x.k));
+    attend_by_block_plan<<<blocks_for(plan.total, PLAN_WARPS), 32 * PLAN_WARPS, 0, stream>>>(a, plan, x);
+    attend_by_block_scan<<<(unsigned)slices, SCAN_THREADS, 0, stream>>>(x, 64 / a.hs);
+    attend_by_block_fill<<<dim3(blocks_for(x.tokens * x.k, FILL_THREADS), (unsigned)x.pairs), FILL_THREADS, 0,
+                           stream>>>(x, fast_div_by((uint32_t)x.k));
     return LAUNCHED(NAME);
 }
 
 /* Slice `s` of a view and unit. */
-static apart_slice slice_of(const attend_args *args, const apart_index &x, int64_t pair, int64_t s)
+static token_slice slice_of(const attend_args *args, const token_index &x, int64_t pair, int64_t s)
 {
     const int64_t units = args->k.shape[2], query0 = s * x.lists, at = pair * x.slices + s,
                   left = x.tokens - query0, lists = left < x.lists ? left : x.lists;
     const int64_t seen = args->causal ? mask_blocks(query0 + lists, KEYS) : x.blocks;
-    apart_slice slice = {};
+    token_slice slice = {};
     slice.view = (int32_t)(pair / units);
     slice.unit = (int32_t)(pair % units);
     slice.query0 = (int32_t)query0;
@@ -265,11 +265,11 @@ static apart_slice slice_of(const attend_args *args, const apart_index &x, int64
     return slice;
 }
 
-static quern_status attend_forward_sm90_apart_run(const stage_exec *exec, const attend_args *args,
-                                                  void *workspace)
+static quern_status attend_forward_sm90_by_block_run(const stage_exec *exec, const attend_args *args,
+                                                     void *workspace)
 {
-    static sm90_attend_apart *const table[2][2] = {{sm90_apart_bf16_64, sm90_apart_bf16_128},
-                                                   {sm90_apart_f16_64, sm90_apart_f16_128}};
+    static sm90_attend_by_block *const table[2][2] = {{sm90_by_block_bf16_64, sm90_by_block_bf16_128},
+                                                      {sm90_by_block_f16_64, sm90_by_block_f16_128}};
     static sm90_attend_but *const others[2][2] = {{sm90_tokens_but_bf16_64, sm90_tokens_but_bf16_128},
                                                   {sm90_tokens_but_f16_64, sm90_tokens_but_f16_128}};
     const cudaStream_t stream = (cudaStream_t)exec->stream;
@@ -278,7 +278,7 @@ static quern_status attend_forward_sm90_apart_run(const stage_exec *exec, const 
     const bool f16 = l.dtype == QUERN_F16, wide = sm90_padded_dim(args) > 64;
     const int64_t piece = piece_of(a.hs);
     size_t bytes;
-    const apart_index x = carve(args, (char *)workspace + sm90_whole_lines(SM90_COUNT_BYTES), &bytes);
+    const token_index x = carve(args, (char *)workspace + sm90_whole_lines(SM90_COUNT_BYTES), &bytes);
     work_plan plan = {(int32_t)piece_bound(args->seqs, piece, 1), 0, (int32_t)piece, 1, KEYS, NULL};
     plan.total = plan.pieces * a.units;
     quern_status status = build_index(a, x, plan, stream);
@@ -286,10 +286,10 @@ static quern_status attend_forward_sm90_apart_run(const stage_exec *exec, const 
         for (int64_t s = 0; s < x.slices && status == QUERN_OK; s++)
             status = table[f16][wide](args, a, slice_of(args, x, pair, s), stream);
     if (status == QUERN_OK)
-        status = others[f16][wide](args, l, x.apart, {exec->multiprocessors}, workspace, stream);
+        status = others[f16][wide](args, l, x.by_block, {exec->multiprocessors}, workspace, stream);
     return status != QUERN_OK ? status : attend_end(exec, args);
 }
 
-extern const variant<attend_args> attend_forward_sm90_apart = {
-    "attend_forward_sm90_apart", attend_forward_sm90_apart_supports, attend_forward_sm90_apart_bytes,
-    attend_forward_sm90_apart_run};
+extern const variant<attend_args> attend_forward_sm90_by_block = {
+    "attend_forward_sm90_by_block", attend_forward_sm90_by_block_supports, attend_forward_sm90_by_block_bytes,
+    attend_forward_sm90_by_block_run};

@@ -32,12 +32,12 @@ enum { P_FULL = 2, P_FREE = 4 }; /* named barriers of each buffer of P */
 
 /* Offsets into shared memory. */
 template <int DK, int DV> struct keys_layout {
-    static constexpr bool APART = DV > 128; /* dK and dV in different warpgroups */
-    static constexpr int DIM_K = DK, DIM_V = DV, KEYS = APART ? 64 : 128, ROWS = 64, STAGES = APART ? 2 : 3;
-    static constexpr int FEED = APART ? 40 : 24, COMPUTE = APART ? 232 : 240; /* registers a thread */
+    static constexpr bool SPLIT = DV > 128; /* dK and dV in different warpgroups */
+    static constexpr int DIM_K = DK, DIM_V = DV, KEYS = SPLIT ? 64 : 128, ROWS = 64, STAGES = SPLIT ? 2 : 3;
+    static constexpr int FEED = SPLIT ? 40 : 24, COMPUTE = SPLIT ? 232 : 240; /* registers a thread */
     static constexpr int Q_BYTES = ROWS * DK * 2, DO_BYTES = ROWS * DV * 2, P_BYTES = KEYS * ROWS * 2;
     static constexpr int K = 0, V = K + KEYS * DK * 2, Q = V + KEYS * DV * 2, DO = Q + STAGES * Q_BYTES;
-    static constexpr int P = DO + STAGES * DO_BYTES, STAT = P + (APART ? 2 * P_BYTES : 0),
+    static constexpr int P = DO + STAGES * DO_BYTES, STAT = P + (SPLIT ? 2 * P_BYTES : 0),
                          BARS = STAT + STAGES * (int)sizeof(statistics);
     static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
                          STAT_FULL = FREE + 8 * STAGES;
@@ -238,9 +238,9 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         else if (warp == 1) fetch_statistics<T, at>(a, plan, b, smem, base);
     } else {
         registers_up<at::COMPUTE>();
-        const int place = (at::APART ? 0 : (group - 1) * 64) + (warp & 3) * 16 + ((threadIdx.x & 31) >> 2);
+        const int place = (at::SPLIT ? 0 : (group - 1) * 64) + (warp & 3) * 16 + ((threadIdx.x & 31) >> 2);
         const key_walk w = {smem, base, group - 1, place, b.key0 + place, b.tiles * a.hs};
-        if constexpr (!at::APART) compute_keys<T, DK, DV>(a, b, w);
+        if constexpr (!at::SPLIT) compute_keys<T, DK, DV>(a, b, w);
         else if (group == 1) compute_values<T, DK, DV>(a, b, w);
         else compute_scores<T, DK, DV>(a, b, w);
     }

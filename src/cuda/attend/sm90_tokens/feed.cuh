@@ -7,7 +7,8 @@
 #ifndef QUERN_CUDA_ATTEND_SM90_TOKENS_FEED_CUH
 #define QUERN_CUDA_ATTEND_SM90_TOKENS_FEED_CUH
 
-#include "hopper/barrier.cuh"
+#include "hopper/nonfinite.cuh"
+#include "hopper/ring.cuh"
 #include "common/launch.cuh"
 #include "hopper/tma.cuh"
 #include "hopper/tma_tiles.cuh"
@@ -29,7 +30,7 @@ struct maps {
 struct alignas(16) stage_note {
     int32_t key;    /* bit 0: it is its turn's last stage */
     uint32_t lists; /* 0: no keys, of a turn whose lists are empty */
-    int32_t odd;    /* bit s: searcher s found something that is not finite */
+    int32_t nonfinite; /* bit s: searcher s found something */
 };
 
 template <bool SHORT> struct list_entry {
@@ -39,33 +40,68 @@ template <> struct list_entry<true> {
     typedef uint16_t type;
 };
 
-/* Offsets into shared memory. SHORT_LISTS: those of a piece have few entries, of 16 bits, which leaves room
- * for one stage more. */
-template <int D_K, int D_V, bool BACK, bool SHORT_LISTS> struct layout {
+typedef uint16_t panel_row[64];
+
+/* Of the backward alone. The zeros come first: memcheck takes wg_repeated's products to read a whole tile
+ * from there on. */
+template <bool BACKWARD, int DV> struct backward_rows {
+};
+template <int DV> struct backward_rows<true, DV> {
+    panel_row zeros[8], d_o[DV / 64][ROWS];
+};
+
+/* SHORT_LISTS: those of a piece have few entries, of 16 bits, which leaves room for one stage more. */
+template <int D_K, int D_V, bool BACK, bool SHORT_LISTS>
+struct __align__(1024) shared : backward_rows<BACK, D_V>
+{
     static constexpr int DK = D_K, DV = D_V;
     static constexpr bool BACKWARD = BACK;
-    static constexpr int TOGETHER = BACK ? 3 : 2; /* eighths, for lie_apart() */
+    static constexpr int TOGETHER = BACK ? 3 : 2; /* eighths, for share_little() */
     typedef typename list_entry<SHORT_LISTS>::type entry;
     static constexpr int MOST_LISTS = SHORT_LISTS && BACK ? 8 : 32,
                          MOST_ENTRIES = MOST_LISTS * (SHORT_LISTS ? 16 : SM90_TOKEN_LIST);
     static constexpr int FEED = BACK ? 40 : 56, COMPUTE = BACK ? 232 : 224; /* registers a thread */
     static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * 168, "more registers than the launch gave");
     static constexpr int STAGES = (DK + DV > 256 ? 4 : 5) - BACK + SHORT_LISTS;
-    /* ZEROS come first: memcheck takes wg_repeated's products to read a whole tile from there on. */
-    static constexpr int ZEROS = 0, Q = ZEROS + (BACK ? 1024 : 0), DO = Q + ROWS * DK * 2,
-                         K = DO + (BACK ? ROWS * DV * 2 : 0), K_STAGE = KEYS * DK * 2,
-                         V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2, BARS = V + STAGES * V_STAGE;
-    static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, DO_FULL = Q_FREE + 8, DO_FREE = DO_FULL + 8,
-                         FULL = DO_FREE + 8, FREE = FULL + 8 * STAGES, CLEAN = FREE + 8 * STAGES,
-                         TURN_FULL = CLEAN + 8 * STAGES, TURN_FREE = TURN_FULL + 16;
-    static constexpr int NOTE = (TURN_FREE + 16 + 15) & ~15;             /* [STAGES] */
-    static constexpr int TURN = NOTE + STAGES * (int)sizeof(stage_note); /* [2] plans */
-    static constexpr int APART =
-        TURN + 2 * (int)sizeof(work);                       /* [2]: whether each list has a warp of its own */
-    static constexpr int COUNT = APART + 2 * 4;             /* [2][MOST_LISTS] entries of lists */
-    static constexpr int LIST = COUNT + 2 * MOST_LISTS * 4; /* [2][MOST_ENTRIES] */
-    static constexpr int BYTES = LIST + 2 * MOST_ENTRIES * (int)sizeof(entry);
-    static_assert(BYTES <= 227 * 1024, "more than a block can have");
+    typedef ring_place<STAGES> place;
+
+    panel_row q[DK / 64][ROWS], k[STAGES][DK / 64][KEYS], v[STAGES][DV / 64][KEYS];
+    ring<1> queries, gradients; /* gradients: dO */
+    ring<STAGES> keys;          /* and values */
+    uint64_t searched[STAGES];  /* barriers */
+    ring<2> plans;
+    stage_note note[STAGES];
+    work plan[2];
+    int32_t by_warp[2]; /* each list has a warp of its own */
+    int32_t count[2][MOST_LISTS];
+    entry list[2][MOST_ENTRIES];
+
+    /* One thread. */
+    __device__ __forceinline__ void init()
+    {
+        queries.init(1, 4 * GROUPS);
+        gradients.init(1, 4 * GROUPS);
+        keys.init(1, 4 * GROUPS + SEARCHERS);
+        for (int i = 0; i < STAGES; i++) mbar_init(smem_address(&searched[i]), SEARCHERS);
+        plans.init(WARP_ARRIVALS, (1 + SEARCHERS + 4 * GROUPS) * WARP_ARRIVALS);
+        mbar_init_done();
+    }
+    __device__ __forceinline__ const work &wait_plan(int turn)
+    {
+        plans.wait_full(ring_place<2>::of(turn));
+        return plan[turn & 1];
+    }
+    /* Each lane's, for what it read. */
+    __device__ __forceinline__ void give_back_plan(int turn)
+    {
+        plans.give_back(ring_place<2>::of(turn));
+    }
+    /* A computing warp has done with a stage. */
+    __device__ __forceinline__ void give_back_stage(int stage)
+    {
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) keys.give_back({stage, 0});
+    }
 };
 
 /* Lists of a turn, rows of a list. */
@@ -93,22 +129,22 @@ __device__ __forceinline__ bool one_token(const attend_kernel &a)
 }
 
 /* Copies a turn's rows; one lane calls. */
-template <typename AT>
+template <typename S>
 __device__ __forceinline__ void copy_rows(const attend_kernel &a, const work &w, int queries, const maps &m,
-                                          uint32_t base, int parity)
+                                          S &sm, int turn)
 {
+    const ring_place<1> at = {0, (uint32_t)(turn & 1)};
     const int bytes = queries * a.hs * 128;
-    mbar_wait(base + AT::Q_FREE, parity ^ 1);
-    mbar_expect(base + AT::Q_FULL, AT::DK / 64 * bytes);
-    for (int p = 0; p < AT::DK / 64; p++)
-        tma_load(base + AT::Q + p * ROWS * 128, m.q, base + AT::Q_FULL, p * 64, w.head0, w.q0 + w.query,
-                 w.view);
-    if (!AT::BACKWARD) return;
-    mbar_wait(base + AT::DO_FREE, parity ^ 1);
-    mbar_expect(base + AT::DO_FULL, AT::DV / 64 * bytes);
-    for (int p = 0; p < AT::DV / 64; p++)
-        tma_load(base + AT::DO + p * ROWS * 128, m.d_o, base + AT::DO_FULL, p * 64, w.head0, w.q0 + w.query,
-                 w.view);
+    sm.queries.wait_free(at);
+    const uint32_t full = sm.queries.expect(at, S::DK / 64 * bytes);
+    for (int p = 0; p < S::DK / 64; p++)
+        tma_load(stage_address(sm.q, p), m.q, full, p * 64, w.head0, w.q0 + w.query, w.view);
+    if constexpr (S::BACKWARD) {
+        sm.gradients.wait_free(at);
+        const uint32_t gradients = sm.gradients.expect(at, S::DV / 64 * bytes);
+        for (int p = 0; p < S::DV / 64; p++)
+            tma_load(stage_address(sm.d_o, p), m.d_o, gradients, p * 64, w.head0, w.q0 + w.query, w.view);
+    }
 }
 
 /* Copies a piece's lists into `clean`, each ascending and without padding, repeats and blocks that no row of
@@ -149,9 +185,9 @@ __device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &
  * of their entries, in the backward three eighths, and block by block (sm90_by_block/kernel.cuh) an eighth.
  * The ways round differently, and no bit of a row may depend on later tokens: so the lists of as many tokens
  * before the piece say it. Their clean ones are left in `clean`. All lanes of the warp call. */
-template <typename AT>
-__device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w, typename AT::entry *clean,
-                                          int32_t *counts)
+template <typename S>
+__device__ __forceinline__ bool share_little(const attend_kernel &a, const work &w, typename S::entry *clean,
+                                             int32_t *counts)
 {
     const int lane = threadIdx.x & 31;
     const list_shape shape = shape_of(a);
@@ -159,12 +195,12 @@ __device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w,
     past.queries = shape.count * a.tile;
     past.query -= past.queries;
     past.list_row -= shape.count;
-    if (past.query < 0 || (AT::BACKWARD ? !one_token(a) : shape.rows > ROWS_OF_WARP)) return false;
+    if (past.query < 0 || (S::BACKWARD ? !one_token(a) : shape.rows > ROWS_OF_WARP)) return false;
     clean_lists(a, past, shape.count, clean, counts);
     __syncwarp();
-    const typename AT::entry *list = clean + lane * a.list_k;
+    const typename S::entry *list = clean + lane * a.list_k;
     const int count = lane < shape.count ? counts[lane] : 0,
-              most = (int)__reduce_add_sync(~0u, (unsigned)count) * AT::TOGETHER / 8;
+              most = (int)__reduce_add_sync(~0u, (unsigned)count) * S::TOGETHER / 8;
     int taken = 0;
     for (int blocks = 0; blocks <= most; blocks++) {
         const uint32_t mine = taken < count ? (uint32_t)list[taken] : ~0u,
@@ -177,9 +213,9 @@ __device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w,
 
 /* Warp 3 of the feeder: plans the turns, two ahead at most, cleans their lists and copies their rows. The
  * last plan has -1 queries. */
-template <typename AT>
+template <typename S>
 __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_plan &plan, const maps &m,
-                                           char *smem, uint32_t base)
+                                           S &sm)
 {
     const int lane = threadIdx.x & 31;
     const list_shape lists = shape_of(a);
@@ -187,42 +223,25 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
     int32_t index = (int32_t)blockIdx.x;
     for (int turn = 0; w.queries >= 0;) {
         if (index >= plan.total) w.queries = -1;
-        else if (!AT::BACKWARD && m.elsewhere != NULL && m.elsewhere[index] != 0) w.queries = 0;
+        else if (!S::BACKWARD && m.elsewhere != NULL && m.elsewhere[index] != 0) w.queries = 0;
         else find_work<false, true>(a, plan, index, &w);
         if (index < plan.total) index = next_piece(plan);
         if (w.queries == 0) continue; /* there may be others */
-        const int half = turn & 1;
-        mbar_wait(base + AT::TURN_FREE + 8 * half, (turn >> 1 & 1) ^ 1);
+        const auto at = ring_place<2>::of(turn);
+        sm.plans.wait_free(at);
         if (w.queries > 0) {
-            typename AT::entry *const clean =
-                (typename AT::entry *)(smem + AT::LIST) + half * AT::MOST_ENTRIES;
-            int32_t *const counts = (int32_t *)(smem + AT::COUNT) + half * AT::MOST_LISTS;
-            const bool apart = (AT::BACKWARD || m.elsewhere == NULL) && lie_apart<AT>(a, w, clean, counts);
+            typename S::entry *const clean = sm.list[at.stage];
+            int32_t *const counts = sm.count[at.stage];
+            const bool little = (S::BACKWARD || m.elsewhere == NULL) && share_little<S>(a, w, clean, counts);
             __syncwarp();
             clean_lists(a, w, lists.count, clean, counts);
-            if (lane == 0) ((int32_t *)(smem + AT::APART))[half] = apart;
+            if (lane == 0) sm.by_warp[at.stage] = little;
         }
-        if (lane == 0) ((work *)(smem + AT::TURN))[half] = w;
-        mbar_arrive(base + AT::TURN_FULL + 8 * half); /* each lane's, for what it wrote */
-        if (lane == 0 && w.queries > 0) copy_rows<AT>(a, w, plan.queries, m, base, half);
+        if (lane == 0) sm.plan[at.stage] = w;
+        sm.plans.give(at); /* each lane's, for what it wrote */
+        if (lane == 0 && w.queries > 0) copy_rows(a, w, plan.queries, m, sm, turn);
         turn++;
     }
-}
-
-template <typename AT> __device__ __forceinline__ const work &wait_turn(char *smem, uint32_t base, int turn)
-{
-    mbar_wait(base + AT::TURN_FULL + 8 * (turn & 1), turn >> 1 & 1);
-    return ((const work *)(smem + AT::TURN))[turn & 1];
-}
-
-template <typename AT> __device__ __forceinline__ bool turn_apart(const char *smem, int turn)
-{
-    return ((const int32_t *)(smem + AT::APART))[turn & 1] != 0;
-}
-
-template <typename AT> __device__ __forceinline__ void free_turn(uint32_t base, int turn)
-{
-    mbar_arrive(base + AT::TURN_FREE + 8 * (turn & 1)); /* each lane's, for what it read */
 }
 
 /* A stage's note as a warp knows it. */
@@ -232,40 +251,35 @@ struct stage_keys {
     bool last;
 };
 
-/* Lane 0 alone reads, and its arrival at FREE tells the feeder. */
-template <typename AT> __device__ __forceinline__ stage_keys read_note(const char *smem, int stage)
+/* Lane 0 alone reads, and its arrival tells the feeder. */
+__device__ __forceinline__ stage_keys read_note(const stage_note &note)
 {
-    const stage_note *note = (const stage_note *)(smem + AT::NOTE) + stage;
     int key = 0;
     uint32_t lists = 0;
     if ((threadIdx.x & 31) == 0) {
-        key = note->key;
-        lists = note->lists;
+        key = note.key;
+        lists = note.lists;
     }
     key = __shfl_sync(~0u, key, 0);
     return {key & ~1, __shfl_sync(~0u, lists, 0), (key & 1) != 0};
 }
 
-template <typename AT> __device__ __forceinline__ bool read_odd(const char *smem, int stage)
+/* Whether a searcher found something that is not finite. */
+__device__ __forceinline__ bool read_nonfinite(const stage_note &note)
 {
-    const stage_note *note = (const stage_note *)(smem + AT::NOTE) + stage;
-    return __shfl_sync(~0u, (threadIdx.x & 31) == 0 ? note->odd : 0, 0) != 0;
+    return __shfl_sync(~0u, (threadIdx.x & 31) == 0 ? note.nonfinite : 0, 0) != 0;
 }
 
 /* Warp 0 of the feeder: merges the lists of each turn, a lane for each, and copies what they chose. */
-template <typename AT>
-__device__ __forceinline__ void feed(const attend_kernel &a, const maps &m, char *smem, uint32_t base)
+template <typename S> __device__ __forceinline__ void feed(const attend_kernel &a, const maps &m, S &sm)
 {
     const int lane = threadIdx.x & 31;
     int step = 0;
     for (int turn = 0;; turn++) {
-        const work &w = wait_turn<AT>(smem, base, turn);
+        const work &w = sm.wait_plan(turn);
         if (w.queries < 0) return;
-        const int count = lane < shape_of(a).count
-                              ? ((const int32_t *)(smem + AT::COUNT))[(turn & 1) * AT::MOST_LISTS + lane]
-                              : 0;
-        const typename AT::entry *list =
-            (const typename AT::entry *)(smem + AT::LIST) + (turn & 1) * AT::MOST_ENTRIES + lane * a.list_k;
+        const int count = lane < shape_of(a).count ? sm.count[turn & 1][lane] : 0;
+        const typename S::entry *list = sm.list[turn & 1] + lane * a.list_k;
         int taken = 0;
         uint32_t mine = count > 0 ? (uint32_t)list[0] : ~0u, next = __reduce_min_sync(~0u, mine);
         for (bool more = true; more;) {
@@ -274,21 +288,20 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const maps &m, char
             next = __reduce_min_sync(~0u, mine);
             more = next != ~0u;
             for (int r = 0; r < a.list_block; r += KEYS, step++) {
-                const int stage = step % AT::STAGES;
+                const auto at = S::place::of(step);
                 const int key = (int)block * a.list_block + r;
                 const bool last = !more && (r + KEYS >= a.list_block || chose == 0);
                 if (lane == 0) {
-                    mbar_wait(base + AT::FREE + 8 * stage, (step / AT::STAGES & 1) ^ 1);
-                    ((stage_note *)(smem + AT::NOTE))[stage] = {key | last, chose, 0};
-                    const uint32_t full = base + AT::FULL + 8 * stage;
+                    sm.keys.wait_free(at);
+                    sm.note[at.stage] = {key | last, chose, 0};
                     if (chose == 0) {
-                        mbar_arrive(full);
+                        sm.keys.give(at);
                     } else {
-                        mbar_expect(full, AT::K_STAGE + AT::V_STAGE);
-                        tma_load_tile<AT::DK / 64, KEYS>(base + AT::K + stage * AT::K_STAGE, m.k, full, w.kvh,
-                                                         w.k0 + key, w.view);
-                        tma_load_tile<AT::DV / 64, KEYS>(base + AT::V + stage * AT::V_STAGE, m.v, full, w.kvh,
-                                                         w.k0 + key, w.view);
+                        const uint32_t full = sm.keys.expect(at, sizeof sm.k[0] + sizeof sm.v[0]);
+                        tma_load_tile<S::DK / 64, KEYS>(stage_address(sm.k, at.stage), m.k, full, w.kvh,
+                                                        w.k0 + key, w.view);
+                        tma_load_tile<S::DV / 64, KEYS>(stage_address(sm.v, at.stage), m.v, full, w.kvh,
+                                                        w.k0 + key, w.view);
                     }
                 }
                 __syncwarp();
@@ -298,58 +311,39 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const maps &m, char
                 }
             }
         }
-        free_turn<AT>(base, turn);
+        sm.give_back_plan(turn);
     }
 }
 
 /* Warps 1 and 2 of the feeder: what is not finite in V becomes 0; in the backward, what is not in K is only
  * noted. A warp whose rows are one token's needs neither. */
-template <typename T, typename AT>
-__device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint32_t base)
+template <typename T, typename S>
+__device__ __forceinline__ void search(const attend_kernel &a, S &sm, int searcher)
 {
-    constexpr int TILE = AT::BACKWARD ? AT::K : AT::V, BYTES = AT::BACKWARD ? AT::K_STAGE : AT::V_STAGE;
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
-    const int lane = threadIdx.x & 31, searcher = (threadIdx.x >> 5) - 1;
+    constexpr int BYTES = S::BACKWARD ? sizeof sm.k[0] : sizeof sm.v[0];
+    const int lane = threadIdx.x & 31;
     int step = 0;
     for (int turn = 0;; turn++) {
-        const work &w = wait_turn<AT>(smem, base, turn);
+        const work &w = sm.wait_plan(turn);
         if (w.queries < 0) return;
-        const bool wanted = !turn_apart<AT>(smem, turn) || !one_token(a);
+        const bool wanted = sm.by_warp[turn & 1] == 0 || !one_token(a);
         for (bool last = false; !last; step++) {
-            const int stage = step % AT::STAGES;
-            mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
-            const stage_keys now = read_note<AT>(smem, stage);
+            const auto at = S::place::of(step);
+            sm.keys.wait_full(at);
+            const stage_keys now = read_note(sm.note[at.stage]);
             last = now.last;
             if (now.lists != 0 && wanted) {
-                char *tile = smem + TILE + stage * BYTES;
-                uint32_t most = 0; /* of the bits without their signs, two values a word */
-#pragma unroll 4
-                for (int i = (searcher * 32 + lane) * 16; i < BYTES; i += SEARCHERS * 512) {
-                    const uint4 x = *(const uint4 *)(tile + i);
-                    most = __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff),
-                                                   __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff)));
-                }
-                const bool odd = (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE;
-                if (__any_sync(~0u, odd)) {
-#pragma unroll 1
-                    for (int i = (searcher * 32 + lane) * 16; !AT::BACKWARD && i < BYTES;
-                         i += SEARCHERS * 512)
-#pragma unroll 1
-                        for (int j = 0; j < 16; j += 2) {
-                            uint16_t *x = (uint16_t *)(tile + i + j);
-                            if ((*x & 0x7fff) >= INFINITE) *x = 0;
-                        }
-                    if (lane == 0) atomicOr(&((stage_note *)(smem + AT::NOTE))[stage].odd, 1 << searcher);
-                    async_fence();
-                }
+                char *tile = S::BACKWARD ? (char *)sm.k[at.stage] : (char *)sm.v[at.stage];
+                if (find_nonfinite<T, BYTES, SEARCHERS, !S::BACKWARD>(tile, searcher) && lane == 0)
+                    atomicOr(&sm.note[at.stage].nonfinite, 1 << searcher);
             }
             __syncwarp();
             if (lane == 0) {
-                if (now.lists != 0 && wanted) mbar_arrive(base + AT::CLEAN + 8 * stage);
-                mbar_arrive(base + AT::FREE + 8 * stage);
+                if (now.lists != 0 && wanted) mbar_arrive(stage_address(sm.searched, at.stage));
+                sm.keys.give_back(at);
             }
         }
-        free_turn<AT>(base, turn);
+        sm.give_back_plan(turn);
     }
 }
 
@@ -405,29 +399,8 @@ __device__ __forceinline__ int end_of_token(const attend_kernel &a, const work &
     return __shfl_sync(~0u, end, 0);
 }
 
-/* A computing warp has done with a stage. */
-template <typename AT> __device__ __forceinline__ void free_stage(uint32_t base, int stage)
-{
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(base + AT::FREE + 8 * stage);
-}
-
-template <typename AT> __device__ __forceinline__ void start_barriers(uint32_t base)
-{
-    mbar_init(base + AT::Q_FULL, 1), mbar_init(base + AT::Q_FREE, 4 * GROUPS);
-    mbar_init(base + AT::DO_FULL, 1), mbar_init(base + AT::DO_FREE, 4 * GROUPS);
-    for (int i = 0; i < AT::STAGES; i++) {
-        mbar_init(base + AT::FULL + 8 * i, 1), mbar_init(base + AT::FREE + 8 * i, 4 * GROUPS + SEARCHERS);
-        mbar_init(base + AT::CLEAN + 8 * i, SEARCHERS);
-    }
-    for (int i = 0; i < 2; i++)
-        mbar_init(base + AT::TURN_FULL + 8 * i, WARP_ARRIVALS),
-            mbar_init(base + AT::TURN_FREE + 8 * i, (1 + SEARCHERS + 4 * GROUPS) * WARP_ARRIVALS);
-    mbar_init_done();
-}
-
 /* The pieces of a call, and the tensors as the copy engine knows them. */
-template <typename AT>
+template <typename S>
 static quern_status plan_launch(const attend_args *args, const attend_kernel &a, const sm90_device &device,
                                 void *workspace, cudaStream_t stream, work_plan *plan, maps *m)
 {
@@ -436,47 +409,49 @@ static quern_status plan_launch(const attend_args *args, const attend_kernel &a,
     *plan = {(int32_t)pieces, (int32_t)total, queries, 1, KEYS, NULL};
     if (total == 0) return QUERN_OK;
     quern_status status = tma_describe(&m->q, args->q, a.hs, queries);
-    if (status == QUERN_OK) status = tma_describe_tiles(&m->k, args->k, KEYS, AT::DK / 64);
-    if (status == QUERN_OK) status = tma_describe_tiles(&m->v, args->v, KEYS, AT::DV / 64);
-    if (status == QUERN_OK && AT::BACKWARD) status = tma_describe(&m->d_o, args->d_o, a.hs, queries);
+    if (status == QUERN_OK) status = tma_describe_tiles(&m->k, args->k, KEYS, S::DK / 64);
+    if (status == QUERN_OK) status = tma_describe_tiles(&m->v, args->v, KEYS, S::DV / 64);
+    if (status == QUERN_OK && S::BACKWARD) status = tma_describe(&m->d_o, args->d_o, a.hs, queries);
     return status != QUERN_OK ? status : sm90_count_from_zero(total, device, workspace, stream, &plan->taken);
 }
 
-/* What each warp of a block does; `compute(base, warp)`: a computing warp's part. */
-template <typename T, typename AT, typename F>
+/* What each warp of a block does; `compute(sm, warp)`: a computing warp's part. */
+template <typename T, typename S, typename F>
 __device__ __forceinline__ void share_out(const attend_kernel &a, const work_plan &plan, const maps &m,
-                                          char *smem, const F &compute)
+                                          const F &compute)
 {
-    const uint32_t base = smem_address(smem);
-    if (threadIdx.x == 0) start_barriers<AT>(base);
-    if (AT::BACKWARD) {
-        if (threadIdx.x < 256) ((uint32_t *)(smem + AT::ZEROS))[threadIdx.x] = 0;
+    extern __shared__ __align__(1024) char smem[];
+    S &sm = *(S *)smem;
+    static_assert(sizeof sm <= 227 * 1024, "more than a block can have");
+    if (threadIdx.x == 0) sm.init();
+    if constexpr (S::BACKWARD) {
+        if (threadIdx.x < 256) ((uint32_t *)sm.zeros)[threadIdx.x] = 0;
         async_fence();
     }
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
-        registers_down<AT::FEED>();
-        if (warp == 0) feed<AT>(a, m, smem, base);
-        else if (warp <= SEARCHERS) search<T, AT>(a, smem, base);
-        else plan_turns<AT>(a, plan, m, smem, base);
+        registers_down<S::FEED>();
+        if (warp == 0) feed(a, m, sm);
+        else if (warp <= SEARCHERS) search<T>(a, sm, warp - 1);
+        else plan_turns(a, plan, m, sm);
     } else {
-        registers_up<AT::COMPUTE>();
-        compute(base, warp - 4);
+        registers_up<S::COMPUTE>();
+        compute(sm, warp - 4);
     }
 }
 
 typedef void tokens_kernel(attend_kernel a, work_plan plan, maps m);
 
 /* Whether the lists of a piece have room as SHORT_LISTS. */
-template <typename AT> static bool lists_are_short(const attend_args *args, const attend_kernel &a)
+template <typename S> static bool lists_are_short(const attend_args *args, const attend_kernel &a)
 {
     const int64_t count = ROWS / (a.tile * a.hs);
-    return count <= AT::MOST_LISTS && count * a.list_k <= AT::MOST_ENTRIES &&
+    return count <= S::MOST_LISTS && count * a.list_k <= S::MOST_ENTRIES &&
            args->k.shape[1] / a.list_block < 65535;
 }
 
-template <typename AT>
+template <typename S>
 static quern_status launch(const attend_args *args, const attend_kernel &a, const sm90_device &device,
                            void *workspace, cudaStream_t stream, tokens_kernel *kernel, const char *name,
                            const int32_t *elsewhere = NULL)
@@ -484,11 +459,11 @@ static quern_status launch(const attend_args *args, const attend_kernel &a, cons
     work_plan plan;
     maps m;
     m.elsewhere = elsewhere;
-    const quern_status status = plan_launch<AT>(args, a, device, workspace, stream, &plan, &m);
+    const quern_status status = plan_launch<S>(args, a, device, workspace, stream, &plan, &m);
     if (status != QUERN_OK || plan.total == 0) return status;
     const unsigned blocks =
         (unsigned)(plan.total < device.multiprocessors ? plan.total : device.multiprocessors);
-    return launch_shared({stream, NULL}, kernel, dim3(blocks), 128 * (GROUPS + 1), AT::BYTES, name, a, plan,
+    return launch_shared({stream, NULL}, kernel, dim3(blocks), 128 * (GROUPS + 1), sizeof(S), name, a, plan,
                          m);
 }
 

@@ -8,12 +8,13 @@
  * which shared memory can be filled from L2. So a persistent block takes the tokens of 128 rows and walks the
  * union of their lists, in the order of the keys: of smooth data's 8 tokens it has 17 to 22 blocks of 64
  * keys, of noise's 90 instead of 128. A piece is multiplied in one of two ways, as its union says
- * (lie_apart):
+ * (share_little):
  *
  * - Together: each of two computing warpgroups has 64 of the rows. It skips blocks that none of them chose;
  *   in the others it multiplies all rows and hides those that did not choose the block: a warpgroup's product
  *   of 64 rows costs what one of 16 would. S = Q K^T of a stage is issued behind the last stage's P V.
- * - Apart, where a list has at most 16 rows: each of the eight warps multiplies the blocks that lists of its
+ * - By warp, where a list has at most 16 rows: each of the eight warps multiplies the blocks that lists of
+ * its
  *   own 16 rows chose (mma.m16n8k16). Eight blocks are under way, and few are multiplied for rows that did
  *   not choose them.
  *
@@ -23,18 +24,19 @@
  *
  * Registers at D = 128: O 64, Q 32, S 32, P 16 of 224; shared memory: Q 32 KB, K and V 160 KB, or 192 where
  * a piece's lists have at most 512 entries. Limit, together: products and exponentials, which take turns.
- * Apart: filling shared memory, and reading 32 KB of it for each token and block (4.6 ms at 64k).
+ * By warp: filling shared memory, and reading 32 KB of it for each token and block (4.6 ms at 64k).
  */
 #ifndef QUERN_CUDA_ATTEND_SM90_TOKENS_KERNEL_CUH
 #define QUERN_CUDA_ATTEND_SM90_TOKENS_KERNEL_CUH
 
-#include "attend/sm90_forward/kernel.cuh"
+#include "attend/sm90/products.cuh"
+#include "attend/sm90/rows.cuh"
 #include "attend/sm90_tokens/feed.cuh"
 
 namespace sm90_tokens
 {
 
-using sm90_forward::row_state;
+using attend_parts::row_state;
 
 /* Hides what the rows do not see, or did not choose, of 64 keys from `key` on. */
 __device__ __forceinline__ void hide(float (&s)[KEYS / 8][4], const row_state &r, const bool (&chose)[2],
@@ -83,10 +85,10 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_ke
 }
 
 /* A turn of a warpgroup's 64 rows: those blocks that some of its lists chose. */
-template <typename T, typename AT, int KT, int OT>
-__device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w, char *smem, uint32_t base,
-                                           int row0, const uint32_t (&q)[KT][4], row_state &r,
-                                           float (&o)[OT][4], int &step, uint32_t &clean)
+template <typename T, typename S, int KT, int OT>
+__device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w, S &sm, int row0,
+                                           const uint32_t (&q)[KT][4], row_state &r, float (&o)[OT][4],
+                                           int &step, uint32_t &clean)
 {
     constexpr int NT = KEYS / 8, DV = OT * 8;
     const int row = row0 + (threadIdx.x >> 2 & 7);
@@ -99,22 +101,23 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
     auto free_before = [&]() {
         wg_wait<0>(o);
         hold(p);
-        if (before >= 0) free_stage<AT>(base, before);
+        if (before >= 0) sm.give_back_stage(before);
         before = -1;
     };
     for (bool last = false; !last; step++) {
-        const int stage = step % AT::STAGES;
-        mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
-        const stage_keys now = read_note<AT>(smem, stage);
+        const auto at = S::place::of(step);
+        const int stage = at.stage;
+        sm.keys.wait_full(at);
+        const stage_keys now = read_note(sm.note[stage]);
         const uint32_t searched = clean >> stage & 1;
         last = now.last;
         if (now.lists != 0) clean ^= 1u << stage;
         if ((now.lists & of_group) == 0) {
             free_before(); /* the feeder may need that stage before one that this warpgroup wants */
-            free_stage<AT>(base, stage);
+            sm.give_back_stage(stage);
             continue;
         }
-        const uint32_t k = base + AT::K + stage * AT::K_STAGE, v = base + AT::V + stage * AT::V_STAGE;
+        const uint32_t k = stage_address(sm.k, stage), v = stage_address(sm.v, stage);
         wg_start();
 #pragma unroll
         for (int c = 0; c < KT; c++) {
@@ -129,11 +132,11 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
         const bool chose[2] = {(now.lists & own[0]) != 0, (now.lists & own[1]) != 0};
         float shrink[2];
         hide(s, r, chose, now.key);
-        sm90_forward::softmax(s, r, shrink, a.scale_log2);
-        sm90_forward::pack_rows<T>(s, p);
+        attend_parts::softmax(s, r, shrink, a.scale_log2);
+        attend_parts::pack_rows<T>(s, p);
         shrink_rows(o, shrink);
-        mbar_wait(base + AT::CLEAN + 8 * stage, searched);
-        if (read_odd<AT>(smem, stage)) add_nonfinite<T, OT>(o, a, w, r, chose, now.key);
+        mbar_wait(stage_address(sm.searched, stage), searched);
+        if (read_nonfinite(sm.note[stage])) add_nonfinite<T, OT>(o, a, w, r, chose, now.key);
         wg_start();
 #pragma unroll
         for (int c = 0; c < KEYS; c += 16)
@@ -145,10 +148,10 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
 
 /* A turn of a warp's 16 rows: those blocks that some of its lists chose. ONE: they are one token's, which
  * spares the search of V. */
-template <typename T, typename AT, bool ONE, int KT, int OT>
-__device__ __forceinline__ void walk_lists(const attend_kernel &a, const work &w, char *smem, uint32_t base,
-                                           int row0, const uint32_t (&q)[KT][4], row_state &r,
-                                           float (&o)[OT][4], int &step, uint32_t &clean)
+template <typename T, bool ONE, typename S, int KT, int OT>
+__device__ __forceinline__ void walk_lists(const attend_kernel &a, const work &w, S &sm, int row0,
+                                           const uint32_t (&q)[KT][4], row_state &r, float (&o)[OT][4],
+                                           int &step, uint32_t &clean)
 {
     constexpr int NT = KEYS / 8;
     const int lane = threadIdx.x & 31, row = row0 + (lane >> 2),
@@ -157,57 +160,58 @@ __device__ __forceinline__ void walk_lists(const attend_kernel &a, const work &w
     const uint32_t own[2] = {1u << row / lists.rows, 1u << (row + 8) / lists.rows},
                    of_warp = ONE ? 1u << row0 / ROWS_OF_WARP : lists_among<ROWS_OF_WARP>(lists, row0);
     for (bool last = false; !last; step++) {
-        const int stage = step % AT::STAGES;
-        mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
-        const stage_keys now = read_note<AT>(smem, stage);
+        const auto at = S::place::of(step);
+        const int stage = at.stage;
+        sm.keys.wait_full(at);
+        const stage_keys now = read_note(sm.note[stage]);
         const uint32_t searched = clean >> stage & 1;
         last = now.last;
         if (!ONE && now.lists != 0) clean ^= 1u << stage;
         if ((now.lists & of_warp) != 0) {
             const int left = ONE ? end - now.key : KEYS;
-            const uint32_t v = base + AT::V + stage * AT::V_STAGE;
+            const uint32_t v = stage_address(sm.v, stage);
             const bool chose[2] = {ONE || (now.lists & own[0]) != 0, ONE || (now.lists & own[1]) != 0};
             float s[NT][4] = {}, shrink[2];
-            product_nt_held<T, KT * 16, NT, KEYS>(s, q, base + AT::K + stage * AT::K_STAGE, 0, lane);
+            product_nt_held<T, KT * 16, NT, KEYS>(s, q, stage_address(sm.k, stage), 0, lane);
             hide(s, r, chose, now.key);
-            sm90_forward::softmax(s, r, shrink, a.scale_log2);
+            attend_parts::softmax(s, r, shrink, a.scale_log2);
             shrink_rows(o, shrink);
             if (!ONE) {
-                mbar_wait(base + AT::CLEAN + 8 * stage, searched);
-                if (read_odd<AT>(smem, stage)) add_nonfinite<T, OT>(o, a, w, r, chose, now.key);
+                mbar_wait(stage_address(sm.searched, stage), searched);
+                if (read_nonfinite(sm.note[stage])) add_nonfinite<T, OT>(o, a, w, r, chose, now.key);
             }
             if (left < KEYS) add_product<T, OT, true>(o, s, v, left);
             else add_product<T, OT, false>(o, s, v, left);
         }
-        free_stage<AT>(base, stage);
+        sm.give_back_stage(stage);
     }
 }
 
 /* A computing warpgroup. */
-template <typename T, typename AT>
-__device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint32_t base, int warp)
+template <typename T, typename S>
+__device__ __forceinline__ void compute(const attend_kernel &a, S &sm, int warp)
 {
-    constexpr int KT = AT::DK / 16, OT = AT::DV / 8;
+    constexpr int KT = S::DK / 16, OT = S::DV / 8;
     const int lane = threadIdx.x & 31, row0 = warp * ROWS_OF_WARP,
               place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
     int step = 0;
-    uint32_t clean = 0; /* the parity of each stage's CLEAN */
+    uint32_t clean = 0; /* the parity of each stage's `searched` */
     for (int turn = 0;; turn++) {
-        const work &w = wait_turn<AT>(smem, base, turn);
+        const work &w = sm.wait_plan(turn);
         if (w.queries < 0) return;
-        row_state r = sm90_forward::begin_rows(a, w, place);
+        row_state r = attend_parts::begin_rows(a, w, place);
         float o[OT][4] = {};
         uint32_t q[KT][4];
-        mbar_wait(base + AT::Q_FULL, turn & 1);
+        sm.queries.wait_full({0, (uint32_t)(turn & 1)});
 #pragma unroll
-        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], base + AT::Q, row0, c * 16, lane);
+        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], smem_address(sm.q), row0, c * 16, lane);
         __syncwarp();
-        if (lane == 0) mbar_arrive(base + AT::Q_FREE);
-        if (!turn_apart<AT>(smem, turn)) walk_union<T, AT>(a, w, smem, base, row0, q, r, o, step, clean);
-        else if (one_token(a)) walk_lists<T, AT, true>(a, w, smem, base, row0, q, r, o, step, clean);
-        else walk_lists<T, AT, false>(a, w, smem, base, row0, q, r, o, step, clean);
-        sm90_forward::store_rows<T, OT>(o, a, w, r, place);
-        free_turn<AT>(base, turn);
+        if (lane == 0) sm.queries.give_back({0, 0});
+        if (sm.by_warp[turn & 1] == 0) walk_union<T>(a, w, sm, row0, q, r, o, step, clean);
+        else if (one_token(a)) walk_lists<T, true>(a, w, sm, row0, q, r, o, step, clean);
+        else walk_lists<T, false>(a, w, sm, row0, q, r, o, step, clean);
+        attend_parts::store_rows<T, OT>(o, a, w, r, place);
+        sm.give_back_plan(turn);
     }
 }
 
@@ -217,9 +221,8 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                           const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
-    extern __shared__ __align__(1024) char smem[];
-    typedef layout<DK, DV, false, SHORT_LISTS> at;
-    share_out<T, at>(a, plan, m, smem, [&](uint32_t base, int warp) { compute<T, at>(a, smem, base, warp); });
+    typedef shared<DK, DV, false, SHORT_LISTS> S;
+    share_out<T, S>(a, plan, m, [&](S &sm, int warp) { compute<T>(a, sm, warp); });
 #endif
 }
 
@@ -229,12 +232,12 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
 {
     const char *const name = "attend_forward_sm90_tokens";
     if constexpr (DK == 128) {
-        typedef layout<DK, DV, false, true> at;
+        typedef shared<DK, DV, false, true> at;
         if (lists_are_short<at>(args, l.kernel))
             return launch<at>(args, l.kernel, device, workspace, stream,
                               attend_forward_tokens<T, DK, DV, true>, name, elsewhere);
     }
-    return launch<layout<DK, DV, false, false>>(args, l.kernel, device, workspace, stream,
+    return launch<shared<DK, DV, false, false>>(args, l.kernel, device, workspace, stream,
                                                 attend_forward_tokens<T, DK, DV, false>, name, elsewhere);
 }
 

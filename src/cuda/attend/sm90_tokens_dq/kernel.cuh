@@ -138,39 +138,40 @@ __device__ __forceinline__ void store_gradient(const float (&dq)[QT][4], const a
 }
 
 /* A turn of a warpgroup's 64 rows: those blocks that some of its lists chose. */
-template <typename T, typename AT, int KT>
-__device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w, char *smem, uint32_t base,
-                                           int row0, const uint32_t (&q)[KT][4], const gradient_rows &r,
+template <typename T, typename S, int KT>
+__device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w, S &sm, int row0,
+                                           const uint32_t (&q)[KT][4], const gradient_rows &r,
                                            float (&dq)[KT * 2][4], int &step, uint32_t &clean)
 {
     constexpr int NT = KEYS / 8, DK = KT * 16;
     const int group = row0 / 64, row = row0 + (threadIdx.x >> 2 & 7);
     const list_shape lists = shape_of(a);
     const uint32_t own[2] = {1u << row / lists.rows, 1u << (row + 8) / lists.rows},
-                   of_group = lists_among<64>(lists, group * 64), g = base + AT::DO + group * 64 * 128;
-    const uint64_t zeros = wg_repeated(base + AT::ZEROS);
+                   of_group = lists_among<64>(lists, group * 64), g = smem_address(sm.d_o) + group * 64 * 128;
+    const uint64_t zeros = wg_repeated(smem_address(sm.zeros));
     float s[NT][4], dp[NT][4];
     uint32_t ds[NT / 2][4] = {};
     int before = -1; /* the stage whose dS K is under way */
     auto free_before = [&]() {
         wg_wait<0>(dq);
         hold(ds);
-        if (before >= 0) free_stage<AT>(base, before);
+        if (before >= 0) sm.give_back_stage(before);
         before = -1;
     };
     for (bool last = false; !last; step++) {
-        const int stage = step % AT::STAGES;
-        mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
-        const stage_keys now = read_note<AT>(smem, stage);
+        const auto at = S::place::of(step);
+        const int stage = at.stage;
+        sm.keys.wait_full(at);
+        const stage_keys now = read_note(sm.note[stage]);
         const uint32_t searched = clean >> stage & 1;
         last = now.last;
         if (now.lists != 0) clean ^= 1u << stage;
         if ((now.lists & of_group) == 0) {
             free_before(); /* the feeder may need that stage before one that this warpgroup wants */
-            free_stage<AT>(base, stage);
+            sm.give_back_stage(stage);
             continue;
         }
-        const uint32_t k = base + AT::K + stage * AT::K_STAGE, v = base + AT::V + stage * AT::V_STAGE;
+        const uint32_t k = stage_address(sm.k, stage), v = stage_address(sm.v, stage);
         wg_start();
 #pragma unroll
         for (int c = 0; c < KT; c++) {
@@ -179,7 +180,7 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
             else wg_rs_wide<T, KEYS, true, false>(s, q[c], keys);
         }
 #pragma unroll
-        for (int c = 0; c < AT::DV; c += 16) {
+        for (int c = 0; c < S::DV; c += 16) {
             const uint64_t x = wg_tile(g + (c >> 6) * (ROWS * 128) + (c & 63) * 2, 0),
                            y = wg_tile(v + (c >> 6) * (KEYS * 128) + (c & 63) * 2, 0);
             if (c == 0) wg_ss_wide<T, KEYS, false>(dp, x, y);
@@ -193,8 +194,8 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
         const int left[2] = {(now.lists & own[0]) != 0 ? r.end[0] - now.key : 0,
                              (now.lists & own[1]) != 0 ? r.end[1] - now.key : 0};
         find_gradients(s, dp, r, left, a.scale_log2);
-        mbar_wait(base + AT::CLEAN + 8 * stage, searched);
-        const bool odd = read_odd<AT>(smem, stage);
+        mbar_wait(stage_address(sm.searched, stage), searched);
+        const bool odd = read_nonfinite(sm.note[stage]);
         if (odd) add_by_key<T, KT * 2>(dq, s, a, w, left, now.key);
 #pragma unroll
         for (int i = 0; i < NT / 2; i++)
@@ -213,61 +214,61 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
 }
 
 /* A turn of a warp's 16 rows, which have one list. */
-template <typename T, typename AT, int KT>
-__device__ __forceinline__ void walk_list(const attend_kernel &a, char *smem, uint32_t base, int row0,
-                                          int end, const uint32_t (&q)[KT][4], const gradient_rows &r,
+template <typename T, typename S, int KT>
+__device__ __forceinline__ void walk_list(const attend_kernel &a, S &sm, int row0, int end,
+                                          const uint32_t (&q)[KT][4], const gradient_rows &r,
                                           float (&dq)[KT * 2][4], int &step)
 {
-    constexpr int NT = KEYS / 8, DV = AT::DV;
+    constexpr int NT = KEYS / 8, DV = S::DV;
     const int lane = threadIdx.x & 31;
     for (bool last = false; !last; step++) {
-        const int stage = step % AT::STAGES;
-        mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
-        const stage_keys now = read_note<AT>(smem, stage);
+        const auto at = S::place::of(step);
+        const int stage = at.stage;
+        sm.keys.wait_full(at);
+        const stage_keys now = read_note(sm.note[stage]);
         last = now.last;
         if (now.lists >> row0 / ROWS_OF_WARP & 1) {
-            const uint32_t k = base + AT::K + stage * AT::K_STAGE;
+            const uint32_t k = stage_address(sm.k, stage);
             const int seen = end - now.key, left[2] = {seen, seen};
             float s[NT][4] = {}, dp[NT][4] = {};
             product_nt_held<T, KT * 16, NT, KEYS>(s, q, k, 0, lane);
-            warp_products::nt<T, DV, NT, ROWS, KEYS>(dp, base + AT::DO, row0,
-                                                     base + AT::V + stage * AT::V_STAGE, 0, lane);
+            warp_products::nt<T, DV, NT, ROWS, KEYS>(dp, smem_address(sm.d_o), row0,
+                                                     stage_address(sm.v, stage), 0, lane);
             find_gradients(s, dp, r, left, a.scale_log2);
             if (seen < KEYS) add_product<T, KT * 2, true>(dq, s, k, seen);
             else add_product<T, KT * 2, false>(dq, s, k, seen);
         }
-        free_stage<AT>(base, stage);
+        sm.give_back_stage(stage);
     }
 }
 
 /* A computing warpgroup. */
-template <typename T, typename AT>
-__device__ __forceinline__ void compute_rows(const attend_kernel &a, char *smem, uint32_t base, int warp)
+template <typename T, typename S>
+__device__ __forceinline__ void compute_rows(const attend_kernel &a, S &sm, int warp)
 {
-    constexpr int KT = AT::DK / 16;
+    constexpr int KT = S::DK / 16;
     const int lane = threadIdx.x & 31, row0 = warp * ROWS_OF_WARP,
               place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
     int step = 0;
-    uint32_t clean = 0; /* the parity of each stage's CLEAN */
+    uint32_t clean = 0; /* the parity of each stage's `searched` */
     for (int turn = 0;; turn++) {
-        const work &w = wait_turn<AT>(smem, base, turn);
+        const work &w = sm.wait_plan(turn);
         if (w.queries < 0) return;
         const gradient_rows r = find_gradient_rows(a, w, place);
         float dq[KT * 2][4] = {};
         uint32_t q[KT][4];
-        mbar_wait(base + AT::Q_FULL, turn & 1);
+        sm.queries.wait_full({0, (uint32_t)(turn & 1)});
 #pragma unroll
-        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], base + AT::Q, row0, c * 16, lane);
+        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], smem_address(sm.q), row0, c * 16, lane);
         __syncwarp();
-        if (lane == 0) mbar_arrive(base + AT::Q_FREE);
-        mbar_wait(base + AT::DO_FULL, turn & 1);
-        if (turn_apart<AT>(smem, turn))
-            walk_list<T, AT>(a, smem, base, row0, end_of_token(a, w, warp), q, r, dq, step);
-        else walk_union<T, AT>(a, w, smem, base, row0, q, r, dq, step, clean);
+        if (lane == 0) sm.queries.give_back({0, 0});
+        sm.gradients.wait_full({0, (uint32_t)(turn & 1)});
+        if (sm.by_warp[turn & 1] != 0) walk_list<T>(a, sm, row0, end_of_token(a, w, warp), q, r, dq, step);
+        else walk_union<T>(a, w, sm, row0, q, r, dq, step, clean);
         __syncwarp();
-        if (lane == 0) mbar_arrive(base + AT::DO_FREE);
+        if (lane == 0) sm.gradients.give_back({0, 0});
         store_gradient<T, KT * 2>(dq, a, w, place);
-        free_turn<AT>(base, turn);
+        sm.give_back_plan(turn);
     }
 }
 
@@ -277,10 +278,8 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                        const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
-    extern __shared__ __align__(1024) char smem[];
-    typedef layout<DK, DV, true, SHORT_LISTS> at;
-    share_out<T, at>(a, plan, m, smem,
-                     [&](uint32_t base, int warp) { compute_rows<T, at>(a, smem, base, warp); });
+    typedef shared<DK, DV, true, SHORT_LISTS> S;
+    share_out<T, S>(a, plan, m, [&](S &sm, int warp) { compute_rows<T>(a, sm, warp); });
 #endif
 }
 
@@ -290,12 +289,12 @@ static quern_status run_rows(const attend_args *args, const attend_launch &l, co
 {
     const char *const name = "attend_backward_sm90_tokens";
     if constexpr (DK == 128) {
-        typedef layout<DK, DV, true, true> at;
+        typedef shared<DK, DV, true, true> at;
         if (lists_are_short<at>(args, l.kernel))
             return launch<at>(args, l.kernel, device, workspace, stream, attend_rows_tokens<T, DK, DV, true>,
                               name);
     }
-    return launch<layout<DK, DV, true, false>>(args, l.kernel, device, workspace, stream,
+    return launch<shared<DK, DV, true, false>>(args, l.kernel, device, workspace, stream,
                                                attend_rows_tokens<T, DK, DV, false>, name);
 }
 

@@ -17,8 +17,10 @@
 #include "attend_gate/sm90/params.cuh"
 #include "common/fold.cuh"
 
-namespace sm90_forward
+namespace sm90_gate
 {
+
+using namespace attend_parts;
 
 enum { AT_ONCE = 8, WORDS = SM90_MASK_WORDS };
 
@@ -246,6 +248,6 @@ __device__ __forceinline__ int choose_by_mean(const float (&sum)[D / 32], const 
     return kept;
 }
 
-} // namespace sm90_forward
+} // namespace sm90_gate
 
 #endif

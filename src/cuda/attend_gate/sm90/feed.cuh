@@ -1,28 +1,101 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* feed.cuh - the warps that plan and make lists in kernel.cuh's kernels; warp 0, which copies, is
- * attend/sm90_forward/feed.cuh's, but for the rows of which lists are made. */
+/* feed.cuh - the warps of the feeding warpgroup that copy (0), plan (3) and make lists (1). */
 #ifndef QUERN_CUDA_ATTEND_GATE_SM90_FEED_CUH
 #define QUERN_CUDA_ATTEND_GATE_SM90_FEED_CUH
 
 #include "attend_gate/sm90/turns.cuh"
 
-namespace sm90_forward
+namespace sm90_gate
 {
 
-/* One thread of warp 0 copies the rows of the tile's other piece. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ void three_branches::copy_others(const call &a, const work_plan &plan,
-                                                            const maps &m, const turn &w, uint32_t base)
+/* Leaves the plan of a turn, and its list. */
+template <int D, typename W>
+__device__ __forceinline__ void publish_turn(const sm90_gated &call, gated_turn &w, int turn,
+                                             shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
-    const int other = a.choice.here ? other_piece<at::M>(tile_of(a.branch[1], w), w) : -1;
+    wait_end_before(sm, turn);
+    gated_turn &left = sm.plan[turn % SM90_BRANCHES];
+    const bool lead = (threadIdx.x & 31) == 0;
+    __syncwarp();
+    if (lead) left = w;
+    __syncwarp();
+    if (W::listed(left) && left.queries > 0 && !W::makes_list(call)) {
+        const attend_kernel &a = W::mask(call, left);
+        const int32_t *list = a.list + left.view * a.list_stride[0] + left.unit * a.list_stride[1] +
+                              left.list_row * a.list_stride[2];
+        const int kept = clean_by_warp(list, a.list_k, a.list_block, left.end, sm.list, sm.scratch);
+        if (lead) left.slots = kept * a.list_block;
+        W::find_whole(left, sm.list, kept, a.list_block);
+    }
+    if constexpr (W::MASKS) W::make_masks(call, left, sm);
+    sm.plans.give(ring_place<SM90_BRANCHES>::of(turn)); /* each lane's, for what it wrote */
+}
+
+/* One thread of warp 0 copies the rows of the tile's other piece. */
+template <int D, typename W>
+__device__ __forceinline__ void three_branches::copy_others(const call &a, const work_plan &plan,
+                                                            const maps &m, const turn &w, shared<D, W> &sm)
+{
+    const int other = a.choice.here ? other_piece<M>(tile_of(a.branch[1], w), w) : -1;
     if (other < 0) return;
-    mbar_expect(base + at::EXTRA + OTHER_FULL, DK / 64 * plan.queries * 128);
+    const uint32_t full = smem_address(&sm.other_full);
+    mbar_expect(full, D / 64 * plan.queries * 128);
 #pragma unroll
-    for (int p = 0; p < DK / 64; p++)
-        tma_load(base + at::SUMS + p * at::M * 128, m.q, base + at::EXTRA + OTHER_FULL, p * 64, w.head0,
-                 w.q0 + other, w.view);
+    for (int p = 0; p < D / 64; p++)
+        tma_load(stage_address(sm.other.q, p), m.q, full, p * 64, w.head0, w.q0 + other, w.view);
+}
+
+/* Warp 0 of the feeder: one thread copies. */
+template <int D, typename W>
+__device__ __forceinline__ void feed(const sm90_gated &call, const work_plan &plan, const typename W::maps &m,
+                                     shared<D, W> &sm)
+{
+    const bool lead = (threadIdx.x & 31) == 0;
+    int step = 0, used = 0; /* tiles and pieces so far */
+    for (int turn = 0;; turn++) {
+        const gated_turn &w = wait_turn(sm, turn);
+        if (w.queries < 0) return;
+        if (turn == 1) wait_for_before();
+        wait_list(w, sm, turn);
+        const int32_t *list = sm.list;
+        const attend_kernel &a = W::mask(call, w);
+        const int tiles = (w.slots + KEYS - 1) / KEYS, box = W::box(call, plan, w);
+        if (W::needs_q(w) && lead) {
+            const auto at = ring_place<1>::of(used);
+            sm.queries.wait_free(at);
+            const uint32_t full = sm.queries.expect(at, D / 64 * plan.queries * a.hs * 128);
+#pragma unroll
+            for (int p = 0; p < D / 64; p++)
+                tma_load(stage_address(sm.q, p), m.q, full, p * 64, w.head0, w.q0 + w.query, w.view);
+            if constexpr (!W::MASKS) W::copy_others(call, plan, m, w, sm);
+            used++;
+        }
+        auto copy = [&](const CUtensorMap &map, uint32_t to, uint32_t bar, int t) {
+            for (int r = 0; r < KEYS; r += box) {
+                const int slot = t * KEYS + r;
+                int key = w.k0 + w.base + slot;
+                if (W::listed(w)) {
+                    const int e = (int)quotient((uint32_t)slot, a.by_block);
+                    key = slot < w.slots ? w.k0 + list[e] * a.list_block + (slot - e * a.list_block)
+                                         : (int)a.sq.n_kv;
+                }
+                for (int p = 0; p < D / 64; p++)
+                    tma_load(to + p * KEYS * 128 + r * 128, map, bar, p * 64, w.kvh, key, w.view);
+            }
+        };
+        if (lead)
+            for (int t = tiles - 1; t >= 0; t--, step++) {
+                const auto at = ring_place<STAGES>::of(step);
+                sm.keys.wait_free(at);
+                const uint32_t keys_full = sm.keys.expect(at, sizeof sm.k[0]);
+                copy(W::k(m, w), stage_address(sm.k, at.stage), keys_full, t);
+                sm.values.wait_free(at);
+                const uint32_t values_full = sm.values.expect(at, sizeof sm.v[0]);
+                copy(W::v(m, w), stage_address(sm.v, at.stage), values_full, t);
+            }
+        free_turn(sm, turn);
+    }
 }
 
 /* Varlen: list rows that no tile has, of those that the kernel makes. The planner of each block calls. */
@@ -45,7 +118,6 @@ static __device__ __forceinline__ void pad_lists(const sm90_choice &c, const att
 }
 
 /* Of a clean list's slots, the tiles that every row sees whole. All lanes of the warp call. */
-template <int KEYS>
 __device__ __forceinline__ void three_branches::find_whole(turn &w, const int32_t *list, int kept, int block)
 {
     int whole = 0;
@@ -61,8 +133,8 @@ __device__ __forceinline__ void three_branches::find_whole(turn &w, const int32_
 
 /* Fills in what the rows of a turn see in its branch; `number`: the rows' sequence, whose keys in other
  * branches than the first may be others. */
-template <int KEYS>
-__device__ __forceinline__ void find_branch(const sm90_gated &call, int32_t number, bool other, gated_turn *w)
+static __device__ __forceinline__ void find_branch(const sm90_gated &call, int32_t number, bool other,
+                                                   gated_turn *w)
 {
     const attend_kernel &a = call.branch[w->branch];
     const sm90_seen &seen = call.seen[w->branch];
@@ -90,115 +162,120 @@ __device__ __forceinline__ void find_branch(const sm90_gated &call, int32_t numb
 }
 
 /* Says that there are no more turns than `turn`. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ void end_turns(int turn, char *smem, uint32_t base)
+template <int D, typename W> __device__ __forceinline__ void end_turns(int turn, shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
-    typename W::turn &left = ((typename W::turn *)(smem + at::TURN))[turn % W::TURNS];
+    gated_turn &left = sm.plan[turn % SM90_BRANCHES];
     if ((threadIdx.x & 31) == 0) left.queries = -1;
-    mbar_arrive(base + at::TURN_FULL + 8 * (turn % W::TURNS)); /* each lane's, for what it wrote */
+    sm.plans.give(ring_place<SM90_BRANCHES>::of(turn)); /* each lane's, for what it wrote */
 }
 
 /* Warp 3 of the feeder: plans the turns, as far ahead as there are places. A piece that ended with something
  * that is not finite comes again; whether it did is known when the piece after the next one is planned. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ void three_branches::plan_pieces(const call &a, const work_plan &plan, char *smem,
-                                                            uint32_t base)
+template <int D, typename W>
+__device__ __forceinline__ void three_branches::plan_pieces(const call &a, const work_plan &plan,
+                                                            shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
     int32_t next = W::first_piece(a, plan), before[2] = {-1, -1}; /* planned before, the last one first */
     pad_lists(a.choice, a.branch[1]);
     for (int turn = 0;;) {
         const int piece = turn / SM90_BRANCHES;
         int32_t index = next;
-        wait_end_before<DK, DV, W>(base, turn);
+        wait_end_before(sm, turn);
         const bool drained = next >= plan.total;
-        bool again = before[1] >= 0 && *odd_piece<at>(smem, piece - 2) != 0;
+        bool again = before[1] >= 0 && sm.again[(piece - 2) % PIECES] != 0;
         if (again) {
             index = before[1];
         } else if (drained) {
-            for (int i = 1; i < SM90_BRANCHES; i++) wait_end_before<DK, DV, W>(base, turn + i);
-            again = before[0] >= 0 && *odd_piece<at>(smem, piece - 1) != 0;
-            if (!again) return end_turns<DK, DV, W>(turn, smem, base);
+            for (int i = 1; i < SM90_BRANCHES; i++) wait_end_before(sm, turn + i);
+            again = before[0] >= 0 && sm.again[(piece - 1) % PIECES] != 0;
+            if (!again) return end_turns(turn, sm);
             index = before[0];
             before[0] = -1;
         }
         before[1] = before[0];
         before[0] = again ? -1 : index;
         __syncwarp(); /* all have read */
-        if ((threadIdx.x & 31) == 0) *odd_piece<at>(smem, piece) = 0;
-        typename W::turn w = {};
+        if ((threadIdx.x & 31) == 0) sm.again[piece % PIECES] = 0;
+        gated_turn w = {};
         int32_t number = 0;
         w.again = again;
         W::find(a, plan, index, &w, &number);
 #pragma unroll 1
         for (int i = 0; i < SM90_BRANCHES; i++, turn++) {
             begin_turn(turn, &w);
-            find_branch<at::KEYS>(a, number, i > 0, &w);
+            find_branch(a, number, i > 0, &w);
             if (W::MASKS && a.choice.here && w.queries > 0 && w.slots == 0) w.slots = 1; /* all hidden */
             W::share(a, plan, index, &w);
             w.list_later = W::listed(w) && a.choice.here;
             if (w.list_later) w.slots = 0;
             if (turn == 1 && !a.choice.here) wait_for_before(); /* what chooses waits itself */
-            leave_turn<DK, DV, W>(a, w, turn, smem, base);
+            publish_turn(a, w, turn, sm);
         }
         if (!again && !drained) next = W::piece_after(a, plan, next);
     }
 }
 
+/* A tile of V becomes finite. */
+template <typename T, int D, typename W>
+__device__ __forceinline__ void search_tile(shared<D, W> &sm, int stage)
+{
+    const bool found = find_nonfinite<T, sizeof sm.v[0], 1, true>((char *)sm.v[stage], 0);
+    if ((threadIdx.x & 31) == 0) sm.nonfinite[stage] = found;
+    mbar_arrive(stage_address(sm.searched, stage)); /* each lane's, for what it wrote */
+}
+
 /* Warp 1 of the feeder: searches the tiles of V of a piece that is computed again. The end of the turn before
  * tells it that the tiles are those that it counts: `step` before this turn's, which it adds. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ int search_again(const typename W::turn &w, int turn, int step, char *smem,
-                                            uint32_t base)
+template <typename T, int D, typename W>
+__device__ __forceinline__ int search_again(const gated_turn &w, int turn, int step, shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
-    const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
+    const int tiles = (w.slots + KEYS - 1) / KEYS;
     if (w.again && tiles > 0) {
-        if (turn > 0)
-            mbar_wait(base + at::TURN_FREE + 8 * ((turn - 1) % W::TURNS), (turn - 1) / W::TURNS & 1);
+        if (turn > 0) {
+            const auto at = ring_place<SM90_BRANCHES>::of(turn - 1);
+            mbar_wait(smem_address(&sm.plans.free[at.stage]), at.parity);
+        }
         for (int t = 0; t < tiles; t++) {
-            const int stage = (step + t) % STAGES;
-            mbar_wait(base + at::V_FULL + 8 * stage, (step + t) / STAGES & 1);
-            search_tile<T, DK, DV, W>(smem, base, stage, 0);
+            const auto at = ring_place<STAGES>::of(step + t);
+            sm.values.wait_full(at);
+            search_tile<T>(sm, at.stage);
         }
     }
     return step + tiles;
 }
 
 /* Warp 1 of the feeder: makes lists. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void three_branches::leave_lists(const call &a, char *smem, uint32_t base)
+template <typename T, int D, typename W>
+__device__ __forceinline__ void three_branches::make_lists(const call &a, shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
     int step = 0, made = 0;
     int32_t entry0 = 0, entries = 0;
-    float sum[DK / 32] = {}; /* of the rows of a piece's tile */
+    float sum[D / 32] = {}; /* of the rows of a piece's tile */
     for (int turn = 0;; turn++) {
-        typename W::turn &w = *(typename W::turn *)&wait_turn<DK, DV, W>(smem, base, turn);
+        gated_turn &w = wait_turn(sm, turn);
         if (w.queries < 0) return;
         if (w.branch == 0) entry0 = w.k0, entries = w.nk;
         if (w.first && w.queries > 0 && a.choice.here) {
-            mbar_wait(base + at::EXTRA + SUMS_FULL, made & 1);
-            read_sums<T, DK>(a.branch[1], w, (const float *)(smem + at::SUMS + at::Q_STAGE), sum);
-            mbar_arrive(base + at::EXTRA + SUMS_READ); /* each lane's, for what it read */
+            mbar_wait(smem_address(&sm.sums_full), made & 1);
+            read_sums<T, D>(a.branch[1], w, sm.other.sum, sum);
+            mbar_arrive(smem_address(&sm.sums_read)); /* each lane's, for what it read */
             made++;
         }
         if (w.list_later) {
             int kept = 0;
             if (w.queries > 0)
-                kept = choose_by_mean<T, DK>(sum, a.choice, a.branch[0], a.branch[1], w, entry0, entries,
-                                             (int32_t *)(smem + at::LIST));
-            find_whole<at::KEYS>(w, (const int32_t *)(smem + at::LIST), kept, a.branch[1].list_block);
+                kept = choose_by_mean<T, D>(sum, a.choice, a.branch[0], a.branch[1], w, entry0, entries,
+                                            sm.list);
+            find_whole(w, sm.list, kept, a.branch[1].list_block);
             if ((threadIdx.x & 31) == 0) w.slots = kept * a.branch[1].list_block;
-            mbar_arrive(base + at::LIST_FULL); /* each lane's, for what it wrote */
+            mbar_arrive(smem_address(&sm.list_full)); /* each lane's, for what it wrote */
             __syncwarp();
         }
-        step = search_again<T, DK, DV, W>(w, turn, step, smem, base);
-        free_turn<DK, DV, W>(base, turn);
+        step = search_again<T>(w, turn, step, sm);
+        free_turn(sm, turn);
     }
 }
 
-} // namespace sm90_forward
+} // namespace sm90_gate
 
 #endif

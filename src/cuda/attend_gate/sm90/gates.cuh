@@ -8,28 +8,28 @@
 
 #include "attend_gate/sm90/feed.cuh"
 
-namespace sm90_forward
+namespace sm90_gate
 {
 
 /* The gates of a share of a piece's rows, of weights in Q's dtype: products of 16 rows with eight columns of
  * weights at a time, three columns for each head of a query, of which a row takes those of its own. The first
  * weights are fetched before Q is there, which `rows_there` waits for. */
-template <typename T, int DK, typename AT, int WARPS, typename F>
-__device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_turn &w, int part, char *smem,
-                                               uint32_t base, const F &rows_there)
+template <typename T, int WARPS, int D, typename W, typename F>
+__device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_turn &w, int part,
+                                               shared<D, W> &sm, const F &rows_there)
 {
     const attend_kernel &b = a.branch[1];
     const int lane = threadIdx.x & 31, columns = SM90_BRANCHES * b.hs, rows = w.queries * b.hs,
               share = (rows + 16 * WARPS - 1) / (16 * WARPS) * 16, from_row = part * share,
               to_row = from_row + share < rows ? from_row + share : rows;
-    float *const gates = (float *)(smem + AT::GATES);
+    float *const gates = &sm.gates[0][0];
 #pragma unroll 1
     for (int n0 = 0; n0 < columns; n0 += 8) {
-        uint32_t weights[DK / 8];
+        uint32_t weights[D / 8];
         const int n = n0 + (lane >> 2), head = n / SM90_BRANCHES, branch = n - head * SM90_BRANCHES;
         const T *from = (const T *)a.w + (w.head0 + head) * a.w_stride[0] + branch * a.w_stride[1];
 #pragma unroll
-        for (int i = 0; i < DK / 8; i++) {
+        for (int i = 0; i < D / 8; i++) {
             const int col = i * 8 + (lane & 3) * 2;
             weights[i] = n < columns && col < b.dim_k ? *(const uint32_t *)(from + col) : 0;
         }
@@ -38,9 +38,9 @@ __device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_
         for (int row0 = from_row; row0 < to_row; row0 += 16) {
             float logit[2][4] = {};
 #pragma unroll
-            for (int i = 0; i < DK / 16; i++) {
+            for (int i = 0; i < D / 16; i++) {
                 uint32_t q[4];
-                load_a<AT::M>(q, base + AT::Q, row0, i * 16, lane);
+                load_a<M>(q, smem_address(sm.q), row0, i * 16, lane);
                 mma16816<T>(logit[i & 1], q, weights[i * 2], weights[i * 2 + 1]);
             }
 #pragma unroll
@@ -133,13 +133,14 @@ __device__ __forceinline__ void sum_logits(float (&g)[8][SM90_BRANCHES])
 }
 
 /* The same of other weights and gates. The lanes share a row's columns, eight rows of one head at a time. */
-template <typename T, typename AT, int WARPS>
-__device__ __forceinline__ void find_gates(const sm90_gated &a, const gated_turn &w, int part, char *smem)
+template <typename T, int WARPS, int D, typename W>
+__device__ __forceinline__ void find_gates(const sm90_gated &a, const gated_turn &w, int part,
+                                           shared<D, W> &sm)
 {
-    constexpr int M = AT::M, COLUMNS = AT::Q_STAGE / M / 64;
+    constexpr int COLUMNS = D / 32;
     const attend_kernel &b = a.branch[1];
     const int lane = threadIdx.x & 31, col = lane * COLUMNS, rows = w.queries * b.hs, hs = b.hs;
-    const char *const from = smem + AT::Q + (col >> 6) * (M * 128) + (col & 7) * 2;
+    const char *const from = (const char *)sm.q + (col >> 6) * (M * 128) + (col & 7) * 2;
 #pragma unroll 1
     for (int j = 0; j < hs; j++) {
         const int head = j + w.head0;
@@ -173,38 +174,36 @@ __device__ __forceinline__ void find_gates(const sm90_gated &a, const gated_turn
             if (a.gate == GATE_WEIGHTS)
                 gate = 1.0f / (1.0f + expf(-(i == 0 ? g[0][0] : i == 1 ? g[0][1] : g[0][2])));
             if (a.gate != GATE_GIVEN && a.gates.p != NULL) *given = gate;
-            ((float *)(smem + AT::GATES))[row * SM90_BRANCHES + i] = gate;
+            sm.gates[row][i] = gate;
         }
     }
     __syncwarp();
 }
 
 /* Warp 2 of the feeder, which is `part` 0 of those that find gates, and warp 1 if there are two. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void three_branches::leave_gates(const call &a, int part, char *smem,
-                                                            uint32_t base)
+template <typename T, int D, typename W>
+__device__ __forceinline__ void three_branches::make_gates(const call &a, int part, shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
     int used = 0, step = 0;
     for (int turn = 0;; turn++) {
-        const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
+        const gated_turn &w = wait_turn(sm, turn);
         if (w.queries < 0) return;
         if (W::needs_q(w)) {
-            const auto rows_there = [&]() { mbar_wait(base + at::Q_FULL, used & 1); };
+            const auto rows_there = [&]() { sm.queries.wait_full(ring_place<1>::of(used)); };
             if (a.gate == GATE_WEIGHTS && !a.w_f32 && a.w_vec) {
-                multiply_gates<T, DK, at, W::GATE_WARPS>(a, w, part, smem, base, rows_there);
+                multiply_gates<T, W::GATE_WARPS>(a, w, part, sm, rows_there);
             } else {
                 rows_there();
-                find_gates<T, at, W::GATE_WARPS>(a, w, part, smem);
+                find_gates<T, W::GATE_WARPS>(a, w, part, sm);
             }
-            mbar_arrive(base + at::GATES_FULL); /* each lane's, for what it wrote */
+            mbar_arrive(smem_address(&sm.gates_full)); /* each lane's, for what it wrote */
             used++;
         }
-        if (part == 1) step = search_again<T, DK, DV, W>(w, turn, step, smem, base);
-        free_turn<DK, DV, W>(base, turn);
+        if (part == 1) step = search_again<T>(w, turn, step, sm);
+        free_turn(sm, turn);
     }
 }
 
-} // namespace sm90_forward
+} // namespace sm90_gate
 
 #endif

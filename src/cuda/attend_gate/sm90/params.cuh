@@ -64,8 +64,8 @@ struct sm90_gated {
     int64_t w_stride[2];
     bool w_f32, w_vec;
     bool behind; /* launched behind a kernel of this call (launch_behind) */
-    bool pairs;  /* launched as clusters of two blocks, of which the first `lends` share a piece */
-    int32_t lends;
+    bool pairs;  /* launched as clusters of two blocks, of which the first `helped` share a piece */
+    int32_t helped;
 };
 typedef quern_status sm90_attend_gated(const attend_gate_args *args, const sm90_gated &a,
                                        const sm90_device &device, void *workspace, cudaStream_t stream);

@@ -5,11 +5,14 @@
 #ifndef QUERN_CUDA_ATTEND_GATE_SM90_TURNS_CUH
 #define QUERN_CUDA_ATTEND_GATE_SM90_TURNS_CUH
 
-#include "attend/sm90_forward/kernel.cuh"
+#include "attend/sm90/products.cuh"
+#include "hopper/nonfinite.cuh"
+#include "hopper/ring.cuh"
+#include "hopper/tma.cuh"
 #include "attend_gate/sm90/choose_by_mean.cuh"
 #include "attend_gate/sm90/params.cuh"
 
-namespace sm90_forward
+namespace sm90_gate
 {
 
 struct gated_maps {
@@ -26,9 +29,9 @@ struct gated_turn : work {
     bool first, last;
     bool again;      /* V is searched */
     bool list_later; /* warp 1 makes the list */
-    bool absent;     /* the other block of the pair walks this branch of the rows */
-    bool lent;       /* the other block stores these rows' O */
-    bool borrows;    /* and takes into it what this one has left */
+    bool peer_walks; /* the other block of the pair walks this branch of the rows */
+    bool for_peer;   /* the other block stores these rows' O */
+    bool adds_peer;  /* and takes into it what this one has left */
 };
 
 /* The keys [lo, hi) that a query of a turn sees: mask_keys() without its cases. */
@@ -42,20 +45,16 @@ __device__ __forceinline__ void keys_of_row(const gated_turn &w, int query, int 
 
 enum { PIECES = 4 }; /* more than are planned and not yet ended */
 
+template <int D, typename W> struct shared;
+
 /* The second branch has lists; the others' pieces are its. */
 struct three_branches {
     typedef sm90_gated call;
     typedef gated_maps maps;
     typedef gated_turn turn;
-    static constexpr bool LISTS = false, GATED = true, MASKS = false;
+    static constexpr bool MASKS = false;
     /* Warps of the feeder that find gates; warps that leave sums. */
-    static constexpr int TURNS = SM90_BRANCHES, LISTS_AHEAD = 1, LIST_MOST = SM90_GATED_LIST, SEARCHERS = 1,
-                         GATE_WARPS = 1, SUMMING = 4;
-    /* Behind what says whether each piece has something that is not finite: barriers of what stands in the
-     * place of the rows' sums before them, rows of the tile's other piece and sums of its rows, and of sums
-     * for another block. */
-    static constexpr int OTHER_FULL = 4 * PIECES, SUMS_FULL = OTHER_FULL + 8, SUMS_READ = SUMS_FULL + 8,
-                         EXTRA = SUMS_READ + 8;
+    static constexpr int GATE_WARPS = 1, SUMMING = 4;
 
     static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index,
                                                 gated_turn *w, int32_t *number)
@@ -94,9 +93,9 @@ struct three_branches {
     static __device__ __forceinline__ bool makes_list(const call &a) { return a.choice.here; }
     static __device__ __forceinline__ void fetch_maps(const maps &m);
     /* Blocks in pairs: sm90_few/kernel.cuh. */
-    static __device__ __forceinline__ void meet(const call &) {}
-    static __device__ __forceinline__ void meet_wait(const call &) {}
-    static __device__ __forceinline__ void part(const call &) {}
+    static __device__ __forceinline__ void arrive_peer(const call &) {}
+    static __device__ __forceinline__ void wait_peer(const call &) {}
+    static __device__ __forceinline__ void end_peer(const call &) {}
     static __device__ __forceinline__ int32_t first_piece(const call &, const work_plan &)
     {
         return (int32_t)blockIdx.x;
@@ -106,28 +105,21 @@ struct three_branches {
         return next_piece(plan);
     }
     static __device__ __forceinline__ void share(const call &, const work_plan &, int32_t, gated_turn *) {}
-    template <typename T, int DK, int DV, typename W>
-    static __device__ __forceinline__ void leave_lists(const call &a, char *smem, uint32_t base);
-    template <int DK, int DV, typename W>
-    static __device__ __forceinline__ void plan_pieces(const call &a, const work_plan &plan, char *smem,
-                                                       uint32_t base);
-    template <typename T, int DK, int DV, typename W>
-    static __device__ __forceinline__ void leave_gates(const call &a, int part, char *smem, uint32_t base);
-    template <typename W> static __device__ __forceinline__ void init_more(uint32_t extra)
-    {
-        mbar_init(extra + OTHER_FULL, 1);
-        mbar_init(extra + SUMS_FULL, W::SUMMING * WARP_ARRIVALS);
-        mbar_init(extra + SUMS_READ, WARP_ARRIVALS);
-    }
-    template <int DK, int DV, typename W>
+    template <typename T, int D, typename W>
+    static __device__ __forceinline__ void make_lists(const call &a, shared<D, W> &sm);
+    template <int D, typename W>
+    static __device__ __forceinline__ void plan_pieces(const call &a, const work_plan &plan,
+                                                       shared<D, W> &sm);
+    template <typename T, int D, typename W>
+    static __device__ __forceinline__ void make_gates(const call &a, int part, shared<D, W> &sm);
+    template <int D, typename W>
     static __device__ __forceinline__ void copy_others(const call &a, const work_plan &plan, const maps &m,
-                                                       const turn &w, uint32_t base);
+                                                       const turn &w, shared<D, W> &sm);
     struct row_masks {
     };
-    template <int KEYS>
     static __device__ __forceinline__ void find_whole(turn &w, const int32_t *list, int kept, int block);
-    template <typename T, int DK, int DV, typename W>
-    static __device__ __forceinline__ void walk(const call &a, char *smem, uint32_t base, int group);
+    template <typename T, int D, typename W>
+    static __device__ __forceinline__ void walk(const call &a, shared<D, W> &sm, int group);
 };
 
 /* The copy engine reads a map from memory when it first uses it. */
@@ -142,12 +134,80 @@ __device__ __forceinline__ void three_branches::fetch_maps(const maps &m)
     }
 }
 
-/* The pieces that the block may have to compute again. */
-template <typename AT> __device__ __forceinline__ int32_t *odd_piece(char *smem, int piece)
+/* HELPERS: the feeder's warps beside those that copy and plan. Registers a thread: FEED of the feeding
+ * warpgroup's, COMPUTE of the others'. */
+enum { STAGES = 2, HELPERS = 2, GROUPS = 2, M = 64 * GROUPS, KEYS = 128, FEED = 72, COMPUTE = 216 };
+static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * (512 / (GROUPS + 1) / 8 * 8),
+              "more registers than a block is launched with: its warps would wait for them for ever");
+
+template <int D, typename W> struct __align__(1024) shared
 {
-    return (int32_t *)(smem + AT::EXTRA) + piece % PIECES;
+    typedef uint16_t panel_row[64];
+    panel_row q[D / 64][M], k[STAGES][D / 64][KEYS], v[STAGES][D / 64][KEYS];
+    /* The threads' sums of the branches; before them, the rows of the tile's other piece and the sums of its
+     * rows. */
+    union {
+        float4 sums[D / 8][M * 2];
+        struct {
+            panel_row q[D / 64][M];
+            float sum[D];
+        } other;
+    };
+    ring<1> queries;
+    ring<STAGES> keys, values;
+    uint64_t searched[STAGES]; /* barriers: V of a stage is finite */
+    ring<SM90_BRANCHES> plans;
+    uint64_t gates_full, list_full, other_full, sums_full, sums_read; /* barriers */
+    int32_t nonfinite[STAGES];                                        /* something was found in V */
+    gated_turn plan[SM90_BRANCHES];
+    int32_t list[W::MASKS ? 1 : SM90_GATED_LIST], scratch[W::MASKS ? 1 : SM90_GATED_LIST];
+    float gates[M][SM90_BRANCHES];
+    int32_t again[PIECES]; /* a piece ended with something that is not finite */
+    uint32_t masks[W::MASKS ? SM90_MASKS : 1][SM90_MASK_WORDS];
+
+    /* One thread. */
+    __device__ __forceinline__ void init()
+    {
+        queries.init(1, 4 * GROUPS);
+        keys.init(1, 4 * GROUPS);
+        values.init(1, 4 * GROUPS);
+        for (int i = 0; i < STAGES; i++) mbar_init(smem_address(&searched[i]), WARP_ARRIVALS);
+        plans.init(WARP_ARRIVALS, (1 + HELPERS + 4 * GROUPS) * WARP_ARRIVALS);
+        mbar_init(smem_address(&gates_full), W::GATE_WARPS * WARP_ARRIVALS);
+        mbar_init(smem_address(&list_full), WARP_ARRIVALS);
+        mbar_init(smem_address(&other_full), 1);
+        mbar_init(smem_address(&sums_full), W::SUMMING * WARP_ARRIVALS);
+        mbar_init(smem_address(&sums_read), WARP_ARRIVALS);
+        mbar_init_done();
+    }
+};
+
+/* The plan of a turn, and its clean list, stay from wait_turn() to free_turn(). */
+template <typename S> __device__ __forceinline__ gated_turn &wait_turn(S &sm, int turn)
+{
+    const auto at = ring_place<SM90_BRANCHES>::of(turn);
+    sm.plans.wait_full(at);
+    return sm.plan[at.stage];
 }
 
-} // namespace sm90_forward
+/* Waits for a list that is left after its plan. */
+template <typename S> __device__ __forceinline__ void wait_list(const gated_turn &w, S &sm, int turn)
+{
+    if (w.list_later) mbar_wait(smem_address(&sm.list_full), turn / SM90_BRANCHES & 1);
+}
+
+/* Each lane's, for what it read. */
+template <typename S> __device__ __forceinline__ void free_turn(S &sm, int turn)
+{
+    sm.plans.give_back(ring_place<SM90_BRANCHES>::of(turn));
+}
+
+/* Waits until the turn whose place `turn` takes has ended. */
+template <typename S> __device__ __forceinline__ void wait_end_before(S &sm, int turn)
+{
+    sm.plans.wait_free(ring_place<SM90_BRANCHES>::of(turn));
+}
+
+} // namespace sm90_gate
 
 #endif

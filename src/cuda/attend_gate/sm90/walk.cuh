@@ -17,8 +17,17 @@
 
 #include "attend_gate/sm90/turns.cuh"
 
-namespace sm90_forward
+namespace sm90_gate
 {
+
+/* Waits until V of a tile is searched; whether something was not finite. */
+template <typename S> __device__ __forceinline__ bool wait_searched(S &sm, int stage, uint32_t *parities)
+{
+    mbar_wait(stage_address(sm.searched, stage), *parities >> stage & 1);
+    *parities ^= 1u << stage;
+    const int found = (threadIdx.x & 31) == 0 ? sm.nonfinite[stage] : 0;
+    return __shfl_sync(~0u, found, 0) != 0; /* lane 0 frees V */
+}
 
 /* The keys of a range that this thread's rows do not see become -inf: those behind a row's last one, and
  * where EARLY those before its first. `key`: the tile's first. */
@@ -37,10 +46,9 @@ __device__ __forceinline__ void hide_range(float (&s)[NT][4], const row_state &r
 }
 
 /* The plan of a turn that has not ended. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ const typename W::turn &plan_of_turn(char *smem, int turn)
+template <typename S> __device__ __forceinline__ const gated_turn &plan_of_turn(S &sm, int turn)
 {
-    return ((const typename W::turn *)(smem + layout<DK, DV, W>::TURN))[turn % W::TURNS];
+    return sm.plan[turn % SM90_BRANCHES];
 }
 
 /* The branch whose tiles are walked: `t` is the tile at hand, and counts down. */
@@ -59,19 +67,18 @@ __device__ __forceinline__ int same(int x)
 }
 
 /* Begins a branch, before its last tile: waits for its plan and its list. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ walked_branch enter_branch(char *smem, uint32_t base, int turn, row_state &r)
+template <int D, typename W>
+__device__ __forceinline__ walked_branch enter_branch(shared<D, W> &sm, int turn, row_state &r)
 {
-    typedef layout<DK, DV, W> at;
-    const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
-    wait_list<DK, DV, W>(w, base, turn);
+    const gated_turn &w = wait_turn(sm, turn);
+    wait_list(w, sm, turn);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         r.top[h] = -INFINITY;
         r.sum[h] = 0.0f;
     }
     return {turn,
-            same((w.slots + at::KEYS - 1) / at::KEYS),
+            same((w.slots + KEYS - 1) / KEYS),
             same(w.whole_from),
             same(w.whole_to),
             same(w.base),
@@ -92,10 +99,9 @@ __device__ __forceinline__ void find_keys(const gated_turn &w, const attend_kern
 }
 
 /* What O of a branch is multiplied by: gate / sum of the thread's rows. Stores LSE. */
-template <typename AT, typename W>
-__device__ __forceinline__ void end_branch(const typename W::call &call, const typename W::turn &w,
-                                           const row_state &r, const int (&place)[2], const char *smem,
-                                           float (&by)[2])
+template <typename S>
+__device__ __forceinline__ void end_branch(const sm90_gated &call, const gated_turn &w, const row_state &r,
+                                           const int (&place)[2], const S &sm, float (&by)[2])
 {
     const attend_kernel &b = call.branch[w.branch];
 #pragma unroll
@@ -104,7 +110,7 @@ __device__ __forceinline__ void end_branch(const typename W::call &call, const t
         const int head = place[h] - query * b.hs + w.head0;
         const bool mine = query < w.queries;
         const float sum = end_row(b, w, r, h, head, (int64_t)w.q0 + w.query + query, mine),
-                    gate = ((const float *)(smem + AT::GATES))[place[h] * SM90_BRANCHES + w.branch];
+                    gate = sm.gates[place[h]][w.branch];
         by[h] = sum == 0.0f || !mine ? 0.0f : gate / sum;
     }
 }
@@ -145,12 +151,12 @@ __device__ __forceinline__ void store_sums(uint32_t at, const float4 &x)
 }
 
 /* Adds O times `by` to the sums of the rows, or begins them. */
-template <int OT, int THREADS>
+template <int OT>
 __device__ __forceinline__ void add_branch(float (&o)[OT][4], const float (&by)[2], bool begun, uint32_t sums)
 {
 #pragma unroll
     for (int i = 0; i < OT; i++) {
-        const uint32_t at = sums + i * THREADS * 16;
+        const uint32_t at = sums + i * (M * 2 * 16);
         float4 x = make_float4(o[i][0] * by[0], o[i][1] * by[0], o[i][2] * by[1], o[i][3] * by[1]);
         if (begun) {
             const float4 before = load_sums(at);
@@ -161,32 +167,30 @@ __device__ __forceinline__ void add_branch(float (&o)[OT][4], const float (&by)[
 }
 
 /* Adds the sums that the other block of the pair found of the same rows. */
-template <int OT, int THREADS>
-__device__ __forceinline__ void borrow_sums(uint32_t sums, uint32_t theirs, bool begun)
+template <int OT> __device__ __forceinline__ void add_peer_sums(uint32_t sums, uint32_t theirs, bool begun)
 {
 #pragma unroll 8
     for (int i = 0; i < OT; i++) {
-        float4 x = cluster_load(theirs + i * THREADS * 16);
+        float4 x = cluster_load(theirs + i * (M * 2 * 16));
         if (begun) {
-            const float4 before = load_sums(sums + i * THREADS * 16);
+            const float4 before = load_sums(sums + i * (M * 2 * 16));
             x = make_float4(before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w);
         }
-        store_sums(sums + i * THREADS * 16, x);
+        store_sums(sums + i * (M * 2 * 16), x);
     }
 }
 
 /* Stores O times `by` and the sums of the rows; notes if something is not finite. */
-template <typename T, typename AT, typename W, int OT>
-__device__ __forceinline__ void store_sums(float (&o)[OT][4], const typename W::call &a,
-                                           const typename W::turn &w, const float (&by)[2], bool begun,
-                                           const int (&place)[2], char *smem)
+template <typename T, typename S, int OT>
+__device__ __forceinline__ void store_sums(float (&o)[OT][4], const sm90_gated &a, const gated_turn &w,
+                                           const float (&by)[2], bool begun, const int (&place)[2], S &sm)
 {
-    const float4 *sums = (const float4 *)(smem + AT::SUMS) + (threadIdx.x - 128);
+    const int thread = threadIdx.x - 128;
     float zero[2] = {0.0f, 0.0f}; /* of this thread's rows, unless something is not finite */
 #pragma unroll
     for (int i = 0; i < OT; i++) {
         float4 before = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (begun) before = sums[i * AT::M * 2];
+        if (begun) before = sm.sums[i][thread];
         o[i][0] = before.x + o[i][0] * by[0], o[i][1] = before.y + o[i][1] * by[0];
         o[i][2] = before.z + o[i][2] * by[1], o[i][3] = before.w + o[i][3] * by[1];
 #pragma unroll
@@ -196,7 +200,7 @@ __device__ __forceinline__ void store_sums(float (&o)[OT][4], const typename W::
                           (int)quotient((uint32_t)place[1], a.branch[1].by_hs)};
     const bool mine[2] = {query[0] < w.queries, query[1] < w.queries};
     if ((mine[0] && zero[0] != 0.0f) || (mine[1] && zero[1] != 0.0f))
-        atomicOr(odd_piece<AT>(smem, w.piece), 1);
+        atomicOr(&sm.again[w.piece % PIECES], 1);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int head = place[h] - query[h] * a.branch[1].hs + w.head0;
@@ -206,44 +210,48 @@ __device__ __forceinline__ void store_sums(float (&o)[OT][4], const typename W::
     }
 }
 
-/* Adds what is not finite in the V of a tile to the rows that see it. */
-template <typename T, int DK, int DV, typename W, int OT>
-__device__ __forceinline__ void add_tile_nonfinite(float (&o)[OT][4], const typename W::call &call, int turn,
-                                                   int t, const int (&place)[2], char *smem)
+/* Adds what is not finite in the V of a tile to the rows that see it, of a branch with a range or a list. */
+template <typename T, int KEYS, int OT>
+__device__ __forceinline__ void add_branch_nonfinite(float (&o)[OT][4], const attend_kernel &a,
+                                                     const gated_turn &w, const int32_t *list,
+                                                     const row_state &r, int slot0)
 {
-    typedef layout<DK, DV, W> at;
-    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, turn);
+    if (list != NULL && w.branch == 1) add_nonfinite<T, KEYS, OT, true>(o, a, w, list, r, slot0);
+    else add_nonfinite<T, KEYS, OT, false>(o, a, w, list, r, slot0);
+}
+
+/* The same of tile t of turn `turn`. */
+template <typename T, int D, typename W, int OT>
+__device__ __forceinline__ void add_tile_nonfinite(float (&o)[OT][4], const sm90_gated &call, int turn, int t,
+                                                   const int (&place)[2], shared<D, W> &sm)
+{
+    const gated_turn &w = plan_of_turn(sm, turn);
     row_state r = {};
     find_keys(w, call.branch[1], place, r);
-    if constexpr (W::MASKS) W::template add_nonfinite<T, at>(o, call, w, r, place, t, smem);
-    else
-        add_turn_nonfinite<T, at::KEYS, W>(o, call.branch[w.branch], w, list_of<DK, DV, W>(smem, turn), r,
-                                           t * at::KEYS);
+    if constexpr (W::MASKS) W::template add_nonfinite<T>(o, call, w, r, place, t, sm);
+    else add_branch_nonfinite<T, KEYS>(o, call.branch[w.branch], w, sm.list, r, t * KEYS);
 }
 
 /* The keys of the tile at hand that this thread's rows do not see become -inf. */
-template <int DK, int DV, typename W, int NT>
-__device__ __forceinline__ void hide_tile(float (&s)[NT][4], const typename W::call &call,
-                                          const walked_branch &b, const int (&place)[2], char *smem,
-                                          row_state &r)
+template <int D, typename W, int NT>
+__device__ __forceinline__ void hide_tile(float (&s)[NT][4], const sm90_gated &call, const walked_branch &b,
+                                          const int (&place)[2], shared<D, W> &sm, row_state &r)
 {
-    constexpr int KEYS = layout<DK, DV, W>::KEYS;
-    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, b.turn);
+    const gated_turn &w = plan_of_turn(sm, b.turn);
     find_keys(w, call.branch[1], place, r);
-    if (!W::MASKS && b.branch == 1)
-        find_slots(w, call.branch[1], list_of<DK, DV, W>(smem, b.turn), b.t * KEYS, r);
+    if (!W::MASKS && b.branch == 1) find_slots(w, call.branch[1], sm.list, b.t * KEYS, r);
     if (b.t < b.whole_from) hide_range<NT, true>(s, r, b.base + b.t * KEYS);
     if (b.t >= b.whole_to) hide_range<NT, false>(s, r, b.base + b.t * KEYS);
 }
 
 /* Chooses the blocks of the thread's rows from the exponentials of all their entries. */
-template <int DK, int DV, typename W, int NT>
-__device__ __forceinline__ void choose_of_tile(const float (&s)[NT][4], const typename W::call &call,
-                                               int turn, const int (&place)[2], char *smem, row_state &r)
+template <int D, typename W, int NT>
+__device__ __forceinline__ void choose_of_tile(const float (&s)[NT][4], const sm90_gated &call, int turn,
+                                               const int (&place)[2], shared<D, W> &sm, row_state &r)
 {
-    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, turn);
+    const gated_turn &w = plan_of_turn(sm, turn);
     find_keys(w, call.branch[1], place, r);
-    W::template choose_blocks<layout<DK, DV, W>>(s, call, w, r, smem);
+    W::choose_blocks(s, call, w, r, sm);
 }
 
 template <int OT> __device__ __forceinline__ void clear_rows(float (&o)[OT][4])
@@ -256,93 +264,88 @@ template <int OT> __device__ __forceinline__ void clear_rows(float (&o)[OT][4])
 
 /* What becomes of a piece's O: rows: there is one; begun: the sums have a branch. */
 struct piece_end {
-    bool rows, lent, borrows, begun;
+    bool rows, for_peer, adds_peer, begun;
 };
 
 /* Leaves the O of a piece whose last turn is `turn`: to the other block of the pair, or in memory. */
-template <typename T, int DK, int DV, typename W, int OT>
-__device__ __forceinline__ void leave_piece(float (&o)[OT][4], const typename W::call &call, int turn,
+template <typename T, int D, typename W, int OT>
+__device__ __forceinline__ void store_piece(float (&o)[OT][4], const sm90_gated &call, int turn,
                                             piece_end end, const float (&by)[2], const int (&place)[2],
-                                            uint32_t own_sums, char *smem, uint32_t base)
+                                            uint32_t own_sums, shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
     if (!end.rows) return;
     if constexpr (W::MASKS) {
         const uint32_t peer = (blockIdx.x & 1) ^ 1;
-        if (end.lent) {
-            add_branch<OT, at::M * 2>(o, by, false, own_sums);
-            cluster_arrive(cluster_address(base + at::EXTRA + W::SUMS_FULL, peer));
+        if (end.for_peer) {
+            add_branch(o, by, false, own_sums);
+            cluster_arrive(cluster_address(smem_address(&sm.sums_full), peer));
         }
-        if (end.borrows) {
-            cluster_wait(base + at::EXTRA + W::SUMS_FULL, 0);
-            borrow_sums<OT, at::M * 2>(own_sums, cluster_address(own_sums, peer), end.begun);
+        if (end.adds_peer) {
+            cluster_wait(smem_address(&sm.sums_full), 0);
+            add_peer_sums<OT>(own_sums, cluster_address(own_sums, peer), end.begun);
             end.begun = true;
         }
     }
-    if (!end.lent)
-        store_sums<T, at, W>(o, call, plan_of_turn<DK, DV, W>(smem, turn), by, end.begun, place, smem);
+    if (!end.for_peer) store_sums<T>(o, call, plan_of_turn(sm, turn), by, end.begun, place, sm);
 }
 
-/* A computing warpgroup on its way: tiles and pieces so far, and the parity of each stage's V_CLEAN. */
+/* A computing warpgroup on its way: tiles and pieces so far, and the parity of each stage's `searched`. */
 struct walker {
     int group, place[2], step, used;
-    uint32_t clean, own_sums;
+    uint32_t searched, own_sums;
 };
 
 /* Leaves the sums of a tile's rows to the warp that makes its list; one warpgroup calls. `others`: how often
  * rows of another piece have come. Whether a loop goes on must not look different from lane to lane: ptxas
  * would do without uniform registers in all that follows, and a tile would take a tenth longer. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void leave_sums_of_rows(const typename W::call &call, const typename W::turn &w,
-                                                   int used, int *others, char *smem, uint32_t base)
+template <typename T, int D, typename W>
+__device__ __forceinline__ void sum_tile_rows(const sm90_gated &call, const gated_turn &w, int used,
+                                              int *others, shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
     const tile_rows tile = tile_of(call.branch[1], w);
-    const int other = same(other_piece<at::M>(tile, w)), own = same(w.query);
-    float sum[DK / 8][4] = {};
-    mbar_wait(base + at::Q_FULL, used & 1);
-    if (other >= 0) mbar_wait(base + at::EXTRA + W::OTHER_FULL, (*others)++ & 1);
+    const int other = same(other_piece<M>(tile, w)), own = same(w.query);
+    float sum[D / 8][4] = {};
+    sm.queries.wait_full(ring_place<1>::of(used));
+    if (other >= 0) mbar_wait(smem_address(&sm.other_full), (*others)++ & 1);
 #pragma unroll 1
     for (int n = same(tile.first); n >= 0; n = n < own ? own : n < other ? other : -1) {
         const int left = same(tile.end) - n;
-        sum_rows<T, DK, at::M>(sum, base + (n == own ? at::Q : at::SUMS), left < at::M ? left : at::M);
+        sum_rows<T, D, M>(sum, n == own ? smem_address(sm.q) : smem_address(sm.other.q), left < M ? left : M);
     }
     if ((threadIdx.x & 127) < 4) {
-        float2 *const to = (float2 *)(smem + at::SUMS + at::Q_STAGE) + (threadIdx.x & 3);
+        float2 *const to = (float2 *)sm.other.sum + (threadIdx.x & 3);
 #pragma unroll
-        for (int i = 0; i < DK / 8; i++) to[i * 4] = make_float2(sum[i][0], sum[i][1]);
+        for (int i = 0; i < D / 8; i++) to[i * 4] = make_float2(sum[i][0], sum[i][1]);
     }
-    mbar_arrive(base + at::EXTRA + W::SUMS_FULL); /* each lane's, for what it wrote */
+    mbar_arrive(smem_address(&sm.sums_full)); /* each lane's, for what it wrote */
 }
 
 /* Frees the turns from ... to. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ void free_turns(uint32_t base, int from, int to)
+template <typename S> __device__ __forceinline__ void free_turns(S &sm, int from, int to)
 {
-    for (int i = from; i <= to; i++) free_turn<DK, DV, W>(base, i);
+    for (int i = from; i <= to; i++) free_turn(sm, i);
 }
 
 /* Frees the places of a piece's rows, if it has some, and of their sums: the copy engine may bring others. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ void free_rows(bool rows, const typename W::call &call, uint32_t base)
+template <int D, typename W>
+__device__ __forceinline__ void free_rows(bool rows, const sm90_gated &call, shared<D, W> &sm)
 {
     if (rows && !W::MASKS && call.choice.here) {
         async_fence();
         __syncwarp();
     }
-    if (rows && (threadIdx.x & 31) == 0) mbar_arrive(base + layout<DK, DV, W>::Q_FREE);
+    if (rows && (threadIdx.x & 31) == 0) sm.queries.give_back({0, 0});
 }
 
 /* Walks the piece whose first turn is `turn`. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void walk_piece(const typename W::call &call, const typename W::turn &first,
-                                           int turn, walker &x, char *smem, uint32_t base)
+template <typename T, int D, typename W>
+__device__ __forceinline__ void walk_piece(const sm90_gated &call, const gated_turn &first, int turn,
+                                           walker &x, shared<D, W> &sm)
 {
-    typedef layout<DK, DV, W> at;
-    constexpr int KEYS = at::KEYS, GROUPS = shape<DK, DV, W>::GROUPS, NT = KEYS / 8, OT = DV / 8;
+    constexpr int NT = KEYS / 8, OT = D / 8;
     const int own = 1 + x.group, next = 1 + (x.group + 1) % GROUPS;
-    const bool rows = same(first.queries > 0), again = same(first.again), lent = same(first.lent),
-               borrows = same(first.borrows);
+    const bool rows = same(first.queries > 0), again = same(first.again), for_peer = same(first.for_peer),
+               adds_peer = same(first.adds_peer);
     row_state r;
     float o[OT][4] = {}, s[NT][4], shrink[2], by[2] = {0.0f, 0.0f};
     uint32_t p[NT / 2][4] = {};
@@ -350,28 +353,28 @@ __device__ __forceinline__ void walk_piece(const typename W::call &call, const t
     typename W::row_masks masks = {};
     bool gated = false, begun = false; /* gates are known; the sums have a branch */
     bool opens = true;                 /* no tile has been walked */
-    auto arrive = [&](uint32_t bar) {
-        if ((threadIdx.x & 31) == 0) mbar_arrive(base + bar);
+    auto free_values = [&](int stage) {
+        if ((threadIdx.x & 31) == 0) sm.values.give_back({stage, 0});
     };
-    walked_branch b = enter_branch<DK, DV, W>(smem, base, turn, r);
-    if (rows) mbar_wait(base + at::Q_FULL, x.used & 1);
+    walked_branch b = enter_branch(sm, turn, r);
+    if (rows) sm.queries.wait_full(ring_place<1>::of(x.used));
     int from = b.turn, from_t = 0;
     auto end = [&](float(&by)[2]) {
-        if (!rows || plan_of_turn<DK, DV, W>(smem, b.turn).absent) return;
-        if (!gated) mbar_wait(base + at::GATES_FULL, x.used & 1);
+        if (!rows || plan_of_turn(sm, b.turn).peer_walks) return;
+        if (!gated) mbar_wait(smem_address(&sm.gates_full), x.used & 1);
         gated = true;
-        end_branch<at, W>(call, plan_of_turn<DK, DV, W>(smem, b.turn), r, x.place, smem, by);
+        end_branch(call, plan_of_turn(sm, b.turn), r, x.place, sm, by);
     };
     auto values = [&]() { /* of the tile before */
                           const int stage = (x.step + 1) % STAGES;
-                          if (!opens) mbar_wait(base + at::V_FULL + 8 * stage, (x.step - 1) / STAGES & 1);
-                          if (again && !opens && wait_clean<DK, DV, W>(smem, base, stage, &x.clean))
-                              add_tile_nonfinite<T, DK, DV, W>(o, call, from, from_t, x.place, smem);
-                          multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
+                          if (!opens) sm.values.wait_full({stage, (uint32_t)((x.step - 1) / STAGES & 1)});
+                          if (again && !opens && wait_searched(sm, stage, &x.searched))
+                              add_tile_nonfinite<T>(o, call, from, from_t, x.place, sm);
+                          multiply_values<T, D, KEYS>(o, p, stage_address(sm.v, stage));
     };
-    for (; b.t == 0 && !W::last(b.turn); b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r)) {
+    for (; b.t == 0 && !W::last(b.turn); b = enter_branch(sm, b.turn + 1, r)) {
         end(by);
-        free_turn<DK, DV, W>(base, b.turn);
+        free_turn(sm, b.turn);
     }
     const bool some = b.t > 0;
     if (some) {
@@ -384,41 +387,41 @@ __device__ __forceinline__ void walk_piece(const typename W::call &call, const t
                 float none[2];
                 end(by);
                 while (b.t == 0 && !W::last(b.turn)) {
-                    b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r);
+                    b = enter_branch(sm, b.turn + 1, r);
                     if (b.t == 0) end(none);
                 }
                 if (b.t == 0) break;
             }
             b.t--;
-            mbar_wait(base + at::K_FULL + 8 * (x.step % STAGES), x.step / STAGES & 1);
+            const auto at = ring_place<STAGES>::of(x.step);
+            sm.keys.wait_full(at);
             named_sync(own, 256);
             wg_start();
-            multiply_queries<T, DK, DV, W>(s, none_held, base + at::Q + x.group * 64 * 128,
-                                           base + at::K + x.step % STAGES * at::K_STAGE);
+            multiply_queries<T, D, M, KEYS>(s, none_held, smem_address(sm.q) + x.group * 64 * 128,
+                                            stage_address(sm.k, at.stage));
             values();
             named_arrive(next, 256);
-            if constexpr (W::MASKS) W::template find_halves<at>(masks, call, b.branch, x.place, b.t, smem);
+            if constexpr (W::MASKS) W::find_halves(masks, call, b.branch, x.place, b.t, sm);
             wg_wait<1>(s);
-            arrive(at::K_FREE + 8 * (x.step % STAGES));
-            if (b.t < b.whole_from || b.t >= b.whole_to) hide_tile<DK, DV, W>(s, call, b, x.place, smem, r);
+            if ((threadIdx.x & 31) == 0) sm.keys.give_back(at);
+            if (b.t < b.whole_from || b.t >= b.whole_to) hide_tile(s, call, b, x.place, sm, r);
             if constexpr (W::MASKS) W::weigh(s, r, shrink, b.scale_log2, masks, again);
             else softmax(s, r, shrink, b.scale_log2);
             wg_wait<0>(o);
-            if (!opens) arrive(at::V_FREE + 8 * ((x.step + 1) % STAGES));
+            if (!opens) free_values((x.step + 1) % STAGES);
             if constexpr (W::MASKS)
-                if (b.branch == 0 && call.choice.here)
-                    choose_of_tile<DK, DV, W>(s, call, b.turn, x.place, smem, r);
+                if (b.branch == 0 && call.choice.here) choose_of_tile(s, call, b.turn, x.place, sm, r);
             pack_rows<T>(s, p);
             x.step++;
             if (opens || ends) {
                 if (!opens) {
                     if (!W::MASKS && !begun && call.choice.here)
-                        mbar_wait(base + at::EXTRA + W::SUMS_READ, x.used & 1);
-                    add_branch<OT, at::M * 2>(o, by, begun, x.own_sums);
+                        mbar_wait(smem_address(&sm.sums_read), x.used & 1);
+                    add_branch(o, by, begun, x.own_sums);
                     begun = true;
                 }
                 clear_rows(o);
-                if (ends) free_turns<DK, DV, W>(base, from, b.turn - 1);
+                if (ends) free_turns(sm, from, b.turn - 1);
                 opens = false;
             } else if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
                 shrink_rows(o, shrink);
@@ -426,38 +429,37 @@ __device__ __forceinline__ void walk_piece(const typename W::call &call, const t
         }
         values();
         wg_wait<0>(o);
-        arrive(at::V_FREE + 8 * ((x.step + 1) % STAGES));
+        free_values((x.step + 1) % STAGES);
     } else {
         from = b.turn;
         end(by);
     }
-    leave_piece<T, DK, DV, W>(o, call, b.turn, {rows, lent, borrows, begun}, by, x.place, x.own_sums, smem,
-                              base);
-    free_turns<DK, DV, W>(base, from, b.turn);
-    free_rows<DK, DV, W>(rows, call, base);
+    store_piece<T>(o, call, b.turn, {rows, for_peer, adds_peer, begun}, by, x.place, x.own_sums, sm);
+    free_turns(sm, from, b.turn);
+    free_rows(rows, call, sm);
     x.used += rows;
 }
 
 /* A computing warpgroup. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void three_branches::walk(const call &call, char *smem, uint32_t base, int group)
+template <typename T, int D, typename W>
+__device__ __forceinline__ void three_branches::walk(const call &call, shared<D, W> &sm, int group)
 {
     const int row = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
-    walker x = {group, {row, row + 8}, 0, 0, 0, base + layout<DK, DV, W>::SUMS + (threadIdx.x - 128) * 16};
-    const bool last = group == shape<DK, DV, W>::GROUPS - 1;
+    walker x = {group, {row, row + 8}, 0, 0, 0, smem_address(sm.sums) + (threadIdx.x - 128) * 16};
+    const bool last = group == GROUPS - 1;
     int others = 0;
     if (last) named_arrive(1, 256); /* the first warpgroup goes first */
-    W::meet_wait(call);
-    for (int turn = 0;; turn += W::TURNS) {
-        const typename W::turn &first = wait_turn<DK, DV, W>(smem, base, turn);
+    W::wait_peer(call);
+    for (int turn = 0;; turn += SM90_BRANCHES) {
+        const gated_turn &first = wait_turn(sm, turn);
         if (first.queries < 0) break;
         if constexpr (!W::MASKS)
             if (last && same(first.queries > 0) && call.choice.here)
-                leave_sums_of_rows<T, DK, DV, W>(call, first, x.used, &others, smem, base);
-        walk_piece<T, DK, DV, W>(call, first, turn, x, smem, base);
+                sum_tile_rows<T>(call, first, x.used, &others, sm);
+        walk_piece<T>(call, first, turn, x, sm);
     }
 }
 
-} // namespace sm90_forward
+} // namespace sm90_gate
 
 #endif

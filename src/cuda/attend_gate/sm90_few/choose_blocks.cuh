@@ -18,7 +18,7 @@
 #include "attend_gate/sm90/params.cuh"
 #include "common/fold.cuh"
 
-namespace sm90_forward
+namespace sm90_gate
 {
 
 enum { OWN_SCORES = 8 }; /* of a lane, for each of two lists */
@@ -211,6 +211,6 @@ __device__ __forceinline__ void choose_blocks_of(const float (&s)[NT][4], const 
     __syncwarp();
 }
 
-} // namespace sm90_forward
+} // namespace sm90_gate
 
 #endif

@@ -28,35 +28,33 @@
 #include "attend_gate/sm90/kernel.cuh"
 #include "attend_gate/sm90_few/choose_blocks.cuh"
 
-namespace sm90_forward
+namespace sm90_gate
 {
 
 struct few_branches : three_branches {
     static constexpr bool MASKS = true;
-    static constexpr int LISTS_AHEAD = 0, LIST_MOST = 0, GATE_WARPS = 2, SUMMING = 8,
-                         MASKS_AT = three_branches::EXTRA,
-                         EXTRA = MASKS_AT + SM90_MASKS * SM90_MASK_WORDS * 4;
+    static constexpr int GATE_WARPS = 2, SUMMING = 8;
 
     static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index,
                                                 gated_turn *w, int32_t *number)
     {
         find_work<false, true, SECTION, false>(a.branch[SM90_FIRST_BRANCH], plan, index, w, number, a.by);
     }
-    /* Block 2 p of a pair has the long piece, number p, block 2 p + 1 the short one. Of the first `lends`
+    /* Block 2 p of a pair has the long piece, number p, block 2 p + 1 the short one. Of the first `helped`
      * pairs the latter walks the first branch of the long one, too, afterwards. */
-    static __device__ __forceinline__ void meet(const call &a)
+    static __device__ __forceinline__ void arrive_peer(const call &a)
     {
-        if (a.pairs) cluster_meet();
+        if (a.pairs) cluster_sync_arrive();
     }
-    static __device__ __forceinline__ void meet_wait(const call &a)
+    static __device__ __forceinline__ void wait_peer(const call &a)
     {
-        if (a.pairs) cluster_meet_wait();
+        if (a.pairs) cluster_sync_wait();
     }
     /* A block ends when the other one has read what it left. */
-    static __device__ __forceinline__ void part(const call &a)
+    static __device__ __forceinline__ void end_peer(const call &a)
     {
-        meet(a);
-        meet_wait(a);
+        arrive_peer(a);
+        wait_peer(a);
     }
     static __device__ __forceinline__ int32_t first_piece(const call &a, const work_plan &plan)
     {
@@ -67,17 +65,17 @@ struct few_branches : three_branches {
     {
         const int32_t pair = (int32_t)blockIdx.x >> 1;
         if (!a.pairs) return next_piece(plan);
-        return pair < a.lends && piece == plan.total - 1 - pair ? pair : plan.total;
+        return pair < a.helped && piece == plan.total - 1 - pair ? pair : plan.total;
     }
     static __device__ __forceinline__ void share(const call &a, const work_plan &, int32_t piece,
                                                  gated_turn *w)
     {
         const int32_t pair = (int32_t)blockIdx.x >> 1;
-        const bool shared = a.pairs && pair < a.lends && piece == pair && !w->again;
-        w->lent = shared && (blockIdx.x & 1) == 1;
-        w->borrows = shared && !w->lent;
-        w->absent = shared && w->lent != w->first;
-        if (w->absent) w->slots = 0;
+        const bool shared = a.pairs && pair < a.helped && piece == pair && !w->again;
+        w->for_peer = shared && (blockIdx.x & 1) == 1;
+        w->adds_peer = shared && !w->for_peer;
+        w->peer_walks = shared && w->for_peer != w->first;
+        if (w->peer_walks) w->slots = 0;
     }
     static __device__ __forceinline__ bool listed(const turn &) { return false; }
     static __device__ __forceinline__ bool masked(const turn &w) { return w.branch == 1; }
@@ -85,52 +83,48 @@ struct few_branches : three_branches {
     {
         return plan.box;
     }
-    template <typename AT> static __device__ __forceinline__ uint32_t *masks_of(char *smem)
-    {
-        return (uint32_t *)(smem + AT::EXTRA + MASKS_AT);
-    }
     /* Which halves of tile t this thread's row h takes, a bit each. */
-    template <typename AT>
-    static __device__ __forceinline__ uint32_t halves_of(const call &a, int row, int t, char *smem)
+    template <typename S>
+    static __device__ __forceinline__ uint32_t halves_of(const call &a, int row, int t, const S &sm)
     {
-        const uint32_t *mask = masks_of<AT>(smem) + quotient((uint32_t)row, a.by_mask) * SM90_MASK_WORDS;
-        const uint32_t b0 = quotient((uint32_t)(t * AT::KEYS), a.branch[1].by_block),
-                       b1 = quotient((uint32_t)(t * AT::KEYS + AT::KEYS / 2), a.branch[1].by_block);
+        const uint32_t *mask = sm.masks[quotient((uint32_t)row, a.by_mask)];
+        const uint32_t b0 = quotient((uint32_t)(t * KEYS), a.branch[1].by_block),
+                       b1 = quotient((uint32_t)(t * KEYS + KEYS / 2), a.branch[1].by_block);
         return (mask[b0 >> 5] >> (b0 & 31) & 1) | (mask[b1 >> 5] >> (b1 & 31) & 1) << 1;
     }
-    template <typename AT>
-    static __device__ __forceinline__ void leave_masks(const call &a, const turn &w, char *smem);
+    template <typename S>
+    static __device__ __forceinline__ void make_masks(const call &a, const turn &w, S &sm);
     /* The words of a thread's masks that have the blocks of the tile at hand, and which halves of it a row
      * takes. */
     struct row_masks {
         uint32_t word[2], halves[2];
         int loaded; /* 0: none, else which words, counted from 1 */
     };
-    template <typename AT>
+    template <typename S>
     static __device__ __forceinline__ void find_halves(row_masks &m, const call &a, int branch,
-                                                       const int (&place)[2], int t, char *smem);
+                                                       const int (&place)[2], int t, const S &sm);
     template <int NT>
     static __device__ __forceinline__ void weigh(float (&s)[NT][4], row_state &r, float (&shrink)[2],
                                                  float scale_log2, const row_masks &m, bool again);
-    template <typename T, typename AT, int OT>
+    template <typename T, typename S, int OT>
     static __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const call &a, const turn &w,
                                                          const row_state &r, const int (&place)[2], int t,
-                                                         char *smem);
-    template <typename AT, int NT>
+                                                         const S &sm);
+    template <typename S, int NT>
     static __device__ __forceinline__ void choose_blocks(const float (&s)[NT][4], const call &a,
-                                                         const turn &w, const row_state &r, char *smem)
+                                                         const turn &w, const row_state &r, S &sm)
     {
-        choose_blocks_of(s, a.choice, a.branch[1], w, r, masks_of<AT>(smem));
+        choose_blocks_of(s, a.choice, a.branch[1], w, r, &sm.masks[0][0]);
     }
 };
 
 /* The planner makes masks of a piece's lists. */
-template <typename AT>
-__device__ __forceinline__ void few_branches::leave_masks(const call &call, const turn &w, char *smem)
+template <typename S>
+__device__ __forceinline__ void few_branches::make_masks(const call &call, const turn &w, S &sm)
 {
     const attend_kernel &a = call.branch[1];
     const int lane = threadIdx.x & 31, lists = (w.queries + a.tile - 1) / a.tile;
-    uint32_t *const masks = masks_of<AT>(smem);
+    uint32_t *const masks = &sm.masks[0][0];
     if (call.choice.here || !masked(w) || w.queries <= 0) return;
     for (int i = lane; i < SM90_MASKS * SM90_MASK_WORDS; i += 32) masks[i] = 0;
     __syncwarp();
@@ -180,23 +174,21 @@ __device__ __forceinline__ void softmax_of_halves(float (&s)[NT][4], row_state &
     }
 }
 
-template <typename AT>
+template <typename S>
 __device__ __forceinline__ void few_branches::find_halves(row_masks &m, const call &a, int branch,
-                                                          const int (&place)[2], int t, char *smem)
+                                                          const int (&place)[2], int t, const S &sm)
 {
     m.halves[0] = m.halves[1] = 3;
     if (branch != 1) {
         m.loaded = 0;
         return;
     }
-    const int b0 = (int)quotient((uint32_t)(t * AT::KEYS), a.branch[1].by_block),
-              b1 = (int)quotient((uint32_t)(t * AT::KEYS + AT::KEYS / 2), a.branch[1].by_block);
+    const int b0 = (int)quotient((uint32_t)(t * KEYS), a.branch[1].by_block),
+              b1 = (int)quotient((uint32_t)(t * KEYS + KEYS / 2), a.branch[1].by_block);
     if ((b0 >> 5) + 1 != m.loaded) { /* b1 is in the same word, for b0 is even where they differ */
         m.loaded = (b0 >> 5) + 1;
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-            m.word[h] =
-                masks_of<AT>(smem)[quotient((uint32_t)place[h], a.by_mask) * SM90_MASK_WORDS + (b0 >> 5)];
+        for (int h = 0; h < 2; h++) m.word[h] = sm.masks[quotient((uint32_t)place[h], a.by_mask)][b0 >> 5];
     }
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -218,32 +210,31 @@ __device__ __forceinline__ void few_branches::weigh(float (&s)[NT][4], row_state
 }
 
 /* Adds what is not finite in the V of tile t to the rows that see it. */
-template <typename T, typename AT, int OT>
+template <typename T, typename S, int OT>
 __device__ __forceinline__ void few_branches::add_nonfinite(float (&o)[OT][4], const call &call,
                                                             const turn &w, const row_state &r,
-                                                            const int (&place)[2], int t, char *smem)
+                                                            const int (&place)[2], int t, const S &sm)
 {
     row_state part = r;
     if (!masked(w)) {
-        add_turn_nonfinite<T, AT::KEYS, three_branches>(o, call.branch[w.branch], w, NULL, r, t * AT::KEYS);
+        add_branch_nonfinite<T, KEYS>(o, call.branch[w.branch], w, NULL, r, t * KEYS);
         return;
     }
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
-        const int key0 = t * AT::KEYS + half * (AT::KEYS / 2);
+        const int key0 = t * KEYS + half * (KEYS / 2);
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-            part.hi[h] = halves_of<AT>(call, place[h], t, smem) >> half & 1 ? r.hi[h] : 0;
-        sm90_forward::add_nonfinite<T, AT::KEYS / 2, OT, false>(o, call.branch[1], w, NULL, part, key0);
+        for (int h = 0; h < 2; h++) part.hi[h] = halves_of(call, place[h], t, sm) >> half & 1 ? r.hi[h] : 0;
+        attend_parts::add_nonfinite<T, KEYS / 2, OT, false>(o, call.branch[1], w, NULL, part, key0);
     }
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(128 * (shape<D, D, few_branches>::GROUPS + 1), 1)
+__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     attend_gated_few_sm90(const __grid_constant__ sm90_gated a, const __grid_constant__ work_plan plan,
                           const __grid_constant__ gated_maps m)
 {
-    take_turns<T, D, D, few_branches>(a, plan, m);
+    take_turns<T, D, few_branches>(a, plan, m);
 }
 
 /* Tiles of keys of the rows of piece `index` in a branch, where all blocks have one sequence's. */
@@ -257,7 +248,7 @@ static inline int64_t tiles_of_piece(const attend_kernel &a, const work_plan &pl
     return slots > 0 ? (slots + keys - 1) / keys : 0;
 }
 
-/* Makes pairs of a longest piece and a shortest one and so on, where each block has one; `lends`: the first
+/* Makes pairs of a longest piece and a shortest one and so on, where each block has one; `helped`: the first
  * so many, whose longer piece stays the longer one without its first branch. */
 static inline void find_pairs(const work_plan &plan, int keys, const sm90_device &device, sm90_gated *a)
 {
@@ -265,33 +256,32 @@ static inline void find_pairs(const work_plan &plan, int keys, const sm90_device
     const seqs &s = a->branch[1].sq;
     a->pairs = plan.total <= device.multiprocessors && plan.total % 2 == 0 && s.cu_q == NULL &&
                s.batch == 1 && a->branch[1].units <= SECTION;
-    for (a->lends = 0; a->pairs && a->lends < plan.total / 2; a->lends++) {
+    for (a->helped = 0; a->pairs && a->helped < plan.total / 2; a->helped++) {
         int64_t longer = 0, shorter = 0;
         for (int i = 0; i < SM90_BRANCHES; i++) {
-            longer += tiles_of_piece(a->branch[i], plan, a->lends, keys);
-            shorter += tiles_of_piece(a->branch[i], plan, plan.total - 1 - a->lends, keys);
+            longer += tiles_of_piece(a->branch[i], plan, a->helped, keys);
+            shorter += tiles_of_piece(a->branch[i], plan, plan.total - 1 - a->helped, keys);
         }
-        const int64_t part = tiles_of_piece(a->branch[SM90_FIRST_BRANCH], plan, a->lends, keys);
+        const int64_t part = tiles_of_piece(a->branch[SM90_FIRST_BRANCH], plan, a->helped, keys);
         if (shorter + part + START >= longer) break;
     }
-    a->pairs = a->lends > 0;
+    a->pairs = a->helped > 0;
 }
 
 template <typename T, int D>
 static quern_status launch_gated_few(const attend_gate_args *args, const sm90_gated &a,
                                      const sm90_device &device, void *workspace, cudaStream_t stream)
 {
-    typedef shape<D, D, few_branches> sh;
     const attend_kernel &listed = a.branch[1];
-    work_plan plan = {0, 0, sh::M / listed.hs / listed.tile * listed.tile, 1, sh::KEYS, NULL};
+    work_plan plan = {0, 0, M / listed.hs / listed.tile * listed.tile, 1, KEYS, NULL};
     plan.pieces = (int32_t)piece_bound(args->branch[1].seqs, plan.queries, 1);
     plan.total = plan.pieces * listed.units;
     sm90_gated paired = a;
-    find_pairs(plan, sh::KEYS, device, &paired);
+    find_pairs(plan, KEYS, device, &paired);
     return launch_pieces<T, D, few_branches>(args, paired, device, workspace, stream, plan,
                                              attend_gated_few_sm90<T, D>);
 }
 
-} // namespace sm90_forward
+} // namespace sm90_gate
 
 #endif

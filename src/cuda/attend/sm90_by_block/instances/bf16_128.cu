@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "attend/sm90_by_block/kernel.cuh"
 
-quern_status sm90_apart_bf16_128(const attend_args *args, const attend_kernel &a, const apart_slice &s,
-                                 cudaStream_t stream)
+quern_status sm90_by_block_bf16_128(const attend_args *args, const attend_kernel &a, const token_slice &s,
+                                    cudaStream_t stream)
 {
-    return sm90_apart::run<bf16, 128>(args, a, s, stream);
+    return sm90_by_block::run<bf16, 128>(args, a, s, stream);
 }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * dq_apart.cuh - kernel.cuh above head dim 64: two warpgroups with 64 keys each make
+ * dq_warpgroup.cuh - kernel.cuh above head dim 64: two warpgroups with 64 keys each make
  * dK and dV, and a third makes dQ of the dS that they leave.
  *
  * A warpgroup with keys never waits for the other one. It starts dP and dV of a step, makes dS of dP, and
@@ -13,15 +13,15 @@
  *
  * Registers: dK 64, dV 64, S or dP 32, P 16 of 208; half of dQ's columns 32 of 64.
  */
-#ifndef QUERN_CUDA_ATTEND_SM90_BACKWARD_DQ_APART_CUH
-#define QUERN_CUDA_ATTEND_SM90_BACKWARD_DQ_APART_CUH
+#ifndef QUERN_CUDA_ATTEND_SM90_BACKWARD_DQ_WARPGROUP_CUH
+#define QUERN_CUDA_ATTEND_SM90_BACKWARD_DQ_WARPGROUP_CUH
 
 #include "attend/sm90_backward/step.cuh"
 
 namespace sm90_backward
 {
 
-template <typename T, typename AT> struct dq_apart : computing<T, AT> {
+template <typename T, typename AT> struct dq_warpgroup : computing<T, AT> {
     typedef computing<T, AT> shared;
     using shared::base, shared::smem, shared::odd, shared::NT;
     using shared::clean, shared::put_ds;
@@ -66,12 +66,13 @@ template <typename T, typename AT> struct dq_apart : computing<T, AT> {
 
 /* A warpgroup that makes dK and dV of its 64 keys. */
 template <typename T, typename AT>
-__device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90_backward_plan &plan,
-                                              key_block &b, char *smem, uint32_t base, int group)
+__device__ __forceinline__ void compute_with_dq_warpgroup(const attend_kernel &a,
+                                                          const sm90_backward_plan &plan, key_block &b,
+                                                          char *smem, uint32_t base, int group)
 {
     constexpr int DK = AT::DIM_K, DV = AT::DIM_V;
     constexpr int NT = ROWS / 8;
-    dq_apart<T, AT> w(a, plan, b, smem, base, group);
+    dq_warpgroup<T, AT> w(a, plan, b, smem, base, group);
     const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
     const uint32_t ak = base + AT::K + group * 64 * 128, av = base + AT::V + group * 64 * 128;
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
