@@ -7,7 +7,7 @@
 #define QUERN_CUDA_ATTEND_SM90_BACKWARD_FEED_CUH
 
 #include "attend/backward/params.cuh"
-#include "hopper/barrier.cuh"
+#include "hopper/nonfinite.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90_backward/dq_sums.cuh"
 
@@ -275,17 +275,14 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const sm90_backward
 template <typename T, int ROWS, int PANELS>
 __device__ __forceinline__ bool row_nonfinite(const char *tile, int row)
 {
-    constexpr uint32_t INFINITE =
-        __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
     uint32_t most = 0;
     for (int p = 0; p < PANELS; p++)
 #pragma unroll 2
         for (int c = 0; c < 8; c++) {
-            const uint4 v = *(const uint4 *)(tile + p * ROWS * 128 + row * 128 + ((c ^ (row & 7)) << 4));
-            most = __vmaxu2(most, __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff),
-                                           __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)));
+            most = largest_bits(most,
+                                *(const uint4 *)(tile + p * ROWS * 128 + row * 128 + ((c ^ (row & 7)) << 4)));
         }
-    return (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE;
+    return is_nonfinite<T>(most);
 }
 
 /* Warp 1 of the feeder: a lane has rows lane and lane + 32 of each stage, and loads what it needs of them a

@@ -28,14 +28,12 @@ __device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *til
 template <typename T, int ROWS, int DK, int DV, typename F>
 __device__ __forceinline__ void clean_rows(char *q, char *g, uint32_t meet, F spread)
 {
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
     spread(q, g);
     mbar_arrive(meet);
     mbar_wait(meet, 0);
 #pragma unroll 1
     for (int i = (int)(threadIdx.x - 128) * 2; i < ROWS * (DK + DV) * 2; i += 512) {
-        uint16_t *x = (uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2);
-        if ((*x & 0x7fff) >= INFINITE) *x = 0;
+        clear_nonfinite<T>((uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2));
     }
     async_fence();
     mbar_arrive(meet);

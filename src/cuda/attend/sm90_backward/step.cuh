@@ -15,14 +15,11 @@ enum { KEYS = 64 * GROUPS, ROWS = MOST_ROWS };
 /* Both computing warpgroups: whether something in K is not finite. */
 template <typename T, int DK> __device__ __forceinline__ bool search_keys(const char *keys, int32_t *odd)
 {
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
     uint32_t most = 0;
     for (int i = (int)(threadIdx.x - 128) * 16; i < KEYS * DK * 2; i += 4096) {
-        const uint4 v = *(const uint4 *)(keys + i);
-        most = __vmaxu2(most, __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff),
-                                       __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)));
+        most = largest_bits(most, *(const uint4 *)(keys + i));
     }
-    if ((most & 0xffff) >= INFINITE || most >> 16 >= INFINITE) atomicOr(odd, 1);
+    if (is_nonfinite<T>(most)) atomicOr(odd, 1);
     named_sync(CLEANING, 256);
     return *odd != 0;
 }
@@ -30,12 +27,10 @@ template <typename T, int DK> __device__ __forceinline__ bool search_keys(const 
 /* The THREADS threads that make dQ, around its product: K becomes finite; K as it was. */
 template <typename T, int DK, int THREADS> __device__ __forceinline__ void clean_keys(char *keys)
 {
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
     named_sync(CLEANING, THREADS); /* nobody multiplies with it */
 #pragma unroll 1
     for (int i = (int)(threadIdx.x - 128) % THREADS * 2; i < KEYS * DK * 2; i += THREADS * 2) {
-        uint16_t *x = (uint16_t *)(keys + i);
-        if ((*x & 0x7fff) >= INFINITE) *x = 0;
+        clear_nonfinite<T>((uint16_t *)(keys + i));
     }
     async_fence();
     named_sync(CLEANING, THREADS);

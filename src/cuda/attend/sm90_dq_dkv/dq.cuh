@@ -24,7 +24,7 @@
 #define QUERN_CUDA_ATTEND_SM90_DQ_DKV_DQ_CUH
 
 #include "attend/backward/params.cuh"
-#include "hopper/barrier.cuh"
+#include "hopper/nonfinite.cuh"
 #include "common/launch.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90/attend.cuh"
@@ -139,13 +139,6 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const work_plan &pl
     }
 }
 
-/* The bits of 16 bytes' values without their signs, two values a word, and the most of them and `most`. */
-__device__ __forceinline__ uint32_t most_of(uint32_t most, const uint4 &x)
-{
-    return __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff),
-                                   __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff)));
-}
-
 /* Whether a row of the piece sees nothing, by its lse; a searcher's lanes look at half of the rows. */
 __device__ __forceinline__ bool some_empty(const attend_kernel &a, const work &w)
 {
@@ -166,8 +159,6 @@ template <typename T, int DK, int DV>
 __device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint32_t base)
 {
     typedef layout<DK, DV> at;
-    constexpr uint32_t INFINITE =
-        __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
     const int lane = threadIdx.x & 31, searcher = (threadIdx.x >> 5) - 1;
     int step = 0;
     for (int turn = 0;; turn++) {
@@ -185,9 +176,9 @@ __device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint3
                 const int first = empty ? 0 : searcher * 512, by = empty ? 512 : SEARCHERS * 512;
 #pragma unroll 4
                 for (int i = first + lane * 16; i < at::K_BYTES; i += by)
-                    most = most_of(most, *(const uint4 *)(tile + i));
+                    most = largest_bits(most, *(const uint4 *)(tile + i));
             }
-            const bool odd = __any_sync(~0u, (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE);
+            const bool odd = __any_sync(~0u, is_nonfinite<T>(most));
             if (lane == 0)
                 ((int32_t *)(smem + at::FOUND))[stage * SEARCHERS + searcher] =
                     (!whole || empty ? 1 : 0) | (odd ? 2 : 0);
@@ -245,7 +236,6 @@ __device__ __forceinline__ void score_gradients(const float (&s)[NT][4], const f
 template <typename T, int DK, int KEYS, int OT>
 __device__ __forceinline__ void clean_keys(float (&dq)[OT][4], char *tile, const row_state *rows, int key0)
 {
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
     named_sync(CLEANING, 128 * GROUPS); /* nobody multiplies with it */
     spread_nonfinite<T, KEYS>(dq, tile, 0, KEYS, true, [&](int j, int h) {
         return key0 + j >= rows[h * 8].lo && key0 + j < rows[h * 8].hi;
@@ -253,8 +243,7 @@ __device__ __forceinline__ void clean_keys(float (&dq)[OT][4], char *tile, const
     named_sync(CLEANING, 128 * GROUPS);
 #pragma unroll 1
     for (int i = (int)(threadIdx.x - 128) * 2; i < KEYS * DK * 2; i += 256 * GROUPS) {
-        uint16_t *x = (uint16_t *)(tile + i);
-        if ((*x & 0x7fff) >= INFINITE) *x = 0;
+        clear_nonfinite<T>((uint16_t *)(tile + i));
     }
     async_fence();
     named_sync(CLEANING, 128 * GROUPS);

@@ -133,8 +133,8 @@ __device__ __forceinline__ bool find_varlen(const select_kernel &s, int32_t i, i
 }
 
 /* Piece `index`; its query is -1 where a varlen batch has no such piece. All lanes of the warp call. */
-__device__ __forceinline__ void find_piece(const select_kernel &s, const sm90_select_plan &plan,
-                                           int32_t index, piece *w)
+__device__ __forceinline__ void find_lists_of_piece(const select_kernel &s, const sm90_select_plan &plan,
+                                                    int32_t index, piece *w)
 {
     const attend_kernel &a = s.a;
     const int32_t i = plan.pieces - 1 - index / a.units; /* the longest causal ones first */
@@ -184,7 +184,7 @@ __device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_p
     pad_rest(s);
     while (w.query >= 0) {
         if (index < plan.total) {
-            find_piece(s, plan, index, &w);
+            find_lists_of_piece(s, plan, index, &w);
             index = plan.total;
             if (plan.taken != NULL && lead) index = (int32_t)gridDim.x + atomicAdd(plan.taken, 1);
             index = __shfl_sync(~0u, index, 0);
