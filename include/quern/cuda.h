@@ -55,6 +55,10 @@ enum {
     QUERN_STATUS_NOT_FINITE = 256  /* a value to be quantised is infinite or NaN: it counts as 0 */
 };
 
+/* What the lowest bit of a status word says: "a page that is not one of the pool's"; "" of 0. Static
+ * storage. */
+QUERN_API const char *quern_cuda_fault_name(int32_t bits);
+
 typedef struct quern_cuda_device {
     size_t size;
     char name[256];

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* names.c - sizes and names of the public enums. */
-#include <quern/quern.h>
+#include <quern/cuda.h>
 
 #define TEXT2(x) #x
 #define TEXT(x) TEXT2(x)
@@ -26,6 +26,18 @@ const char *quern_status_name(quern_status status)
                                         "workspace", "out of memory",    "input/output",
                                         "format",    "device",           "internal"};
     return (unsigned)status < sizeof names / sizeof *names ? names[status] : "?";
+}
+
+const char *quern_cuda_fault_name(int32_t bits)
+{
+    static const char *const names[] = {
+        "an index of a list that is outside its range", "a group of a list that is outside its range",
+        "offsets that fall or leave their tensor",      "a position, length or slot outside its table",
+        "a page that is not one of the pool's",         "a token's or an expert's number outside its range",
+        "a scale byte that is no number of its format", "a global scale that is not finite and above 0",
+        "a value to be quantised that is not finite"};
+    const int bit = bits != 0 ? __builtin_ctz((unsigned)bits) : -1;
+    return bit < 0 ? "" : (size_t)bit < sizeof names / sizeof *names ? names[bit] : "?";
 }
 
 const char *quern_version(void)

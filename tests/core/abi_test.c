@@ -13,6 +13,8 @@
 #include <quern/plan.h>
 #include <quern/safetensors.h>
 
+#include <string.h>
+
 static void enum_values_are_pinned(void **unused)
 {
     (void)unused;
@@ -101,6 +103,11 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_OP_MOE_ROUTE, 98);
     assert_int_equal(QUERN_OP_MOE_ROUTE_BACKWARD, 99);
     assert_int_equal(QUERN_OP_MOE_PREPACK, 100);
+}
+
+static void faults_are_pinned_and_have_names(void **unused)
+{
+    (void)unused;
     assert_int_equal(QUERN_STATUS_BAD_INDEX, 1);
     assert_int_equal(QUERN_STATUS_BAD_GROUP, 2);
     assert_int_equal(QUERN_STATUS_BAD_OFFSETS, 4);
@@ -110,6 +117,12 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_STATUS_BAD_SCALE, 64);
     assert_int_equal(QUERN_STATUS_BAD_GLOBAL, 128);
     assert_int_equal(QUERN_STATUS_NOT_FINITE, 256);
+    assert_string_equal(quern_cuda_fault_name(0), "");
+    assert_string_equal(quern_cuda_fault_name(512), "?");
+    assert_non_null(strstr(quern_cuda_fault_name(QUERN_STATUS_BAD_PAGE), "page"));
+    assert_non_null(strstr(quern_cuda_fault_name(QUERN_STATUS_BAD_SCALE | 512), "scale"));
+    assert_non_null(strstr(quern_cuda_fault_name(QUERN_STATUS_BAD_GLOBAL), "global"));
+    assert_non_null(strstr(quern_cuda_fault_name(QUERN_STATUS_NOT_FINITE), "finite"));
 }
 
 /* On 64-bit machines, which are the only ones so far. */
@@ -253,6 +266,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(enum_values_are_pinned),
+        cmocka_unit_test(faults_are_pinned_and_have_names),
         cmocka_unit_test(structs_keep_their_layout),
         cmocka_unit_test(the_last_field_ends_a_struct),
         cmocka_unit_test(initialisers_set_size_and_nothing_to_read),

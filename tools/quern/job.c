@@ -301,16 +301,36 @@ int job_prepare(job *j, quern_context *ctx)
 
 quern_status job_pass(job *j, quern_context *ctx, quern_op_pass pass)
 {
-    return quern_op_run(ctx, NULL, j->op->op, pass, &j->params, &j->tensors, j->workspace,
+    const int64_t one = 1;
+    quern_tensor word = quern_tensor_contiguous(j->status, QUERN_I32, 1, &one);
+    quern_exec exec = QUERN_EXEC_INIT;
+    word.device = (quern_device)j->device;
+    if (j->status != NULL) exec.status = &word;
+    return quern_op_run(ctx, &exec, j->op->op, pass, &j->params, &j->tensors, j->workspace,
                         j->workspace_bytes);
+}
+
+/* Runs the passes on a GPU; a fault of data is an error. */
+static int run_on_gpu(job *j, quern_context *ctx)
+{
+    int32_t faults = 0;
+    if (quern_cuda_allocate(0, sizeof faults, &j->status) != QUERN_OK)
+        return fail_status(QUERN_ERR_OUT_OF_MEMORY);
+    quern_status status = quern_cuda_fill(0, j->status, 0, sizeof faults, NULL);
+    if (status == QUERN_OK) status = job_run_cuda(j, ctx);
+    if (status == QUERN_OK) status = quern_cuda_copy(0, &faults, j->status, sizeof faults, NULL);
+    if (status == QUERN_OK) status = quern_cuda_synchronize(0, NULL);
+    (void)quern_cuda_free(0, j->status);
+    j->status = NULL;
+    if (status != QUERN_OK) return fail_status(status);
+    if (faults == 0) return EXIT_DONE;
+    return fail(EXIT_INPUT, "the tensors hold %s: on the CPU the call says where",
+                quern_cuda_fault_name(faults));
 }
 
 int job_run(job *j, quern_context *ctx)
 {
-    if (j->device == QUERN_CUDA) {
-        const quern_status done = job_run_cuda(j, ctx);
-        return done == QUERN_OK ? EXIT_DONE : fail_status(done);
-    }
+    if (j->device == QUERN_CUDA) return run_on_gpu(j, ctx);
     const double start = now_ms();
     quern_status status = job_pass(j, ctx, QUERN_OP_FORWARD);
     j->forward_ms = now_ms() - start;

@@ -39,6 +39,7 @@ typedef struct job {
     void *workspace;
     size_t workspace_bytes;
     double forward_ms, backward_ms;
+    void *status;            /* CUDA: a status word for the passes of job_run(), else NULL */
     void *events[3], *flush; /* CUDA: before, between and after the passes; memory that job_flush() writes */
 } job;
 /* Starts a job; copies params. */
