@@ -158,13 +158,11 @@ __global__ void __launch_bounds__(THREADS) mqa_plan(const __grid_constant__ mqa_
     int64_t query, entry0;
     sequence s;
     mqa_query out = {0, (int32_t)row, 0, 0, 0, 0, 0, 0};
-    bool bad = false;
-    int32_t faults = 0; /* of all threads alike */
+    bool bad = false, missing = false;
     if (find_query(a, row, count, &s, &query, &entry0)) {
         const int64_t given = a.positions != NULL ? a.positions[s.b] : a.position,
                       start = given < 0 ? 0 : given, tokens = start + s.nq;
         const bool varlen = a.of.cu_q != NULL;
-        if (given < 0) faults |= QUERN_STATUS_BAD_POSITION;
         const int64_t raw = a.raw.table != NULL ? tokens : s.nk,
                       entries = a.entries.p == NULL       ? 0
                                 : varlen                  ? (int64_t)((uint32_t)s.nq / a.ratio)
@@ -186,13 +184,14 @@ __global__ void __launch_bounds__(THREADS) mqa_plan(const __grid_constant__ mqa_
             out.entries = clean_list(a, row, s.view_b, out.row, visible, entries, count, &bad);
         if (page_missing(a, out, row)) {
             out.raw = out.entries = 0;
-            faults |= QUERN_STATUS_BAD_PAGE;
+            missing = true;
         }
     }
-    if (__syncthreads_or(bad)) faults |= QUERN_STATUS_BAD_INDEX;
+    bad = __syncthreads_or(bad);
     if (threadIdx.x != 0) return;
     a.queries[row] = out;
-    if (faults != 0 && a.status != NULL) atomicOr(a.status, faults);
+    if (a.status != NULL && (bad || missing))
+        atomicOr(a.status, (bad ? QUERN_STATUS_BAD_INDEX : 0) | (missing ? QUERN_STATUS_BAD_PAGE : 0));
 }
 
 static int64_t queries_of(const attend_mqa_args *args)
