@@ -331,8 +331,9 @@ typedef struct quern_dsv4_attention_params {
  *
  * Raw row j of N stands at position start_abs_pos + T - N + j. A list may come in any order. -1 is padding. A
  * repeated entry counts once, an entry that is not visible is not attended, and one outside [-1, S) is
- * skipped and sets QUERN_STATUS_BAD_INDEX. Varlen: rows of o past the last sequence are written as 0, of lse
- * as -inf.
+ * skipped and sets QUERN_STATUS_BAD_INDEX. On a GPU a query that needs a row whose page is none of the pool's
+ * sees nothing and sets QUERN_STATUS_BAD_PAGE. Varlen: rows of o past the last sequence are written as 0, of
+ * lse as -inf.
  *
  * Refused as above, and: a position that is negative or that cos_sin lacks; a window below 1 or a ratio below
  * 0; pages or bytes with cu_seqlens or in the backward; a column that a table lacks, or that names no page of

@@ -143,7 +143,9 @@ static const struct {
     {"nsa", "--n 256 --dim 16 --reps 1", 1},
     {"compress", "--n 256 --dim 16 --reps 1 --backward", 2},
     {"select", "--n 256 --dim 16 --reps 1", 1},
-    {"nsa", "--n 256 --dim 16 --reps 1 --profile msa --gate none --select-block 16 --num-selected 3 --selection indexed",
+    {"nsa",
+     "--n 256 --dim 16 --reps 1 --profile msa --gate none --select-block 16 --num-selected 3 "
+     "--selection indexed",
      1},
     {"nsa-index", "--n 256 --lists 2 --width 16 --rounds 1", 1},
     {"nsa-index-loss", "--n 256 --lists 2 --heads 4 --width 16 --num-selected 2 --rounds 1", 1},
