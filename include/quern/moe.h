@@ -75,7 +75,8 @@ QUERN_API quern_status quern_moe_route_backward(quern_context *ctx, const quern_
 /*
  * Experts' weights, repacked once into the layout that quern_nvfp4_gemm reads fastest, and exactly back. The
  * layout is the device's, its size too; its version changes when its bytes do. Version 3, on the CPU: panels
- * of 64 columns; 2304 bytes for 64 of K.
+ * of 64 columns; 2304 bytes for 64 of K. On a GPU units have the same size, and the order of its
+ * products' operands.
  */
 enum { QUERN_MOE_PREPACK_VERSION = 3 };
 

@@ -4,7 +4,7 @@
 # Builds the library, the command and the GPU's tests in build/gpu, runs them, compares the registers and the machine
 # code of the kernels for sm_90a with their tables, and ends with `N passed, N failed`: one call of under nine minutes on
 # a machine with a GPU and nvcc. Programs that compare whole layers run again with the kernel of three branches and gate
-# wherever it can.
+# wherever it can, those of NVFP4's product with the kernel for any GPU.
 #   QUERN_GPU_TESTS  patterns of the programs to run (all)
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -23,6 +23,7 @@ for program in build/gpu/tests/gpu_*_test; do
         programs+=("$program")
         [[ ${program##*/gpu_} =~ ^nsa_(property|fused|nonfinite|causality|determinism)_test$ ]] &&
             programs+=("$program@attend_gate_sm90")
+        [[ ${program##*/gpu_} =~ ^nvfp4_(gemm|fused_gemm)_test$ ]] && programs+=("$program@grouped_gemm_any")
     done
 done
 for program in "${programs[@]}"; do

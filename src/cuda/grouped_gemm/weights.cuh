@@ -99,47 +99,44 @@ __device__ __forceinline__ int pair_of(int lane, int reg)
     return lane % 4 + reg / 2 * 4;
 }
 
-/* A lane's part of 16 of K from the caller's layout: a word of codes, and the bytes of its two rows' scales,
- * in the low bits of its halves. What lies outside the matrix is 0. */
-struct step_part {
-    uint32_t codes, scales;
-};
-__device__ __forceinline__ step_part gather_step(const weight_source &w, int64_t expert, int panel, int k0,
-                                                 int warp, int lane)
-{
-    step_part p = {0, 0};
-    const uint8_t *codes = w.codes + expert * w.codes_expert;
-    if (k0 >= w.k) return p;
-#pragma unroll
-    for (int reg = 0; reg < 4; reg++) {
-        const int column = panel * UNIT + column_of(warp, lane, reg), pair = k0 / 2 + pair_of(lane, reg);
-        const uint32_t byte = column < w.n ? codes[pair * w.pair + column * w.column] : 0;
-        p.codes |= code_to_half(byte & 15, reg) | code_to_half(byte >> 4, reg) << 16;
-    }
-#pragma unroll
-    for (int high = 0; high < 2; high++) {
-        const int column = panel * UNIT + column_of(warp, lane, high);
-        const uint32_t byte = column < w.n ? *scale_place(w, expert, k0 / 16, column) : 0;
-        if (!is_scale((int)byte)) raise_status(w.status, QUERN_STATUS_BAD_SCALE);
-        p.scales |= (is_scale((int)byte) ? byte : 0) << high * 16;
-    }
-    return p;
-}
-
-/* A lane's part of a unit. */
+/* A lane's part of a unit: four words of codes, and the 8 bytes of its rows' scales. */
 struct unit_part {
     uint32_t codes[UNIT_STEPS], scales[2];
 };
+
+/* The same from the caller's layout: all loads, then what is made of them. What lies outside the matrix is
+ * 0. */
 __device__ __forceinline__ unit_part gather_unit(const weight_source &w, int64_t expert, int panel, int unit,
                                                  int warp, int lane)
 {
     unit_part p = {};
+    uint32_t byte[UNIT_STEPS][4], scale[UNIT_STEPS][2];
+    const uint8_t *codes = w.codes + expert * w.codes_expert;
+    bool bad = false;
 #pragma unroll
     for (int s = 0; s < UNIT_STEPS; s++) {
-        const step_part step = gather_step(w, expert, panel, unit * UNIT + s * 16, warp, lane);
-        p.codes[s] = step.codes;
-        p.scales[s / 2] |= step.scales << s % 2 * 8;
+        const int k0 = unit * UNIT + s * 16;
+#pragma unroll
+        for (int reg = 0; reg < 4; reg++) {
+            const int column = panel * UNIT + column_of(warp, lane, reg), pair = k0 / 2 + pair_of(lane, reg);
+            const bool here = column < w.n && k0 < w.k;
+            byte[s][reg] = here ? __ldg(codes + pair * w.pair + column * w.column) : 0;
+            if (reg < 2) scale[s][reg] = here ? __ldg(scale_place(w, expert, k0 / 16, column)) : 0;
+        }
     }
+#pragma unroll
+    for (int s = 0; s < UNIT_STEPS; s++) {
+#pragma unroll
+        for (int reg = 0; reg < 4; reg++)
+            p.codes[s] |= code_to_half(byte[s][reg] & 15, reg) | code_to_half(byte[s][reg] >> 4, reg) << 16;
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            bad = bad || !is_scale((int)scale[s][high]);
+            p.scales[s / 2] |= (is_scale((int)scale[s][high]) ? scale[s][high] : 0)
+                               << (s % 2 * 8 + high * 16);
+        }
+    }
+    if (bad) raise_status(w.status, QUERN_STATUS_BAD_SCALE);
     return p;
 }
 

@@ -79,16 +79,14 @@ __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtens
             }
             for (int g = 0; g < panels; g++)
 #pragma unroll 1
-                for (int i = 0; i < u.count * UNIT_STEPS; i++) {
-                    const int s = i % UNIT_STEPS;
-                    const step_part w =
-                        gather_step(p.b, t.expert, t.panel + g, u.unit * UNIT + i * 16, warp, lane);
-                    char *to = m.b[at.stage][g][i / UNIT_STEPS];
-                    *(uint32_t *)(to + threadIdx.x * 16 + s * 4) = w.codes;
-                    if (lane % 4 > 0) continue;
-                    to += UNIT_CODES + (warp * 8 + lane / 4) * 8 + s / 2 * 4 + s % 2;
-                    to[0] = (char)w.scales;
-                    to[2] = (char)(w.scales >> 16);
+                for (int i = 0; i < u.count; i++) {
+                    const unit_part w = gather_unit(p.b, t.expert, t.panel + g, u.unit + i, warp, lane);
+                    char *to = m.b[at.stage][g][i];
+                    *(uint4 *)(to + threadIdx.x * 16) =
+                        make_uint4(w.codes[0], w.codes[1], w.codes[2], w.codes[3]);
+                    if (lane % 4 == 0)
+                        *(uint2 *)(to + UNIT_CODES + (warp * 8 + lane / 4) * 8) =
+                            make_uint2(w.scales[0], w.scales[1]);
                 }
             if (threadIdx.x != 0) m.stages.give(at);
             else mbar_arrive(bar);
