@@ -266,6 +266,7 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         cuda = plugin->backend;
         BACKEND_STAGES(ROW, ROW)
+        bridged.repacked_bytes = cuda->repacked_bytes;
     }
     *exec = (stage_exec){
         .device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};

@@ -133,7 +133,7 @@ static void a_global_that_is_none_counts_as_zero(void **unused)
     }
 }
 
-static void a_scale_that_is_no_number_counts_as_zero(void **unused)
+static void a_scale_or_global_that_is_none_makes_zeros(void **unused)
 {
     static const int64_t codes_shape[] = {1, 16}, scales_shape[] = {1, 2}, shape[] = {1, 32};
     const uint8_t codes[16] = {0x22, 0x22, 0x22, 0x22, 0x22, 0x22, 0x22, 0x22, 0x22},
@@ -156,6 +156,14 @@ static void a_scale_that_is_no_number_counts_as_zero(void **unused)
     assert_int_equal(faults(), QUERN_STATUS_BAD_SCALE);
     for (int i = 0; i < 16; i++) assert_true(x[i] == 0);
     assert_true(x[16] == 1 && x[17] == 1 && x[18] == 0);
+    const uint8_t good[2] = {0x38, 0x38};
+    const float none = -1;
+    OK(quern_cuda_copy(0, scales_view.data, good, sizeof good, NULL));
+    OK(quern_cuda_copy(0, global.data, &none, sizeof none, NULL));
+    OK(quern_nvfp4_dequantize(ctx, &exec, &p, &t, NULL, 0));
+    to_host(x, &out, sizeof x);
+    assert_int_equal(faults(), QUERN_STATUS_BAD_GLOBAL);
+    for (int i = 0; i < 32; i++) assert_true(x[i] == 0);
 }
 
 static void a_token_without_a_row_in_the_table_weighs_nothing(void **unused)
@@ -225,7 +233,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_is_not_finite_counts_as_zero),
         cmocka_unit_test(a_global_that_is_none_counts_as_zero),
-        cmocka_unit_test(a_scale_that_is_no_number_counts_as_zero),
+        cmocka_unit_test(a_scale_or_global_that_is_none_makes_zeros),
         cmocka_unit_test(a_token_without_a_row_in_the_table_weighs_nothing),
         cmocka_unit_test(bad_offsets_stay_within_the_tensors),
     };

@@ -104,6 +104,14 @@ struct expert_ends {
         const int64_t at = __ldg(end + e);
         return at < 0 ? 0 : at > rows ? rows : at;
     }
+    /* The grid's first block looks at all of them. */
+    __device__ __forceinline__ void check(int32_t *status) const
+    {
+        if (blockIdx.x > 0 || end == NULL || status == NULL) return;
+        for (int32_t e = threadIdx.x; e < experts; e += blockDim.x)
+            if (end[e] > rows || end[e] < (e > 0 ? end[e - 1] : 0))
+                raise_status(status, QUERN_STATUS_BAD_OFFSETS);
+    }
     __device__ __forceinline__ int64_t first_of(int32_t e) const { return e > 0 ? end_of(e - 1) : 0; }
     /* The first expert whose end is past a row; `experts` where there is none. */
     __device__ __forceinline__ int32_t expert_of(int64_t row) const

@@ -30,10 +30,19 @@ __device__ __forceinline__ float scale_value(const dequantise_params &a, int byt
     return is_scale(byte) ? e4m3_value(byte) : 0.0f;
 }
 
+/* A global that is none makes zeros: under R = 1 / G, too. */
+__device__ __forceinline__ float global_value(const dequantise_params &a, float g)
+{
+    if (is_global(g)) return g;
+    raise_status(a.status, QUERN_STATUS_BAD_GLOBAL);
+    return a.reciprocal ? INFINITY : 0.0f;
+}
+
 template <typename T>
 __global__ void __launch_bounds__(THREADS) dequantise_rows(const __grid_constant__ dequantise_params a)
 {
     const int64_t per = (a.columns + CHUNK - 1) / CHUNK, i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    a.ends.check(a.status);
     if (i >= a.rows * per) return;
     const int64_t row = i / per, c = (i - row * per) * CHUNK;
     const int64_t expert = a.ends.end != NULL                ? a.ends.expert_of(row)
@@ -42,7 +51,7 @@ __global__ void __launch_bounds__(THREADS) dequantise_rows(const __grid_constant
     chunk x = {};
     if (a.ends.end == NULL || expert < a.ends.experts) {
         const int64_t at = a.per == QUANTISE_GLOBAL_ROW ? row : a.per == QUANTISE_GLOBAL_EXPERT ? expert : 0;
-        const float global = *a.global.row<const float>(at),
+        const float global = global_value(a, *a.global.row<const float>(at)),
                     scale = scale_value(a, a.scales.row<const uint8_t>(row)[c / FP4_BLOCK]);
         const uint8_t *codes = a.codes.row<const uint8_t>(row) + c / 2;
         uint32_t word = 0;
@@ -68,7 +77,7 @@ __global__ void __launch_bounds__(THREADS) dequantise_columns(const __grid_const
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x, blocks = a.k / FP4_BLOCK;
     if (i >= a.rows * a.columns) return;
     const int64_t row = i / a.columns, n = i - row * a.columns, e = row / blocks, block = row - e * blocks;
-    const float global = *a.global.row<const float>(a.per == QUANTISE_GLOBAL_EXPERT ? e : 0);
+    const float global = global_value(a, *a.global.row<const float>(a.per == QUANTISE_GLOBAL_EXPERT ? e : 0));
     const float scale =
         scale_value(a, ((const uint8_t *)a.scales.p)[e * a.scales_s[0] + block * a.scales_s[1] + n]);
     const uint8_t *codes = (const uint8_t *)a.codes.p + e * a.codes_s[0] + block * 8 * a.codes_s[1] + n;

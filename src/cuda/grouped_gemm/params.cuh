@@ -110,12 +110,19 @@ __device__ __forceinline__ void store_any(void *p, quern_dtype dtype, int64_t at
     else ((f16 *)p)[at] = from_float<f16>(x);
 }
 
+/* A global; 0 where it is none. */
+__device__ __forceinline__ float checked_global(const gemm_params &p, float g)
+{
+    if (!is_global(g)) raise_status(p.b.status, QUERN_STATUS_BAD_GLOBAL);
+    return is_global(g) ? g : 0.0f;
+}
+
 /* A's global of a row. */
 __device__ __forceinline__ float a_global_of(const gemm_params &p, int32_t expert, int64_t row)
 {
     if (p.a_global == NULL) return 1.0f;
     const int64_t at = p.a_per == QUANTISE_GLOBAL_ROW ? row : p.a_per == QUANTISE_GLOBAL_EXPERT ? expert : 0;
-    return __ldg(p.a_global + at * p.a_global_stride);
+    return checked_global(p, __ldg(p.a_global + at * p.a_global_stride));
 }
 
 /* B's global and the bias of a column. */
@@ -127,7 +134,8 @@ __device__ __forceinline__ column_terms column_terms_of(const gemm_params &p, in
     column_terms t = {1.0f, 0.0f};
     if (column >= p.b.n) return t;
     if (p.b_global != NULL)
-        t.global = __ldg(p.b_global + expert * p.b_global_expert + (p.b_parts == 2 ? column / p.run % 2 : 0));
+        t.global = checked_global(
+            p, __ldg(p.b_global + expert * p.b_global_expert + (p.b_parts == 2 ? column / p.run % 2 : 0)));
     if (p.bias != NULL) t.bias = load_any(p.bias, p.bias_dtype, expert * p.bias_stride + column);
     return t;
 }

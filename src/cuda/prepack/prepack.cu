@@ -62,6 +62,12 @@ __global__ void __launch_bounds__(128) unpack_units(const __grid_constant__ prep
     }
 }
 
+int64_t prepack_bytes(int64_t n, int64_t k);
+int64_t prepack_bytes(int64_t n, int64_t k)
+{
+    return (n / UNIT + (n % UNIT != 0)) * (k / UNIT + (k % UNIT != 0)) * UNIT_BYTES;
+}
+
 static quern_status prepack_any_run(const stage_exec *exec, const prepack_args *args, void *)
 {
     prepack_params a = {

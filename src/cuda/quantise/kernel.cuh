@@ -96,6 +96,7 @@ template <typename T, fp4_kind KIND>
 __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(const __grid_constant__ quantise_params a)
 {
     const int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x;
+    a.ends.check(a.status);
     if (i >= a.rows * a.blocks) return;
     const int64_t row = a.blocks <= INT32_MAX && i <= UINT32_MAX ? (uint32_t)i / (uint32_t)a.blocks
                                                                  : i / a.blocks,
@@ -131,6 +132,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
     quantise_whole_rows(const __grid_constant__ quantise_params a)
 {
     const int64_t row = blockIdx.x, from = source_row(a, row);
+    a.ends.check(a.status);
     const bool used = from >= 0 && (a.ends.end == NULL || row < a.ends.end_of(a.ends.experts - 1));
     uint32_t most = 0;
     for (int64_t block = threadIdx.x; used && block < a.blocks; block += QUANTISE_THREADS) {

@@ -4,8 +4,12 @@
 #include "variants.cuh"
 
 extern const variant<prepack_args> prepack_any;
+int64_t prepack_bytes(int64_t n, int64_t k); /* of an expert's repacked matrix */
 
 static const variant<prepack_args> *const list[] = {&prepack_any};
 static const variants<prepack_args> kernels(list);
 
-static const stage_rows rows([](quern_backend &backend) { offer<prepack_args, kernels>(backend.prepack); });
+static const stage_rows rows([](quern_backend &backend) {
+    offer<prepack_args, kernels>(backend.prepack);
+    backend.repacked_bytes = prepack_bytes;
+});

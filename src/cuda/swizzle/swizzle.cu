@@ -25,7 +25,7 @@ struct swizzle_params {
     int64_t linear_s[2], swizzled_s;
     bool transposed;
     const int32_t *tokens;
-    int32_t experts, *pad_row_offsets;
+    int32_t experts, *pad_row_offsets, *status;
 };
 
 /* Where each expert's rows begin among the padded ones, and among all; experts + 1 each. */
@@ -46,6 +46,7 @@ __device__ __forceinline__ expert_list list_experts(const swizzle_params &a, int
                                          : left,
                       own = (n + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
         int32_t ends = n, pads = own;
+        if (n != given && blockIdx.x == 0) raise_status(a.status, QUERN_STATUS_BAD_OFFSETS);
         for (int apart = 1; apart < 32; apart *= 2) {
             const int32_t x = __shfl_up_sync(~0u, ends, apart), y = __shfl_up_sync(~0u, pads, apart);
             if (lane >= apart) ends += x, pads += y;
@@ -163,7 +164,8 @@ static swizzle_params params_of(const swizzle_args *args)
 
 static quern_status swizzle_any_run(const stage_exec *exec, const swizzle_args *args, void *)
 {
-    const swizzle_params a = params_of(args);
+    swizzle_params a = params_of(args);
+    a.status = exec->status;
     cudaStream_t stream = (cudaStream_t)exec->stream;
     const int64_t n = a.matrices * (args->inverse ? a.rows : a.down * TILE_ROWS) * a.tiles;
     /* A call without scales has offsets to write all the same. */
