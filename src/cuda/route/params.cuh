@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * params.cuh - the router's kernels.
+ * params.cuh - what the router's kernels share, and how they work.
  *
  * logits: a warp makes those of 4 tokens for 4 experts, in f32; its lanes share the dimension in an order
  * that nothing changes. choose: a warp a token, its scores in shared memory; the best of them k times over,

@@ -5,15 +5,15 @@
  *
  * Persistent blocks walk tiles of 64 columns of B a warpgroup and TOKENS tokens of an expert.
  *
- * feed      one thread copies tokens by TMA and repacked weights by bulk copies into stages of some units of
+ *   feed      one thread copies tokens by TMA and repacked weights by bulk copies into stages of some units of
  *             64 of K; of weights in the caller's layout all four warps gather the fragments
  *   multiply  warpgroups of 64 columns each: a lane reads its 16 bytes of codes and 8 of scales of a unit,
  *             decodes them into the products' first operand while the products of the unit before run
  *
- * TOKENS, 8 to 256, is the width of the products. Decoding a unit takes 90 instructions a warp, products of
- * TOKENS / 2 clocks for each 16 of K run beside it: up to 64 tokens four warpgroups
- * a multiprocessor hide its latency, in two blocks or in one, and a stage holds several units, since a wait
- * takes as long as multiplying one.
+ * TOKENS, 8 to 256, is the width of the products. Decoding a unit takes 90 instructions a warp; products of
+ * TOKENS / 2 clocks for each 16 of K run beside it. Up to 64 tokens four warpgroups a multiprocessor hide the
+ * decoding's latency, in two blocks or in one, and a stage holds several units, since a wait takes as long as
+ * multiplying one.
  *
  * Registers at 256 tokens: 128 accumulators, 32 for two units' operands. Shared memory: a stage's unit is 128
  * bytes a token and 2304 of weights a warpgroup. Limit: 4.5 bits a weight over the read rate, or 2 flops a
