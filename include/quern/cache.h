@@ -173,6 +173,7 @@ typedef struct quern_decode_tensors {
         *gates; /* f32 [T, H, 3]: sparse; read where the gate is GIVEN, else written; may then be NULL */
     const quern_tensor *block_idx;   /* i32 [Hs, T, k]: sparse; written; may be NULL */
     const quern_tensor *block_count; /* i32 [Hs, T]: sparse; written; may be NULL */
+    const quern_tensor *sink;        /* dense: f32 [H], as in attention.h; may be NULL */
 } quern_decode_tensors;
 #define QUERN_DECODE_TENSORS_INIT QUERN_SIZED(quern_decode_tensors)
 

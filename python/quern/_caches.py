@@ -262,7 +262,7 @@ class NSACache(_Cache):
         flat = None if gates is None else gates.reshape(-1, *gates.shape[-2:])
         table, queries, *weights = (_arrays.readable(t) for t in (table, rows, gate, flat))
         results = (_arrays.exported(o), None, *weights, idx, count)
-        ops.library.cache_decode(self._handle, 1, params, *batch, table, queries, *results)
+        ops.library.cache_decode(self._handle, 1, params, *batch, table, queries, *results, None)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         return (o, idx) if return_lists else o
 
@@ -305,17 +305,18 @@ class KVCache(_Cache):
         sequences: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
         table: Any = None,
+        sink: Any = None,
         return_lse: bool = False,
     ) -> Any:
         """q [B, n, H, D], the newest n tokens of each sequence, which are appended already → o [B, n, H, Dv],
-        or (o, lse f32 [B, H, n]); or [T, H, D] with counts → o [T, H, Dv], lse [H, T]. window and scale are
-        those of quern.attention."""
+        or (o, lse f32 [B, H, n]); or [T, H, D] with counts → o [T, H, Dv], lse [H, T]. window, scale and sink
+        f32 [H] are those of quern.attention."""
         rows, o = self._attended(q)
         params = ops.params("attention", window=window, scale=scale)
         batch = lists_of(q, 4, sequences, counts)
         lse = _arrays.empty_like(q, (rows.shape[1], rows.shape[0]), "float32") if return_lse else None
-        table, queries = (_arrays.readable(t) for t in (table, rows))
-        results = (_arrays.exported(o), lse, None, None, None, None)
+        table, queries, sink = (_arrays.readable(t) for t in (table, rows, sink))
+        results = (_arrays.exported(o), lse, None, None, None, None, sink)
         ops.library.cache_decode(self._handle, 0, params, *batch, table, queries, *results)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         if lse is not None and counts is None:

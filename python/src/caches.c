@@ -15,7 +15,7 @@
  *   cache_restore(cache, sequence, table, saved)
  *   cache_append(cache, sequences, counts, table, k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v)
  *   cache_decode(cache, sparse, params, sequences, counts, table, q, o, lse, w_gate, gates, block_idx,
- *                block_count)
+ *                block_count, sink)
  *
  * fields: "name=number" lines of quern_cache_params. sequences: bytes of int32; counts: bytes of as many
  * int64. table: a tensor or None. params: of the operation nsa or attention.
@@ -252,10 +252,10 @@ FUNCTION(cache_append)
 FUNCTION(cache_decode)
 {
     (void)self;
-    cache_call c = {.cache = cache_of(args, count, 13), .decodes = true};
+    cache_call c = {.cache = cache_of(args, count, 14), .decodes = true};
     if (c.cache == NULL) return -1;
     if (!is_int(&args[1]) || !read_params(&args[2], &c.params)) return refuse();
     c.sparse = args[1].v_int64 != 0;
-    if (read_batch(&args[3], &c.batch) != 0 || take_tensors(&args[6], 7, &c.list) != 0) return -1;
+    if (read_batch(&args[3], &c.batch) != 0 || take_tensors(&args[6], 8, &c.list) != 0) return -1;
     return call(&c, result);
 }

@@ -274,7 +274,11 @@ def test_sentences():
         copy.deepcopy(cache)
 
 
-DENSE = {"whole": {}, "window": {"window": 24, "scale": 0.3}}
+DENSE = {
+    "whole": {},
+    "window": {"window": 24, "scale": 0.3},
+    "sink": {"sink": np.linspace(-2, 2, 4, dtype=np.float32)},
+}
 
 
 @pytest.mark.parametrize("case", DENSE)

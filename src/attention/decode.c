@@ -26,6 +26,7 @@ static void roles(op_call *call)
     call->role[DD(q)] = OP_NEEDED;
     call->role[DD(o)] = OP_RESULT;
     call->role[DD(lse)] = OP_OPTIONAL_RESULT;
+    call->role[DD(sink)] = OP_OPTIONAL;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -51,6 +52,7 @@ static void build(op_build *b)
     args->q = op_view(call, DD(q), true);
     args->o = op_view(call, DD(o), true);
     args->lse = op_view(call, DD(lse), true);
+    args->sink = op_view(call, DD(sink), false);
 }
 
 static const char *const operations[] = {"attention_decode"};

@@ -78,6 +78,7 @@ const op_tensor cache_decode_tensors[DECODE_TENSORS] = {
     {"gates", "gates", OP_F32, OP_NONE, {DECODE_T, DECODE_H, DECODE_3}, {0}},
     {"block_idx", "block_idx", OP_I32, OP_NONE, {DECODE_HS, DECODE_T, DECODE_K}, {0}},
     {"block_count", "block_count", OP_I32, OP_NONE, {DECODE_HS, DECODE_T}, {0}},
+    {"sink", "sink", OP_F32, OP_NONE, {DECODE_H}, {0}},
 };
 
 quern_status cache_find_like(op_call *call, int32_t first)

@@ -70,7 +70,7 @@ static void roles(op_call *call)
     uint8_t *r = call->role;
     r[DD(q)] = OP_NEEDED;
     r[DD(o)] = OP_RESULT;
-    r[DD(lse)] = OP_REFUSED;
+    r[DD(lse)] = r[DD(sink)] = OP_REFUSED;
     r[DD(w_gate)] = p->gate == QUERN_NSA_GATE_WEIGHTS ? OP_NEEDED : OP_REFUSED;
     r[DD(gates)] = given ? OP_NEEDED : OP_OPTIONAL_RESULT;
     r[DD(block_idx)] = r[DD(block_count)] = slc ? OP_OPTIONAL_RESULT : OP_REFUSED;
@@ -79,7 +79,7 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *why = "without the selected branch NULL is accepted";
-    if (tensor == DD(lse)) why = "sparse attention accepts NULL";
+    if (tensor == DD(lse) || tensor == DD(sink)) why = "sparse attention accepts NULL";
     if (tensor == DD(w_gate)) why = "gate weights takes it, else NULL is accepted";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", call->family->tensors[tensor].field, why);
 }

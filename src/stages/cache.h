@@ -51,10 +51,11 @@ typedef struct decode_args {
     int64_t window;   /* 0: none */
     float scale;
     quern_tensor q, o, lse; /* [1, T, H, D]; lse f32 [1, H, T] or absent */
+    quern_tensor sink;      /* f32 [H] or absent: as attend's */
 } decode_args;
 STAGE_DECLARE(decode);
 #define DECODE_TENSORS(IN, OUT, GRAD)                                                                        \
-    IN(tokens.blocks) IN(tokens.table) STAGE_STEP_TENSORS(IN) IN(q) OUT(o) OUT(lse)
+    IN(tokens.blocks) IN(tokens.table) STAGE_STEP_TENSORS(IN) IN(q) OUT(o) OUT(lse) IN(sink)
 #define DECODE_VALUES(F) F(tokens.dim) F(tokens.dim_v) F(tokens.ring) F(capacity) F(window) F(scale)
 
 /* The same over three branches, with their selection and gate. */

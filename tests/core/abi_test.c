@@ -150,7 +150,7 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_cache_columns), 48);
     assert_int_equal(sizeof(quern_cache_batch), 40);
     assert_int_equal(sizeof(quern_cache_tensors), 88);
-    assert_int_equal(sizeof(quern_decode_tensors), 64);
+    assert_int_equal(sizeof(quern_decode_tensors), 72);
     assert_int_equal(sizeof(quern_dsv4_attention_params), 48);
     assert_int_equal(offsetof(quern_dsv4_attention_params, start_abs_pos), 24);
     assert_int_equal(sizeof(quern_dsv4_attention_tensors), 160);

@@ -41,6 +41,7 @@ typedef struct decode_run {
     quern_context *ctx;
     bool sparse;
     quern_nsa_tensors nsa;        /* as in the file; dense attention has only q, k, v */
+    const quern_tensor *sink;     /* dense attention's, or NULL */
     quern_tensor o;               /* the shape of O */
     const int32_t *cu;            /* NULL: fixed length */
     int64_t batch, length, lists; /* length: of each sequence */
@@ -97,11 +98,10 @@ static int bind(decode_run *r)
             return fail(
                 EXIT_INPUT,
                 "cu_seqlens_kv: a cache holds the queries' own tokens; cu_seqlens_q alone is accepted");
-        if (t.sink != NULL || t.kv_first != NULL || t.kv_count != NULL)
-            return fail(EXIT_INPUT, "%s: attention from a cache has no sinks, and a cache knows its own keys",
-                        t.sink != NULL       ? "sink"
-                        : t.kv_first != NULL ? "kv_first"
-                                             : "kv_count");
+        r->sink = t.sink;
+        if (t.kv_first != NULL || t.kv_count != NULL)
+            return fail(EXIT_INPUT, "%s: a cache knows its keys itself",
+                        t.kv_first != NULL ? "kv_first" : "kv_count");
     }
     const quern_tensor *q = r->nsa.q, *v = r->nsa.v;
     const int32_t ndim = r->nsa.cu_seqlens != NULL ? 3 : 4;
@@ -117,8 +117,13 @@ static int bind(decode_run *r)
         t.o = &r->o;
         status = quern_nsa_forward_workspace(r->ctx, &j->params.nsa, &t, &bytes);
     } else {
-        const quern_attention_tensors t = {
-            .size = sizeof t, .q = q, .k = r->nsa.k, .v = v, .cu_seqlens_q = r->nsa.cu_seqlens, .o = &r->o};
+        const quern_attention_tensors t = {.size = sizeof t,
+                                           .q = q,
+                                           .k = r->nsa.k,
+                                           .v = v,
+                                           .cu_seqlens_q = r->nsa.cu_seqlens,
+                                           .sink = r->sink,
+                                           .o = &r->o};
         status = quern_attention_forward_workspace(r->ctx, &j->params.attention, &t, &bytes);
     }
     if (status != QUERN_OK) return fail_status(status);
@@ -275,6 +280,7 @@ static quern_status attend(decode_run *r, const quern_cache_batch *batch, int64_
     quern_decode_tensors t = {.size = sizeof t, .q = &s[Q].piece, .o = &s[O].piece};
     size_t bytes;
     if (!r->sparse) {
+        t.sink = r->sink;
         const quern_status status =
             quern_attention_decode_workspace(r->ctx, &p->attention, r->cache, batch, &t, &bytes);
         if (status != QUERN_OK) return status;

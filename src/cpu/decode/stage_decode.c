@@ -13,6 +13,7 @@
  * each query sees. Limit: the read bandwidth on keys and values (panels.c).
  */
 #include "core/parallel.h"
+#include "cpu/attend/attend.h"
 #include "cpu/decode/panels.h"
 #include "cpu/stages.h"
 
@@ -195,9 +196,24 @@ static void run_keys(const decode_job *job, const query_tile *t, int64_t from, i
     }
 }
 
+/* Leaves to the keys what a sink leaves of the denominator. */
+static void take_sinks(const decode_job *job, const query_tile *t, const decode_rows *rows)
+{
+    const double ln2 = 0.69314718055994530942;
+    const int64_t width = job->shape.value_width;
+    for (int32_t r = 0; r < rows->n; r++) {
+        const float sink = ((const float *)job->args->sink.data)[t->head * job->group + r % job->group];
+        const double lse = (double)rows->max[r] * (double)job->shape.scale2 * ln2 + log((double)rows->sum[r]);
+        if (sink == INFINITY) memset(rows->o + r * width, 0, (size_t)width * sizeof *rows->o);
+        else if (sink != -INFINITY && rows->sum[r] != 0.0f)
+            job->shape.kernels->scale_row(rows->o + r * width, (float)attend_keys_share(lse, sink), width);
+    }
+}
+
 static void store(const decode_job *job, const query_tile *t, decode_rows *rows)
 {
     const decode_args *args = job->args;
+    if (is_present(&args->sink)) take_sinks(job, t, rows);
     decode_rows_finish(&job->shape, rows);
     for (int32_t r = 0; r < rows->n; r++) {
         const int64_t row = t->run->row + t->first + r / job->group,

@@ -9,6 +9,7 @@
 #include "cmocka_c11.h"
 #include "compare.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +24,8 @@ typedef struct player {
     double *q, *k, *v, *o, *lse; /* [rows][..]; o, lse [rows][h]: what the calls gave */
     cache_case cache;
     quern_context *ctx[2];
+    bool sinks;
+    double *sink; /* [h] */
 } player;
 
 static double *values(test_random *random, quern_dtype dtype, int64_t count)
@@ -59,6 +62,9 @@ static void player_open(player *p, test_random *random)
         p->row0[b + 1] = p->row0[b] + p->length[b];
         if (p->length[b] > cache.capacity) cache.capacity = p->length[b];
     }
+    p->sinks = test_random_one_in(random, 2);
+    p->sink = values(random, QUERN_F32, p->h);
+    if (p->h > 2) p->sink[0] = INFINITY, p->sink[1] = -INFINITY;
     p->rows = p->row0[p->batch];
     cache.capacity += 1 + test_random_int(random, 0, 70);
     cache.dtype = p->dtype;
@@ -79,7 +85,7 @@ static void player_open(player *p, test_random *random)
 
 static void player_close(player *p)
 {
-    free(p->q), free(p->k), free(p->v), free(p->o), free(p->lse);
+    free(p->q), free(p->k), free(p->v), free(p->o), free(p->lse), free(p->sink);
     cache_case_free(&p->cache);
     for (int i = 0; i < 2; i++) quern_context_destroy(p->ctx[i]);
 }
@@ -116,6 +122,8 @@ static void attend(player *p, const piece *x, test_random *random)
     quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     params.window = p->window;
     params.scale = p->scale;
+    test_tensor sink = test_tensor_make(random, QUERN_F32, 1, &p->h, TEST_CONTIGUOUS);
+    test_tensor_set(&sink, p->sink);
     for (int i = 0; i < 2; i++) {
         o[i] = test_tensor_make(random, p->dtype, 3, o_shape,
                                 (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
@@ -124,6 +132,7 @@ static void attend(player *p, const piece *x, test_random *random)
         t.q = &q.view;
         t.o = &o[i].view;
         t.lse = &lse[i].view;
+        if (p->sinks) t.sink = &sink.view;
         size_t bytes;
         if (quern_attention_decode_workspace(p->ctx[i], &params, p->cache.cache, &x->batch, &t, &bytes) !=
             QUERN_OK)
@@ -145,7 +154,7 @@ static void attend(player *p, const piece *x, test_random *random)
     }
     free(got), free(got_lse);
     for (int i = 0; i < 2; i++) test_tensor_free(&o[i]), test_tensor_free(&lse[i]);
-    test_tensor_free(&q);
+    test_tensor_free(&q), test_tensor_free(&sink);
 }
 
 static void play(player *p, test_random *random)
@@ -203,8 +212,10 @@ static void check(const player *p, int trial)
                                     .window = p->window,
                                     .query_offset = -1,
                                     .scale = (double)p->scale};
-        oracle_dense_forward(&dense, p->q + row * p->h * p->d, p->k + row * p->hkv * p->d,
-                             p->v + row * p->hkv * p->dv, o + row * p->h * p->dv, lse);
+        const oracle_sinks sinks = {p->sink, NULL, NULL};
+        const oracle_dense_extras extras = {p->sinks ? &sinks : NULL, NULL, NULL};
+        oracle_dense_forward_with(&dense, &extras, p->q + row * p->h * p->d, p->k + row * p->hkv * p->d,
+                                  p->v + row * p->hkv * p->dv, o + row * p->h * p->dv, lse);
         for (int64_t t = 0; t < n; t++)
             for (int64_t h = 0; h < p->h; h++) turned[(row + t) * p->h + h] = lse[h * n + t];
     }
