@@ -40,7 +40,7 @@ compare() {
         }
         END {
             for (k in row)
-                if (!(k in found) && (f16 || k !~ /[<,](f16|float|64|192|256)[,>]/)) { print k ": no such kernel"; bad = 1 }
+                if (!(k in found) && (f16 || k !~ /[<,](f16|float|8|16|32|64|192|256)[,>]/)) { print k ": no such kernel"; bad = 1 }
             exit bad
         }' "$2" <(echo "$1")
 }

@@ -362,7 +362,7 @@ quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint
                                       quern_device device, bool repacked, void *memory, size_t bytes,
                                       quern_checkpoint_moe *experts)
 {
-    fillings f;
+    fillings f = {0};
     arena a = arena_on(memory), sizes = {NULL, 0};
     if (experts == NULL || experts->size < sizeof *experts)
         return error_set(

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* permute.cu - rows to other places. A warp moves up to 128 pieces of a row, of 16 bytes where alignment allows,
- * four loads a thread at once. An entry of the permutation that is no slot gives a row of zeros. Limit: rows read
+/* permute.cu - rows to other places. A warp moves up to 128 pieces of a row, of 16 bytes where aligned,
+ * four loads a thread at once. An entry that is no slot gives a row of zeros. Limit: rows are read
  * and written once. */
 #include "common/launch.cuh"
 #include "common/rows.cuh"

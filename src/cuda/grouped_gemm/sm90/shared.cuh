@@ -5,7 +5,7 @@
  *
  * Persistent blocks walk tiles of 64 columns of B a warpgroup and TOKENS tokens of an expert.
  *
- *   feed      one thread copies tokens by TMA and repacked weights by bulk copies into stages of some units of
+ *   feed      one thread copies tokens by TMA and repacked weights by bulk copies into stages of units of
  *             64 of K; of weights in the caller's layout all four warps gather the fragments
  *   multiply  warpgroups of 64 columns each: a lane reads its 16 bytes of codes and 8 of scales of a unit,
  *             decodes them into the products' first operand while the products of the unit before run
