@@ -95,6 +95,30 @@ cmake --build "$dir/build"
 needs_onednn "$dir/build/hello_static"
 "$dir/build/hello"
 "$dir/build/hello_static"
+
+# The short examples, and a model for the one that reads one: four experts in bf16, and the same in NVFP4.
+cmake -S "$root/examples/short" -B "$dir/short" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
+cmake --build "$dir/short"
+"$dir/short/pool"
+"$dir/short/train"
+header="" at=0
+for part in {0..3}.{gate,up,down}; do
+    header+=",\"model.layers.0.mlp.experts.${part}_proj.weight\":{\"dtype\":\"BF16\",\"shape\":[64,64],"
+    header+="\"data_offsets\":[$at,$((at += 8192))]}"
+done
+header="{${header#,}}"
+{
+    # shellcheck disable=SC2059
+    printf "\\x$(printf %02x $((${#header} % 256)))\\x$(printf %02x $((${#header} / 256)))\\0\\0\\0\\0\\0\\0"
+    printf %s "$header"
+    yes "$(printf '\x80\x3c\x10\xbd\x40\x3d\x20')" | tr -d '\n' | head -c $at
+} >"$dir/model.safetensors"
+"$dir/short/experts" "$dir/model.safetensors"
+if [[ -e $prefix/bin/quern ]]; then
+    "$prefix/bin/quern" quantize "$dir/model.safetensors" "$dir/nvfp4" --format modelopt >/dev/null
+    "$dir/short/experts" "$dir/nvfp4" 0 1
+fi
+
 mkdir "$dir/components"
 for component in quern static other; do
     printf 'cmake_minimum_required(VERSION 3.25)\nproject(c LANGUAGES C)\nfind_package(quern REQUIRED COMPONENTS %s)\n' \
