@@ -130,9 +130,9 @@ typedef struct quern_checkpoint_moe {
 
 /* Bytes of memory that quern_checkpoint_experts needs for a layer; part of them is scratch.
  * QUERN_ERR_UNSUPPORTED: its experts are in a format that is not listed above, or in several; or the
- * device is not the CPU: quern_moe_forward runs there alone. QUERN_ERR_FORMAT: tensors are
- * missing or do not fit; the sentence names one. QUERN_ERR_INVALID_ARGUMENT: the layer has no routed
- * experts. */
+ * device is not the CPU, for which experts are laid out; those that are not repacked may be copied to a GPU
+ * and repacked there. QUERN_ERR_FORMAT: tensors are missing or do not fit; the sentence names one.
+ * QUERN_ERR_INVALID_ARGUMENT: the layer has no routed experts. */
 QUERN_API quern_status quern_checkpoint_experts_bytes(quern_context *ctx, const quern_checkpoint *checkpoint,
                                                       int64_t layer, quern_device device, bool repacked,
                                                       size_t *bytes);

@@ -229,8 +229,8 @@ static quern_status begin(quern_context *ctx, const quern_checkpoint *c, int64_t
     *f = *shared = (filling){.ctx = ctx};
     if (device != QUERN_CPU)
         return error_set(QUERN_ERR_UNSUPPORTED,
-                         "device %d: quern_moe_forward runs on the CPU alone, for which experts are laid "
-                         "out: QUERN_CPU is accepted",
+                         "device %d: experts are laid out in the host's memory, for the CPU: QUERN_CPU is "
+                         "accepted; those that are not repacked may be copied to a GPU",
                          (int)device);
     if (context_backend(ctx, device, 0, NULL, &f->exec) == NULL) return error_status();
     shared->exec = f->exec;
