@@ -17,16 +17,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    WORKERS = 3,
-    REQUESTS = 4,
-    N = 300,
-    H = 4,
-    HKV = 2,
-    D = 64,
-    Q_SIZE = N * H * D,
-    KV_SIZE = N * HKV * D
-};
+enum { WORKERS = 3, REQUESTS = 4, N = 300, H = 4, HKV = 2, D = 64 };
+enum { Q_SIZE = N * H * D, KV_SIZE = N * HKV * D };
 
 /* A pool: workers wait at `start` for a loop, take its indices one by one, and meet the caller at `end`. */
 typedef struct pool {
@@ -47,7 +39,7 @@ static void take_indices(pool *p, int32_t thread)
 static void *work(void *arg)
 {
     pool *p = arg;
-    const int32_t thread = 1 + atomic_fetch_add(&p->names, 1); /* 0 is the caller of the loop */
+    const int32_t thread = 1 + atomic_fetch_add(&p->names, 1); /* 0 calls the loop */
     while (pthread_barrier_wait(&p->start), p->body != NULL) {
         take_indices(p, thread);
         pthread_barrier_wait(&p->end);
@@ -56,12 +48,12 @@ static void *work(void *arg)
 }
 
 /* The executor, as quern_context_params.parallel_for wants it. `threads` is what the context was told. */
-static void parallel_for(void *arg, int32_t threads, int64_t count, void (*body)(void *, int64_t, int32_t),
-                         void *body_arg)
+static void parallel_for(void *of, int32_t threads, int64_t n, void (*body)(void *, int64_t, int32_t),
+                         void *arg)
 {
-    pool *p = arg;
+    pool *p = of;
     (void)threads;
-    p->body = body, p->arg = body_arg, p->count = count;
+    p->body = body, p->arg = arg, p->count = n;
     atomic_store(&p->next, 0);
     pthread_barrier_wait(&p->start);
     take_indices(p, 0);
@@ -76,25 +68,24 @@ static void need(quern_status status)
 }
 
 /* Attends all requests by one plan of this context. */
-static void attend(const quern_context_params *how, float *q, float *k, float *v, float *o)
+static void attend(const quern_context_params *how, float *q, float *kv, float *o)
 {
     quern_context *ctx;
     quern_plan *plan;
     size_t bytes;
     need(quern_context_create(how, &ctx));
     const quern_tensor tq = quern_tensor_contiguous(q, QUERN_F32, 4, (int64_t[]){1, N, H, D});
-    const quern_tensor tk = quern_tensor_contiguous(k, QUERN_F32, 4, (int64_t[]){1, N, HKV, D});
+    const quern_tensor tk = quern_tensor_contiguous(kv, QUERN_F32, 4, (int64_t[]){1, N, HKV, D});
     const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
     t.q = &tq, t.k = &tk, t.v = &tk, t.o = &tq;
-    need(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &params, &t,
-                           &plan)); /* every check is made here */
+    need(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &params, &t, &plan));
     need(quern_plan_workspace(plan, &bytes));
     void *workspace = malloc(bytes);
     for (int r = 0; r < REQUESTS; r++) {
         /* The addresses in the order of the struct's pointers: q, k, v, two offsets, o. */
-        void *data[sizeof t / sizeof(void *)] = {q + r * Q_SIZE, k + r * KV_SIZE, v + r * KV_SIZE, NULL,
-                                                 NULL,           o + r * Q_SIZE};
+        float *keys = kv + r * KV_SIZE; /* and values */
+        void *data[sizeof t / sizeof(void *)] = {q + r * Q_SIZE, keys, keys, NULL, NULL, o + r * Q_SIZE};
         need(quern_plan_run(plan, NULL, data, workspace, bytes));
     }
     free(workspace);
@@ -104,23 +95,22 @@ static void attend(const quern_context_params *how, float *q, float *k, float *v
 
 int main(void)
 {
-    static float q[REQUESTS * Q_SIZE], k[REQUESTS * KV_SIZE], v[REQUESTS * KV_SIZE], own[REQUESTS * Q_SIZE],
-        theirs[REQUESTS * Q_SIZE];
+    enum { ALL = REQUESTS * Q_SIZE };
+    static float q[ALL], kv[REQUESTS * KV_SIZE], own[ALL], theirs[ALL];
     static pool p;
     pthread_barrier_init(&p.start, NULL, WORKERS + 1);
     pthread_barrier_init(&p.end, NULL, WORKERS + 1);
-    for (int i = 0; i < REQUESTS * Q_SIZE; i++) q[i] = 2 * (float)rand() / (float)RAND_MAX - 1;
-    for (int i = 0; i < REQUESTS * KV_SIZE; i++) k[i] = q[i] / 2, v[i] = q[REQUESTS * KV_SIZE - i];
+    for (int i = 0; i < ALL; i++) q[i] = 2 * (float)rand() / (float)RAND_MAX - 1;
+    memcpy(kv, q, sizeof kv);
     for (int i = 0; i < WORKERS; i++) pthread_create(&p.workers[i], NULL, work, &p);
     quern_context_params how = QUERN_CONTEXT_PARAMS_INIT;
-    attend(&how, q, k, v, theirs);
+    attend(&how, q, kv, theirs);
     how.threads = WORKERS + 1, how.parallel_for = parallel_for, how.parallel_for_arg = &p;
-    attend(&how, q, k, v, own);
+    attend(&how, q, kv, own);
     p.body = NULL;
     pthread_barrier_wait(&p.start);
     for (int i = 0; i < WORKERS; i++) pthread_join(p.workers[i], NULL);
     const int other = memcmp(own, theirs, sizeof own) != 0;
-    printf("%d requests by a plan on %d threads: %s bits\n", REQUESTS, WORKERS + 1,
-           other ? "other" : "the same");
+    printf("%d requests on %d threads: %s bits\n", REQUESTS, WORKERS + 1, other ? "other" : "the same");
     return other;
 }
