@@ -3,7 +3,7 @@
 /* index.c - the block indexer: its schema, its public functions, and its program of one stage. */
 #include "core/error.h"
 #include "core/view.h"
-#include "nsa/call.h"
+#include "nsa/index.h"
 
 #include <stddef.h>
 
@@ -14,8 +14,6 @@ typedef struct index_call {
 } index_call;
 
 #define I(field) OP_TENSOR(quern_nsa_index_tensors, field)
-enum { S_NQ = 1, S_NKV, S_TQ, S_TKV, S_BATCH, S_BATCH1, S_LISTS, S_WIDTH, S_BLOCKS, S_LIST_ROWS, S_CHOSEN };
-enum { KEYS, KEY_ROWS }; /* shapes of k_index, fixed length and varlen */
 
 static const op_tensor tensors[] = {
     {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {S_BATCH, S_NQ, S_LISTS, S_WIDTH}, {S_TQ, S_LISTS, S_WIDTH}},
@@ -33,6 +31,8 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_nsa_index_tensors),
                "a row a tensor");
+_Static_assert(I(q_index) == 0 && I(k_index) == 1 && I(cu_seqlens_kv) == I(cu_seqlens_q) + 1,
+               "as index.h says");
 
 #define AT(member) offsetof(quern_nsa_index_params, member)
 static const op_param params[] = {
@@ -48,20 +48,22 @@ static const op_param params[] = {
 static const quern_nsa_index_params defaults = QUERN_NSA_INDEX_PARAMS_INIT;
 static const char *const operations[] = {"nsa_index"};
 
-static const char *const symbols[] = {"",
-                                      [S_NQ] = "N",
-                                      [S_NKV] = "S",
-                                      [S_TQ] = "T",
-                                      [S_TKV] = "Tkv",
-                                      [S_BATCH] = "B",
-                                      [S_BATCH1] = "B+1",
-                                      [S_LISTS] = "Hs",
-                                      [S_WIDTH] = "D_I",
-                                      [S_BLOCKS] = "blocks",
-                                      [S_LIST_ROWS] = "rows",
-                                      [S_CHOSEN] = "k",
-                                      NULL};
-static const char *const leads[] = {"B S D_I|B S Hs D_I...", "Tkv D_I|Tkv Hs D_I...", NULL};
+const char *const nsa_index_symbols[] = {"",
+                                         [S_NQ] = "N",
+                                         [S_NKV] = "S",
+                                         [S_TQ] = "T",
+                                         [S_TKV] = "Tkv",
+                                         [S_BATCH] = "B",
+                                         [S_BATCH1] = "B+1",
+                                         [S_LISTS] = "Hs",
+                                         [S_WIDTH] = "D_I",
+                                         [S_BLOCKS] = "blocks",
+                                         [S_HEADS] = "H",
+                                         [S_DIM] = "D",
+                                         [S_LIST_ROWS] = "rows",
+                                         [S_CHOSEN] = "k",
+                                         NULL};
+const char *const nsa_index_leads[] = {"B S D_I|B S Hs D_I...", "Tkv D_I|Tkv Hs D_I...", NULL};
 static const int8_t scores_alone[] = {I(block_score), OP_NONE};
 static const op_entry ops[] = {
     {.name = "nsa-index",
@@ -106,22 +108,17 @@ static quern_status refuse(const op_call *call, int32_t tensor)
                      "cu_seqlens_kv is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted");
 }
 
-static quern_status derive(op_call *call)
+quern_status nsa_index_derive(op_call *call)
 {
-    const quern_nsa_index_params *p = &((const index_call *)call)->params;
     const int32_t ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1;
     const quern_tensor *q = call->given[I(q_index)], *k = call->given[I(k_index)];
-    if (q == NULL || k == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         q == NULL ? "q_index" : "k_index");
     call->like = *q;
     const bool shared = k->ndim == ndim - 1;
     quern_status status = op_check_activation(call, I(q_index), ndim);
     if (status == QUERN_OK) status = op_check_activation(call, I(k_index), shared ? ndim - 1 : ndim);
     if (status == QUERN_OK) status = view_check_head_dim("q_index", q->shape[at + 2]);
-    if (status == QUERN_OK) status = view_check_heads(q->shape[at + 1], 1, q->shape[at]);
     int64_t *s = call->symbol;
-    if (status == QUERN_OK) status = op_find_batch(call, I(cu_seqlens_q), q, &s[S_BATCH]);
+    if (status == QUERN_OK) status = op_find_batch(call, call->family->varlen_by, q, &s[S_BATCH]);
     if (status != QUERN_OK) return status;
     if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -132,9 +129,7 @@ static quern_status derive(op_call *call)
     s[S_NKV] = s[S_TKV] = k->shape[at];
     s[S_LISTS] = q->shape[at + 1];
     s[S_WIDTH] = q->shape[at + 2];
-    s[S_BLOCKS] = mask_blocks(s[S_NKV], p->select_block);
     s[S_LIST_ROWS] = s[S_TQ] + s[S_BATCH];
-    s[S_CHOSEN] = p->num_selected;
     op_extents *keys = &call->lead[KEYS], *rows = &call->lead[KEY_ROWS];
     *keys = shared ? (op_extents){3, {s[S_BATCH], s[S_NKV], s[S_WIDTH]}}
                    : (op_extents){4, {s[S_BATCH], s[S_NKV], s[S_LISTS], s[S_WIDTH]}};
@@ -143,16 +138,41 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
+static quern_status derive(op_call *call)
+{
+    const quern_nsa_index_params *p = &((const index_call *)call)->params;
+    const quern_tensor *q = call->given[I(q_index)], *k = call->given[I(k_index)];
+    int64_t *s = call->symbol;
+    if (q == NULL || k == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
+                         q == NULL ? "q_index" : "k_index");
+    quern_status status = nsa_index_derive(call);
+    if (status == QUERN_OK) status = view_check_heads(s[S_LISTS], 1, s[S_NQ]);
+    if (status != QUERN_OK) return status;
+    s[S_BLOCKS] = mask_blocks(s[S_NKV], p->select_block);
+    s[S_CHOSEN] = p->num_selected;
+    return QUERN_OK;
+}
+
+quern_status nsa_index_check_data(const op_call *call, void *const *data)
 {
     if (!call->varlen) return QUERN_OK;
     const int64_t *s = call->symbol;
-    const bool own = call->alignment[I(cu_seqlens_kv)] > 0;
-    const quern_status status =
-        view_check_offsets(data[I(cu_seqlens_q)], s[S_BATCH], "cu_seqlens_q", s[S_TQ]);
+    const int32_t cu = call->family->varlen_by, cu_kv = cu + 1;
+    const bool own = call->alignment[cu_kv] > 0;
+    const quern_status status = view_check_offsets(data[cu], s[S_BATCH], "cu_seqlens_q", s[S_TQ]);
     if (status != QUERN_OK || (!own && s[S_TKV] >= s[S_TQ])) return status;
-    return view_check_offsets(data[own ? I(cu_seqlens_kv) : I(cu_seqlens_q)], s[S_BATCH],
-                              own ? "cu_seqlens_kv" : "cu_seqlens_q", s[S_TKV]);
+    return view_check_offsets(data[own ? cu_kv : cu], s[S_BATCH], own ? "cu_seqlens_kv" : "cu_seqlens_q",
+                              s[S_TKV]);
+}
+
+stage_seqs nsa_index_seqs(const op_call *call)
+{
+    const int64_t *s = call->symbol;
+    const int32_t cu = call->family->varlen_by;
+    const bool any = call->varlen || s[S_NQ] > 0; /* no loop goes over sequences without tokens */
+    return (stage_seqs){any ? s[S_BATCH] : 0, s[S_NQ], s[S_NKV], op_view(call, cu, false),
+                        op_view(call, cu + 1, false)};
 }
 
 quern_tensor nsa_key_heads(quern_tensor keys)
@@ -170,10 +190,7 @@ static void build(op_build *b)
 {
     const op_call *h = b->call;
     const quern_nsa_index_params *p = &((const index_call *)h)->params;
-    const int64_t *s = h->symbol;
-    const bool any = h->varlen || s[S_NQ] > 0; /* no loop goes over sequences without tokens */
-    const stage_seqs seqs = {any ? s[S_BATCH] : 0, s[S_NQ], s[S_NKV], op_view(h, I(cu_seqlens_q), false),
-                             op_view(h, I(cu_seqlens_kv), false)};
+    const stage_seqs seqs = nsa_index_seqs(h);
     validate_lists_args *lists = OP_ADD(b, validate_lists);
     lists->seqs = seqs;
     op_when_asked(b);
@@ -202,8 +219,8 @@ const op_family nsa_index_family = {
     .defaults = &defaults,
     .params_init = "QUERN_NSA_INDEX_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_INDEX_TENSORS_INIT",
-    .symbols = symbols,
-    .leads = leads,
+    .symbols = nsa_index_symbols,
+    .leads = nsa_index_leads,
     .group = "nsa-index",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
@@ -214,7 +231,7 @@ const op_family nsa_index_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
+    .check_data = nsa_index_check_data,
     .build = build,
 };
 

@@ -3,7 +3,7 @@
 /* index_loss.c - the block indexer's loss: its schema, its public functions, and its program of one stage. */
 #include "core/error.h"
 #include "core/view.h"
-#include "nsa/call.h"
+#include "nsa/index.h"
 
 #include <math.h>
 #include <stddef.h>
@@ -15,21 +15,6 @@ typedef struct loss_call {
 } loss_call;
 
 #define L(field) OP_TENSOR(quern_nsa_index_loss_tensors, field)
-enum {
-    S_NQ = 1,
-    S_NKV,
-    S_TQ,
-    S_TKV,
-    S_BATCH,
-    S_BATCH1,
-    S_LISTS,
-    S_WIDTH,
-    S_HEADS,
-    S_DIM,
-    S_LIST_ROWS,
-    S_CHOSEN
-};
-enum { KEYS, KEY_ROWS }; /* shapes of k_index, fixed length and varlen */
 
 static const op_tensor tensors[] = {
     {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {S_BATCH, S_NQ, S_LISTS, S_WIDTH}, {S_TQ, S_LISTS, S_WIDTH}},
@@ -57,6 +42,8 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_nsa_index_loss_tensors),
                "a row a tensor");
+_Static_assert(L(q_index) == 0 && L(k_index) == 1 && L(cu_seqlens_kv) == L(cu_seqlens_q) + 1,
+               "as index.h says");
 
 #define AT(member) offsetof(quern_nsa_index_loss_params, member)
 static const op_param params[] = {
@@ -70,21 +57,6 @@ static const op_param params[] = {
 static const quern_nsa_index_loss_params defaults = QUERN_NSA_INDEX_LOSS_PARAMS_INIT;
 static const char *const operations[] = {"nsa_index_loss"};
 
-static const char *const symbols[] = {"",
-                                      [S_NQ] = "N",
-                                      [S_NKV] = "S",
-                                      [S_TQ] = "T",
-                                      [S_TKV] = "Tkv",
-                                      [S_BATCH] = "B",
-                                      [S_BATCH1] = "B+1",
-                                      [S_LISTS] = "Hs",
-                                      [S_WIDTH] = "D_I",
-                                      [S_HEADS] = "H",
-                                      [S_DIM] = "D",
-                                      [S_LIST_ROWS] = "rows",
-                                      [S_CHOSEN] = "k",
-                                      NULL};
-static const char *const leads[] = {"B S D_I|B S Hs D_I...", "Tkv D_I|Tkv Hs D_I...", NULL};
 static const op_entry ops[] = {
     {.name = "nsa-index-loss",
      .help = "the block indexer's loss against attention's weights in the listed blocks, and its gradients",
@@ -110,57 +82,24 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 static quern_status derive(op_call *call)
 {
     const int32_t ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1;
-    const quern_tensor *const *t = call->given;
+    const quern_tensor *const *t = call->given, *q = t[L(q)], *lists = t[L(block_idx)];
+    int64_t *s = call->symbol;
     for (int32_t i = L(q_index); i <= L(block_idx); i++)
         if (t[i] == NULL)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
-    const quern_tensor *q = t[L(q_index)], *k = t[L(k_index)], *lists = t[L(block_idx)];
-    call->like = *q;
-    const bool shared = k->ndim == ndim - 1;
-    quern_status status = op_check_activation(call, L(q_index), ndim);
-    if (status == QUERN_OK) status = op_check_activation(call, L(k_index), shared ? ndim - 1 : ndim);
+    quern_status status = nsa_index_derive(call);
     if (status == QUERN_OK) status = op_check_activation(call, L(q), ndim);
     if (status == QUERN_OK) status = op_check_activation(call, L(k), ndim);
-    if (status == QUERN_OK) status = view_check_head_dim("q_index", q->shape[at + 2]);
-    if (status == QUERN_OK) status = view_check_head_dim("q", t[L(q)]->shape[at + 2]);
-    if (status == QUERN_OK) status = view_check_heads(t[L(q)]->shape[at + 1], q->shape[at + 1], q->shape[at]);
-    int64_t *s = call->symbol;
-    if (status == QUERN_OK) status = op_find_batch(call, L(cu_seqlens_q), q, &s[S_BATCH]);
+    if (status == QUERN_OK) status = view_check_head_dim("q", q->shape[at + 2]);
+    if (status == QUERN_OK) status = view_check_heads(q->shape[at + 1], s[S_LISTS], s[S_NQ]);
     if (status != QUERN_OK) return status;
-    if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld query and %lld key tokens: at most %d each are accepted",
-                         (long long)q->shape[at], (long long)k->shape[at], INT32_MAX);
     if (lists->ndim != ndim)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "block_idx has %d dimensions: %d are accepted",
                          lists->ndim, ndim);
-    s[S_BATCH1] = s[S_BATCH] + 1;
-    s[S_NQ] = s[S_TQ] = q->shape[at];
-    s[S_NKV] = s[S_TKV] = k->shape[at];
-    s[S_LISTS] = q->shape[at + 1];
-    s[S_WIDTH] = q->shape[at + 2];
-    s[S_HEADS] = t[L(q)]->shape[at + 1];
-    s[S_DIM] = t[L(q)]->shape[at + 2];
-    s[S_LIST_ROWS] = s[S_TQ] + s[S_BATCH];
+    s[S_HEADS] = q->shape[at + 1];
+    s[S_DIM] = q->shape[at + 2];
     s[S_CHOSEN] = lists->shape[ndim - 1];
-    op_extents *keys = &call->lead[KEYS], *rows = &call->lead[KEY_ROWS];
-    *keys = shared ? (op_extents){3, {s[S_BATCH], s[S_NKV], s[S_WIDTH]}}
-                   : (op_extents){4, {s[S_BATCH], s[S_NKV], s[S_LISTS], s[S_WIDTH]}};
-    *rows = shared ? (op_extents){2, {s[S_TKV], s[S_WIDTH]}}
-                   : (op_extents){3, {s[S_TKV], s[S_LISTS], s[S_WIDTH]}};
     return QUERN_OK;
-}
-
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    if (!call->varlen) return QUERN_OK;
-    const int64_t *s = call->symbol;
-    const bool own = call->alignment[L(cu_seqlens_kv)] > 0;
-    const quern_status status =
-        view_check_offsets(data[L(cu_seqlens_q)], s[S_BATCH], "cu_seqlens_q", s[S_TQ]);
-    if (status != QUERN_OK || (!own && s[S_TKV] >= s[S_TQ])) return status;
-    return view_check_offsets(data[own ? L(cu_seqlens_kv) : L(cu_seqlens_q)], s[S_BATCH],
-                              own ? "cu_seqlens_kv" : "cu_seqlens_q", s[S_TKV]);
 }
 
 static float scale_or_root(float scale, int64_t dim)
@@ -173,9 +112,7 @@ static void build(op_build *b)
     const op_call *h = b->call;
     const quern_nsa_index_loss_params *p = &((const loss_call *)h)->params;
     const int64_t *s = h->symbol;
-    const bool any = h->varlen || s[S_NQ] > 0; /* no loop goes over sequences without tokens */
-    const stage_seqs seqs = {any ? s[S_BATCH] : 0, s[S_NQ], s[S_NKV], op_view(h, L(cu_seqlens_q), false),
-                             op_view(h, L(cu_seqlens_kv), false)};
+    const stage_seqs seqs = nsa_index_seqs(h);
     validate_lists_args *lists = OP_ADD(b, validate_lists);
     lists->seqs = seqs;
     op_when_asked(b);
@@ -209,8 +146,8 @@ const op_family nsa_index_loss_family = {
     .defaults = &defaults,
     .params_init = "QUERN_NSA_INDEX_LOSS_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_INDEX_LOSS_TENSORS_INIT",
-    .symbols = symbols,
-    .leads = leads,
+    .symbols = nsa_index_symbols,
+    .leads = nsa_index_leads,
     .group = "nsa-index-loss",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
@@ -220,7 +157,7 @@ const op_family nsa_index_loss_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
+    .check_data = nsa_index_check_data,
     .build = build,
 };
 
