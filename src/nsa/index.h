@@ -25,7 +25,7 @@ enum {
 enum { KEYS, KEY_ROWS }; /* shapes of k_index, fixed length and varlen */
 extern const char *const nsa_index_symbols[], *const nsa_index_leads[];
 
-/* Checks q_index and k_index, which are given, and sets the symbols up to S_WIDTH and S_LIST_ROWS, and k_index's
+/* Checks q_index and k_index, which are given. Sets the symbols up to S_WIDTH, S_LIST_ROWS, and k_index's
  * shapes. */
 quern_status nsa_index_derive(op_call *call);
 quern_status nsa_index_check_data(const op_call *call, void *const *data);
