@@ -16,7 +16,8 @@
  * Key j stands at position j.
  *   causal:      j <= p, and with window W > 0 also j > p - W (W keys, self included)
  *   not causal:  every key, and with window W > 0 those with |p - j| <= W / 2 (integer division)
- * A query that sees no key has o = 0, lse = -inf and takes no part in any gradient.
+ * A query before position 0 (Nq > Nkv) sees no key, causal or not. A query that sees no key has o = 0,
+ * lse = -inf and takes no part in any gradient.
  *
  * A sink is a logit of a head that joins the denominator alone: o[t] is multiplied by 1 / (1 + e^(sink -
  * lse[t])), and lse stays that of the keys. A sink of -inf is none, one of inf leaves nothing to the keys: o

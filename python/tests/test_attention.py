@@ -31,7 +31,8 @@ def seen(nq, nkv, causal=True, window=0, query_offset=None, scale=None):
     key = torch.arange(nkv)[None, :]
     if causal:
         return (key <= q) & (key > q - window) if window else key <= q
-    return (q - key).abs() <= window // 2 if window else torch.ones(nq, nkv, dtype=torch.bool)
+    near = (q - key).abs() <= window // 2 if window else torch.ones(nq, nkv, dtype=torch.bool)
+    return near & (q >= 0)  # a query before position 0 sees nothing
 
 
 # Relative L2 errors of the output and of the gradients.

@@ -63,7 +63,7 @@ MASK_FUNCTION key_range mask_keys(const key_mask *m, int64_t nq, int64_t nk, int
     int64_t first = 0, end = nk;
     if (m->kind == ATTEND_RANGE) {
         const int64_t position = query + (m->query_offset >= 0 ? m->query_offset : nk - nq);
-        if (m->causal) {
+        if (m->causal || position < 0) { /* before position 0 nothing is seen */
             end = position + 1;
             if (m->window > 0 && m->window <= position) first = position - m->window + 1;
         } else if (m->window > 0) {
@@ -92,11 +92,11 @@ MASK_FUNCTION key_range mask_queries(const key_mask *m, int64_t nq, int64_t nk, 
 {
     int64_t first = 0, end = nq;
     if (m->kind == ATTEND_RANGE) {
-        const int64_t at =
-                          key - (m->query_offset >= 0 ? m->query_offset : nk - nq), /* the query at the key */
+        const int64_t start = m->query_offset >= 0 ? m->query_offset : nk - nq, at = key - start, /* its query */
             ahead = m->window / 2, behind = m->causal ? m->window : ahead + 1;
+        first = -start;
         if (m->causal) first = at;
-        else if (m->window > 0) first = at - ahead;
+        else if (m->window > 0 && ahead < key) first = at - ahead;
         if (m->window > 0 && behind < nq - at) end = at + behind;
     } else if (m->causal) {
         first = key;

@@ -27,7 +27,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { GUARD = 512, PATTERN = 0x5a, RUNS = 3, MAX_TENSORS = 80 };
+enum { GUARD = 512, PATTERN = 0x5a, RUNS = 3, MAX_TENSORS = 96 };
 static const size_t most_bytes = (size_t)1
                                  << 30; /* of a tensor with its gaps; offsets_test.c has the large ones */
 

@@ -150,6 +150,7 @@ bool oracle_range_sees(const void *range, int64_t head, int64_t t, int64_t j)
     const oracle_range *r = range;
     const int64_t position = (r->query_offset >= 0 ? r->query_offset : r->nkv - r->nq) + t;
     (void)head;
+    if (position < 0) return false;
     if (r->causal) return j <= position && (r->window == 0 || j > position - r->window);
     return r->window == 0 || llabs(position - j) <= r->window / 2;
 }
