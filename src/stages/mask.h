@@ -92,7 +92,8 @@ MASK_FUNCTION key_range mask_queries(const key_mask *m, int64_t nq, int64_t nk, 
 {
     int64_t first = 0, end = nq;
     if (m->kind == ATTEND_RANGE) {
-        const int64_t start = m->query_offset >= 0 ? m->query_offset : nk - nq, at = key - start, /* its query */
+        const int64_t start = m->query_offset >= 0 ? m->query_offset : nk - nq,
+                      at = key - start, /* its query */
             ahead = m->window / 2, behind = m->causal ? m->window : ahead + 1;
         first = -start;
         if (m->causal) first = at;
