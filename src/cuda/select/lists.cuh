@@ -238,11 +238,14 @@ struct own_list {
 /* The groups of a list (mean_logit), as they are chosen. */
 struct own_groups {
     int seen_last;             /* entries that the last query sees */
-    int count;                 /* groups of them */
     int keep_last, keep_first; /* kept always: the newest visible to the last, and to the first query */
-    int kept;
     best_list best;
 };
+
+__device__ __forceinline__ int kept_groups(const own_groups &x)
+{
+    return x.keep_last < 0 ? 0 : x.keep_first < 0 || x.keep_first == x.keep_last ? 1 : 2;
+}
 
 /* List rows that no tile has: padding. One warp calls. */
 static __device__ __forceinline__ void pad_lists(const select_kernel &s, int64_t vb, int u, int64_t row,
@@ -396,7 +399,7 @@ static __device__ __forceinline__ void write_groups(const select_kernel &s, cons
         }
     }
     __syncwarp();
-    const best_list all = {x.best.key, x.best.index, full + x.kept};
+    const best_list all = {x.best.key, x.best.index, full + kept_groups(x)};
     write_list(all, 0, 0, 0,
                s.groups + vb * s.group_stride[0] + u * s.group_stride[1] + row * s.group_stride[2], s.c, NULL,
                lane);

@@ -167,9 +167,10 @@ __device__ __forceinline__ void score_step(const select_kernel &s, const list_ru
                                            const int (&seen)[LISTS])
 {
     typedef shape<CHUNKS> sh;
-    constexpr int AT_ONCE = LISTS > 1 ? 2 : 4, GROUPS = THREADS / LANES;
+    constexpr int AT_ONCE = (LISTS > 1 ? 2 : 4) / (VEC ? 1 : 2), /* chunks; single loads take more registers */
+        GROUPS = THREADS / LANES;
     const attend_kernel &a = s.a;
-    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, nk = (int)run.seq.nk;
     float mean[LISTS][CHUNKS][CHUNK];
 #pragma unroll
     for (int l = 0; l < LISTS; l++)
@@ -183,12 +184,12 @@ __device__ __forceinline__ void score_step(const select_kernel &s, const list_ru
         float dot[AT_ONCE][LISTS] = {};
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            const int64_t e = e0 + i0 + i * GROUPS + first;
+            const int e = e0 + i0 + i * GROUPS + first;
 #pragma unroll
             for (int j = 0; j < CHUNKS; j++) {
                 const int column = (lane + j * LANES) * CHUNK;
                 chunk x = {};
-                if (e < run.seq.nk && column < a.dim_k) x = load_chunk<T>(run.k + e * a.k.s[1] + column, VEC);
+                if (e < nk && column < a.dim_k) x = load_chunk<T>(run.k + e * a.k.s[1] + column, VEC);
 #pragma unroll
                 for (int l = 0; l < LISTS; l++)
 #pragma unroll
@@ -216,11 +217,9 @@ __device__ __forceinline__ own_groups open_groups(const select_kernel &s, const 
     int ignore, seen_first;
     row_keys(s.a, seq, q_end_of(q0, s.a.tile, seq.nq) - 1, &ignore, &x.seen_last);
     row_keys(s.a, seq, q0, &ignore, &seen_first);
-    x.count = (x.seen_last + GROUP - 1) / GROUP;
     x.keep_last = s.a.causal && x.seen_last > 0 ? (x.seen_last - 1) / GROUP : -1;
     x.keep_first = s.a.causal && seen_first > 0 ? (seen_first - 1) / GROUP : -1;
-    x.kept = x.keep_last < 0 ? 0 : x.keep_first < 0 || x.keep_first == x.keep_last ? 1 : 2;
-    x.best = {keys, indices, s.c > x.kept ? s.c - x.kept : 0};
+    x.best = {keys, indices, s.c > kept_groups(x) ? s.c - kept_groups(x) : 0};
     return x;
 }
 
@@ -228,7 +227,7 @@ __device__ __forceinline__ own_groups open_groups(const select_kernel &s, const 
 __device__ __forceinline__ void close_groups(const own_groups &x, int e0, const float *scores)
 {
     const int lane = threadIdx.x & 31;
-    for (int g = e0 / GROUP; g < x.count && g * GROUP < e0 + STEP; g++) {
+    for (int g = e0 / GROUP; g * GROUP < x.seen_last && g * GROUP < e0 + STEP; g++) {
         const int seen = x.seen_last - g * GROUP < GROUP ? x.seen_last - g * GROUP : GROUP;
         float sum = 0.0f;
         for (int j = lane; j < seen; j += 32) sum += scores[g * GROUP - e0 + j];
