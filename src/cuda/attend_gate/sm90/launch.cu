@@ -52,12 +52,12 @@ static bool chooses(const attend_gate_args *args)
            listed->tile <= LONGEST_TILE && s->rule.k <= SM90_GATED_LIST;
 }
 
-/* Measured (docs/performance.md): sequences gain the launches and the gate's pass, the longest ones nothing;
- * of D 64 only short ones were measured. Lists of few rows pay as long as all keys of a piece are not many
- * more than its lists name: the more rows a list has, the fewer lists share them. Else several heads a piece
- * cost more for their gates than they save. Where a list has room for every block, other kernels need not
- * select, and two branches are one. A softmax over entries takes the compressed branch's lse, which only
- * separate stages have at that time. */
+/* Measured (docs/notes/attend-gate-sm90.md): sequences gain the launches and the gate's pass, the longest
+ * ones nothing; of D 64 only short ones were measured. Lists of few rows pay as long as all keys of a piece
+ * are not many more than its lists name: the more rows a list has, the fewer lists share them. Else several
+ * heads a piece cost more for their gates than they save. Where a list has room for every block, other
+ * kernels need not select, and two branches are one. A softmax over entries takes the compressed branch's
+ * lse, which only separate stages have at that time. */
 static bool pays(const stage_exec *exec, const attend_gate_args *args)
 {
     enum { LONGEST = 8192, WIDE_LONGEST = 1 << 18, FEW_LONGEST = 3 << 14 };
