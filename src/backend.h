@@ -157,6 +157,8 @@ typedef struct quern_backend {
      * destroyed with it. */
     void *(*open)(void);
     void (*close)(void *kept);
+    /* The host's alone: the level of a context that asks for `asked`. */
+    quern_status (*choose_level)(quern_cpu_level asked, quern_cpu_level *level);
     /* Optional, all three or none: what a call that is made again keeps, so that its stages start as one.
      * `run` and `arg` say the same stages at each call, but for addresses: the `bytes` at `addresses`, as
      * many each time, hold all of these. Threads may share a replay. Open returns NULL where memory is

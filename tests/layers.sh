@@ -44,6 +44,11 @@ forbid "the backends' tables name a backend" '(cpu|cuda)/' "${own_headers[@]/#/s
 forbid "a backend names a family" "$any_family" src/cpu src/cuda
 forbid "one backend names the other" 'cuda/' src/cpu
 forbid "one backend names the other" 'cpu/' src/cuda
+for f in src/cpu/*/; do
+    f=$(basename "$f")
+    others=$(cd src/cpu && printf '%s\n' */ | grep -vxE "($f|kernels)/" | paste -sd'|')
+    [[ -e src/cpu/$f/level.c ]] || forbid "the cpu's folder $f names another stage's or a level's" "cpu/($others)" "src/cpu/$f"
+done
 stages=$(cd src/cuda && printf '%s\n' */ | grep -vxE '(common|hopper|stages)/' | paste -sd'|')
 mapfile -t any_gpu < <(find src/cuda -mindepth 2 -type f ! -path '*/sm90*' ! -path 'src/cuda/hopper/*')
 forbid "what CUDA's kernels share names a stage's kernels" "($stages)|variants\\.cuh" src/cuda/common src/cuda/hopper

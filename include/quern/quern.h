@@ -150,8 +150,9 @@ QUERN_API const char *quern_version(void);
  */
 typedef struct quern_context quern_context;
 
+/* Levels are a set: their numbers are no order. A level without a constant here is found by its name. */
 typedef enum quern_cpu_level {
-    QUERN_CPU_LEVEL_AUTO = 0, /* the best this machine has, or what QUERN_CPU names */
+    QUERN_CPU_LEVEL_AUTO = 0, /* what QUERN_CPU names, else what quern_cpu_level_detect() finds */
     QUERN_CPU_LEVEL_PORTABLE = 1,
     QUERN_CPU_LEVEL_AVX2 = 2,      /* AVX2, FMA, F16C */
     QUERN_CPU_LEVEL_AVX512 = 3,    /* AVX-512 F, BW, DQ, VL */
@@ -178,9 +179,8 @@ typedef struct quern_context_params {
 } quern_context_params;
 #define QUERN_CONTEXT_PARAMS_INIT QUERN_SIZED(quern_context_params)
 
-/* Creates a context in *ctx; params NULL means the defaults. The environment variable
- * QUERN_CPU=portable|avx2|avx512|avx512bf16 is the level where params says AUTO; a level that the
- * machine lacks is QUERN_ERR_UNSUPPORTED. */
+/* Creates a context in *ctx; params NULL means the defaults. The environment variable QUERN_CPU names the
+ * level where params says AUTO; a level that the machine lacks is QUERN_ERR_UNSUPPORTED. */
 QUERN_API quern_status quern_context_create(const quern_context_params *params, quern_context **ctx);
 /* Frees the context; NULL is allowed. */
 QUERN_API void quern_context_destroy(quern_context *ctx);
@@ -189,7 +189,8 @@ QUERN_API int32_t quern_context_threads(const quern_context *ctx);
 QUERN_API quern_cpu_level quern_context_cpu_level(const quern_context *ctx);
 /* "auto", "portable", "avx2", "avx512", "avx512bf16"; "?" for an unknown level. Static storage. */
 QUERN_API const char *quern_cpu_level_name(quern_cpu_level level);
-/* The best level that this machine, its operating system and this build offer. */
+/* The level that is the default: of those that this machine, its operating system and this build have, the
+ * last that the library lists. */
 QUERN_API quern_cpu_level quern_cpu_level_detect(void);
 
 /*

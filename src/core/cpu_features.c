@@ -1,38 +1,53 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cpu_features.c - which CPU level this machine offers. A feature counts only if the operating system
- * saves its registers (XCR0): a CPU may have AVX-512 under a kernel that does not. */
-#include "runtime/context.h"
+/* cpu_features.c - asks the machine what its CPU has. */
+#include "core/cpu_features.h"
 
-#if defined(QUERN_X86_LEVELS)
+#include <pthread.h>
+
+static uint32_t found;
+
+#if defined(__x86_64__)
 #include <cpuid.h>
 
-static uint64_t xgetbv0(void)
+/* Registers of cpuid in their order. */
+enum { EAX, EBX, ECX, EDX };
+/* State that the operating system saves, bits of XCR0. */
+enum { YMM = 0x6, ZMM = 0xe6 };
+
+/* Where cpuid says a feature. */
+static const struct {
+    uint32_t feature, leaf, subleaf;
+    int reg, bit;
+    uint64_t state;
+} places[] = {
+    {CPU_FMA, 1, 0, ECX, 12, YMM},         {CPU_F16C, 1, 0, ECX, 29, YMM},
+    {CPU_AVX2, 7, 0, EBX, 5, YMM},         {CPU_AVX512F, 7, 0, EBX, 16, ZMM},
+    {CPU_AVX512DQ, 7, 0, EBX, 17, ZMM},    {CPU_AVX512BW, 7, 0, EBX, 30, ZMM},
+    {CPU_AVX512VL, 7, 0, EBX, 31, ZMM},    {CPU_AVX512_VNNI, 7, 0, ECX, 11, ZMM},
+    {CPU_AVX512_FP16, 7, 0, EDX, 23, ZMM}, {CPU_AVX512_BF16, 7, 1, EAX, 5, ZMM},
+};
+
+/* The register state that the operating system saves. */
+static uint64_t saved_state(void)
 {
-    uint32_t lo, hi;
-    __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
-    return (uint64_t)hi << 32 | lo;
+    enum { OSXSAVE = 27 };
+    uint32_t a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> OSXSAVE & 1)) return 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
 }
 
-quern_cpu_level quern_cpu_level_detect(void)
+static void find(void)
 {
-    enum { OSXSAVE = 1 << 27, AVX = 1 << 28, FMA = 1 << 12, F16C = 1 << 29 }; /* leaf 1 ecx */
-    enum { AVX2 = 1 << 5, F = 1 << 16, DQ = 1 << 17, BW = 1 << 30 };          /* leaf 7 ebx */
-    enum { VNNI = 1 << 11 };                                                  /* leaf 7 ecx */
-    const uint32_t vl = 1u << 31, bf16 = 1u << 5;                             /* leaf 7 ebx; leaf 7.1 eax */
-    const uint64_t ymm_state = 0x6, zmm_state = 0xe6;
-    uint32_t a, b, c, d, features, extended, a1;
-    if (!__get_cpuid(1, &a, &b, &features, &d)) return QUERN_CPU_LEVEL_PORTABLE;
-    const uint32_t base = OSXSAVE | AVX | FMA | F16C;
-    if ((features & base) != base || !__get_cpuid_count(7, 0, &a, &extended, &c, &d))
-        return QUERN_CPU_LEVEL_PORTABLE;
-    const uint64_t xcr0 = xgetbv0();
-    if ((xcr0 & ymm_state) != ymm_state || !(extended & AVX2)) return QUERN_CPU_LEVEL_PORTABLE;
-    const uint32_t avx512 = F | DQ | BW | vl;
-    if ((xcr0 & zmm_state) != zmm_state || (extended & avx512) != avx512) return QUERN_CPU_LEVEL_AVX2;
-    if (!(c & VNNI) || !__get_cpuid_count(7, 1, &a1, &b, &c, &d) || !(a1 & bf16))
-        return QUERN_CPU_LEVEL_AVX512;
-    return QUERN_CPU_LEVEL_AVX512BF16;
+    const uint64_t state = saved_state();
+    for (unsigned i = 0; i < sizeof places / sizeof *places; i++) {
+        uint32_t reg[4];
+        if ((state & places[i].state) != places[i].state) continue;
+        if (!__get_cpuid_count(places[i].leaf, places[i].subleaf, &reg[EAX], &reg[EBX], &reg[ECX], &reg[EDX]))
+            continue;
+        if (reg[places[i].reg] >> places[i].bit & 1) found |= places[i].feature;
+    }
 }
 
 /* A line on its way into L1 occupies one of L1's fill buffers until it is there. A Zen 4 has 24, which is
@@ -48,13 +63,30 @@ bool cpu_prefetches_into_l2(void)
     return !(amd && family == ZEN5);
 }
 #else
-quern_cpu_level quern_cpu_level_detect(void)
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+
+static void find(void)
 {
-    return QUERN_CPU_LEVEL_PORTABLE;
+    enum { ASIMD = 1 << 1, SVE = 1 << 22 };      /* AT_HWCAP */
+    enum { SVE_BF16 = 1 << 12, BF16 = 1 << 14 }; /* AT_HWCAP2 */
+    const unsigned long has = getauxval(AT_HWCAP), more = getauxval(AT_HWCAP2);
+    found = (has & ASIMD ? CPU_NEON : 0) | (more & BF16 ? CPU_NEON_BF16 : 0) | (has & SVE ? CPU_SVE : 0) |
+            (more & SVE_BF16 ? CPU_SVE_BF16 : 0);
 }
+#else
+static void find(void) {}
+#endif
 
 bool cpu_prefetches_into_l2(void)
 {
     return true;
 }
 #endif
+
+uint32_t cpu_features(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, find);
+    return found;
+}

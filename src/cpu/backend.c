@@ -6,6 +6,7 @@
 #include "cpu/gemm.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/grouped_dense/stages.h"
+#include "cpu/levels.h"
 #include "cpu/permute/stages.h"
 #include "cpu/quantise/stages.h"
 #include "cpu/route/route.h"
@@ -31,6 +32,7 @@ const quern_backend quern_backend_cpu = {
     .name = "cpu",
     .open = open_kept,
     .close = close_kept,
+    .choose_level = cpu_choose_level,
     .attend_forward = {NULL, cpu_attend_forward_workspace, cpu_attend_forward, cpu_attend_kernel},
     .attend_backward = {NULL, cpu_attend_backward_workspace, cpu_attend_backward, cpu_attend_kernel},
     .compress_forward = {NULL, cpu_compress_workspace, cpu_compress, cpu_compress_kernel},

@@ -17,6 +17,7 @@
  * the micro-kernel 0.99 and 0.98.
  */
 #include "cpu/gemm.h"
+#include "cpu/levels.h"
 
 static const int64_t block_depth = 128;
 
@@ -283,7 +284,7 @@ void gemm_cache_open(gemm_cache *cache)
 
 gemm gemm_plan(const stage_exec *exec, const gemm_shape *shape)
 {
-    gemm g = {.shape = *shape, .kernels = attention_kernels_for(exec->cpu_level)};
+    gemm g = {.shape = *shape, .kernels = cpu_kernels_for(exec->cpu_level)->attention};
     find_primitives(exec, &g);
     return g;
 }

@@ -90,6 +90,12 @@ static inline void zero_rows(const quern_tensor *t, int64_t first)
         }
 }
 
+/* Element i of a vector of i32; `otherwise` where there is none. */
+static inline int64_t i32_at(const quern_tensor *t, int64_t i, int64_t otherwise)
+{
+    return is_present(t) ? ((const int32_t *)t->data)[i * t->strides[0]] : otherwise;
+}
+
 /* Sequence b of a step: number `sequence` of the cache, whose rows from `first` on are the `count` rows from
  * `row` on of the call. */
 typedef struct step_run {

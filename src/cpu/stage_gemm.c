@@ -19,6 +19,7 @@
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 enum {
     TILE_ROWS = 192,
@@ -49,7 +50,7 @@ typedef struct gemm_job {
 static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
 {
     const quern_tensor *b = &args->b;
-    gemm_job job = {.args = args, .kernels = attention_kernels_for(exec->cpu_level)};
+    gemm_job job = {.args = args, .kernels = cpu_kernels_for(exec->cpu_level)->attention};
     job.m = args->c.shape[0];
     job.n = args->c.shape[1];
     job.k = args->a_transposed ? args->a.shape[0] : args->a.shape[1];

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "runtime/context.h"
 
+#include "core/cpu_features.h"
 #include "core/error.h"
 #include "core/op.h"
 #include "core/parallel.h"
@@ -9,16 +10,8 @@
 
 #include <sched.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum { MAX_THREADS = 1024 };
-
-static const char *const level_names[] = {"auto", "portable", "avx2", "avx512", "avx512bf16"};
-
-const char *quern_cpu_level_name(quern_cpu_level level)
-{
-    return (unsigned)level < sizeof level_names / sizeof *level_names ? level_names[level] : "?";
-}
 
 static int32_t default_threads(void)
 {
@@ -33,22 +26,6 @@ static int32_t default_threads(void)
     return n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : n;
 }
 
-/* The level asked for by QUERN_CPU, or AUTO. */
-static quern_status level_from_environment(quern_cpu_level *level)
-{
-    const char *name = getenv("QUERN_CPU");
-    *level = QUERN_CPU_LEVEL_AUTO;
-    if (name == NULL || *name == '\0') return QUERN_OK;
-    for (int i = QUERN_CPU_LEVEL_PORTABLE; i <= QUERN_CPU_LEVEL_AVX512BF16; i++) {
-        if (strcmp(name, level_names[i]) == 0) {
-            *level = (quern_cpu_level)i;
-            return QUERN_OK;
-        }
-    }
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "QUERN_CPU is '%s': portable, avx2, avx512 or avx512bf16 is accepted", TEXT_NAME(name));
-}
-
 quern_status quern_context_create(const quern_context_params *params, quern_context **ctx)
 {
     quern_context_params p = QUERN_CONTEXT_PARAMS_INIT;
@@ -61,19 +38,9 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
     if (p.threads < 0 || p.threads > MAX_THREADS)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.threads is %d: 0 (automatic) to %d is accepted",
                          p.threads, MAX_THREADS);
-    quern_cpu_level best = quern_cpu_level_detect(), level = p.cpu_level;
-    if (level < QUERN_CPU_LEVEL_AUTO || level > QUERN_CPU_LEVEL_AVX512BF16)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "params.cpu_level is %d: 0 (automatic) to %d is accepted", (int)level,
-                         QUERN_CPU_LEVEL_AVX512BF16);
-    if (level == QUERN_CPU_LEVEL_AUTO) {
-        quern_status status = level_from_environment(&level);
-        if (status != QUERN_OK) return status;
-    }
-    if (level == QUERN_CPU_LEVEL_AUTO) level = best;
-    if (level > best)
-        return error_set(QUERN_ERR_UNSUPPORTED, "CPU level %s: this machine offers up to %s",
-                         quern_cpu_level_name(level), quern_cpu_level_name(best));
+    quern_cpu_level level;
+    const quern_status chosen = quern_host_backend->choose_level(p.cpu_level, &level);
+    if (chosen != QUERN_OK) return chosen;
     quern_context *c = calloc(1, sizeof *c);
     void *kept = c != NULL ? quern_host_backend->open() : NULL;
     if (kept == NULL) {

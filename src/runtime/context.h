@@ -7,9 +7,6 @@
 #include "backend.h"
 #include "runtime/replays.h"
 
-/* Whether lines that a kernel asks for far ahead should go into L2, not L1 (cpu_features.c). */
-bool cpu_prefetches_into_l2(void);
-
 /* The backend of the host's memory: quern.c. */
 extern const quern_backend *const quern_host_backend;
 

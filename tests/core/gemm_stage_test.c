@@ -55,8 +55,7 @@ static void random_products(void **state)
             &random, accumulate ? QUERN_F32 : dtypes[test_random_int(&random, 0, 2)], m, n);
         const gemm_args args = {a.view, b.view, c.view, orientation == 1, orientation == 2, accumulate};
         const stage_exec exec = {.threads = (int32_t)test_random_int(&random, 1, 3),
-                                 .cpu_level =
-                                     (quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect())};
+                                 .cpu_level = test_random_level(&random)};
         double *x = test_tensor_get(&a), *y = test_tensor_get(&b), *expected = test_tensor_get(&c);
         multiply(&args, x, y, expected);
         run(&exec, &args);
@@ -83,8 +82,7 @@ static void rows_do_not_depend_on_their_number(void **state)
                                            transposed ? k : n);
         test_tensor whole = test_tensor_matrix(&random, QUERN_F32, m, n),
                     pieces = test_tensor_matrix(&random, QUERN_F32, m, n);
-        const stage_exec exec = {.threads = 2,
-                                 .cpu_level = (quern_cpu_level)(1 + trial % (int)quern_cpu_level_detect())};
+        const stage_exec exec = {.threads = 2, .cpu_level = test_level(trial)};
         gemm_args args = {.a = a.view, .b = b.view, .c = whole.view, .b_transposed = transposed};
         run(&exec, &args);
         for (int64_t row = 0, rows; row < m; row += rows) {

@@ -4,6 +4,9 @@
 #include "attention_case.h"
 #include "cmocka_c11.h"
 #include "context.h"
+#include "cpu/kernels/attention_kernels.h"
+#include "cpu/kernels/nsa_kernels.h"
+#include "cpu/levels.h"
 #include "levels.h"
 #include "nsa_random.h"
 
@@ -298,8 +301,6 @@ static void expect_line(quern_context *at, quern_operation op, const void *param
 
 static void a_plan_names_its_kernels_at_every_level(void **state)
 {
-    static const char *const level_names[] = {"", "portable", "avx2", "avx512", "avx512bf16"};
-    static const char *const row_names[] = {"", "portable", "avx2", "avx512", "avx512"};
     test_random random = {5};
     nsa_config config = nsa_config_small(), half = config;
     char line[400];
@@ -316,8 +317,9 @@ static void a_plan_names_its_kernels_at_every_level(void **state)
     attention_case_make(&dense_case, &dense, QUERN_BF16, TEST_CONTIGUOUS, &random);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         quern_context *at = test_context(level, 2);
-        const char *const name = level_names[level], *const rows = row_names[level];
-        const char *const dot = level == QUERN_CPU_LEVEL_AVX512BF16 ? "bf16" : "f32";
+        const char *const name = quern_cpu_level_name(level);
+        const char *const rows = quern_cpu_level_name(cpu_kernels_for(level)->nsa->level);
+        const char *const dot = cpu_kernels_for(level)->attention->mm_bf16 != NULL ? "bf16" : "f32";
         snprintf(line, sizeof line,
                  "nsa_forward on cpu %s: compress_forward by compress_f32_%s, attend_gate_forward by "
                  "attend_f32_%s",

@@ -137,11 +137,17 @@ static void trials_are_a_number_or_a_share(void **state)
 
 static void every_level_comes_once_in_order(void **state)
 {
-    int expected = QUERN_CPU_LEVEL_PORTABLE;
+    quern_cpu_level level = QUERN_CPU_LEVEL_AUTO, last = QUERN_CPU_LEVEL_AUTO;
+    int64_t n = 0;
     (void)state;
-    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
-        assert_int_equal(level, expected++);
-    assert_int_equal(expected, quern_cpu_level_detect() + 1);
+    for (; test_next_level(&level); n++) {
+        assert_int_equal(level, test_level(n));
+        assert_string_not_equal(quern_cpu_level_name(level), quern_cpu_level_name(last));
+        last = level;
+    }
+    assert_int_equal(test_level(0), QUERN_CPU_LEVEL_PORTABLE);
+    assert_int_equal(test_level(n), QUERN_CPU_LEVEL_PORTABLE);
+    assert_int_equal(last, quern_cpu_level_detect());
 }
 
 int main(void)

@@ -34,7 +34,7 @@ static const size_t most_bytes = (size_t)1
 quern_cuda_plugin_entry quern_cuda_backend;
 const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id,
                                             void *stream, stage_exec *exec);
-quern_cpu_level __wrap_quern_cpu_level_detect(void);
+bool __wrap_cpu_has_level(quern_cpu_level level);
 
 static const quern_backend *cuda;
 static cudaStream_t stream;
@@ -277,7 +277,7 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
 }
 
 /* One level is enough: the CPU's kernels do not run. */
-quern_cpu_level __wrap_quern_cpu_level_detect(void)
+bool __wrap_cpu_has_level(quern_cpu_level level)
 {
-    return QUERN_CPU_LEVEL_PORTABLE;
+    return level == QUERN_CPU_LEVEL_PORTABLE;
 }

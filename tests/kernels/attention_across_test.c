@@ -4,6 +4,7 @@
  * the bits of the same product over packed panels. The bound is that of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
@@ -84,7 +85,7 @@ static void every_size_sums_right(void **state)
     test_random random = {seed};
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const attention_kernels *kernels = attention_kernels_for(level);
+        const attention_kernels *kernels = cpu_kernels_for(level)->attention;
         if (kernels->mm_across_bf16 == NULL) continue;
         for (int64_t m = 1; m <= ACROSS_ROWS; m++)
             for (size_t i = 0; i < sizeof depths / sizeof *depths; i++)

@@ -4,6 +4,7 @@
  * double. Bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
@@ -121,7 +122,7 @@ static void every_size_sums_right(void **state)
     const uint64_t seed = test_seed("attention_direct", 1);
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const attention_kernels *kernels = attention_kernels_for(level);
+        const attention_kernels *kernels = cpu_kernels_for(level)->attention;
         test_random random = {seed};
         if (kernels->mm_bf16 == NULL) continue;
         for (size_t d = 0; d < sizeof dims / sizeof *dims; d++)

@@ -6,6 +6,7 @@
  */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
@@ -120,7 +121,7 @@ static void each_level(void (*body)(const attention_kernels *, bool pairs, test_
 {
     const uint64_t seed = test_seed("attention_mm", 1);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const attention_kernels *kernels = attention_kernels_for(level);
+        const attention_kernels *kernels = cpu_kernels_for(level)->attention;
         test_random random = {seed};
         assert_int_equal(kernels->level, level);
         assert_true(kernels->panel % 16 == 0);

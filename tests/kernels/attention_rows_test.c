@@ -4,6 +4,7 @@
  * at every level, entry by entry against double; bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
@@ -416,7 +417,7 @@ static void at_every_level(void **state)
     const uint64_t seed = test_seed("attention_rows", 1);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         test_random random = {seed};
-        test->run(attention_kernels_for(level), &random);
+        test->run(cpu_kernels_for(level)->attention, &random);
     }
 }
 

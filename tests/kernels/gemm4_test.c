@@ -5,6 +5,7 @@
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/gemm4/gemm4_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "oracle/nvfp4.h"
@@ -142,7 +143,7 @@ static void turn_bf16(const gemm4_kernels *kernels, test_random *random)
 static void rows_bf16(const gemm4_kernels *kernels, test_random *random)
 {
     if (kernels->rows_bf16 == NULL) return;
-    const attention_kernels *dense = attention_kernels_for(kernels->level);
+    const attention_kernels *dense = cpu_kernels_for(kernels->level)->attention;
     static uint32_t decoded[DEPTH_MOST / 2 * GEMM4_PANEL];
     for (int64_t i = 0; i < 2 * UNITS_MOST * GEMM4_FEW_ROWS; i++) {
         const int64_t rows = i / 2 % GEMM4_FEW_ROWS + 1, units = i / 2 / GEMM4_FEW_ROWS + 1,
@@ -399,7 +400,7 @@ static void at_every_level(void **state)
     const uint64_t seed = test_seed("gemm4", 78);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         test_random random = {seed};
-        test->run(gemm4_kernels_for(level), &random);
+        test->run(cpu_kernels_for(level)->gemm4, &random);
     }
 }
 

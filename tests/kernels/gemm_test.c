@@ -10,6 +10,7 @@
 #include "core/half.h"
 #include "core/parallel.h"
 #include "cpu/gemm.h"
+#include "cpu/levels.h"
 #include "tensor.h"
 
 #include <math.h>
@@ -61,7 +62,8 @@ static void pack_b(product *x, int64_t panel)
 static product make_product(const stage_exec *exec, quern_dtype dtype, int64_t m, int64_t n, int64_t k,
                             bool transposed, bool panels, bool gaps, uint64_t seed)
 {
-    const int64_t panel = attention_kernels_for(exec->cpu_level)->panel, pairs = dtype == QUERN_BF16 ? 2 : 1;
+    const int64_t panel = cpu_kernels_for(exec->cpu_level)->attention->panel,
+                  pairs = dtype == QUERN_BF16 ? 2 : 1;
     test_random random = {seed};
     product x = {.panels = panels};
     x.shape = (gemm_shape){.dtype = dtype,
@@ -135,7 +137,7 @@ static void each_level(void (*body)(const stage_exec *exec, quern_dtype dtype))
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         const stage_exec exec = {.device = QUERN_CPU, .threads = 1, .cpu_level = level, .gemm = &cache};
         body(&exec, QUERN_F32);
-        if (attention_kernels_for(exec.cpu_level)->mm_bf16 != NULL) body(&exec, QUERN_BF16);
+        if (cpu_kernels_for(exec.cpu_level)->attention->mm_bf16 != NULL) body(&exec, QUERN_BF16);
     }
 }
 
@@ -245,7 +247,7 @@ static void picks(const stage_exec *exec, quern_dtype dtype)
     bool wanted = false;
 #ifdef QUERN_ONEDNN
     wanted = exec->cpu_level == quern_cpu_level_detect() &&
-             attention_kernels_for(exec->cpu_level)->panel == 64 && getenv("ONEDNN_MAX_CPU_ISA") == NULL;
+             cpu_kernels_for(exec->cpu_level)->attention->panel == 64 && getenv("ONEDNN_MAX_CPU_ISA") == NULL;
 #endif
     assert_int_equal(x.plan.store != NULL, wanted);
     assert_int_equal(x.plan.add != NULL, wanted);

@@ -4,6 +4,8 @@
  * src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/indexer/indexer_kernels.h"
+#include "cpu/kernels/formats/format_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "oracle/dsv4.h"
@@ -98,7 +100,7 @@ static void scores(void **state)
     (void)state;
     test_random random = {test_seed("scores", 5)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const indexer_kernels *kernels = indexer_kernels_for(level);
+        const indexer_kernels *kernels = cpu_kernels_for(level)->indexer;
         for (size_t i = 0; i < sizeof heads / sizeof *heads; i++)
             for (size_t j = 0; j < sizeof words / sizeof *words; j++) {
                 check_score(kernels, false, heads[i], words[j], &random);
@@ -112,7 +114,7 @@ static void scaling(void **state)
     (void)state;
     test_random random = {test_seed("scaling", 6)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const indexer_kernels *kernels = indexer_kernels_for(level);
+        const indexer_kernels *kernels = cpu_kernels_for(level)->indexer;
         const double unit = test_kernel_bound("indexer", "scale_scores", kernels->level, 1, 0);
         for (int64_t n = 0; n <= PANEL_MOST; n++) {
             float x[PANEL_MOST + 1], key[PANEL_MOST], before[PANEL_MOST + 1];
@@ -149,7 +151,7 @@ static void collecting(void **state)
     (void)state;
     test_random random = {test_seed("collecting", 7)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const indexer_kernels *kernels = indexer_kernels_for(level);
+        const indexer_kernels *kernels = cpu_kernels_for(level)->indexer;
         assert_true(test_kernel_bound("indexer", "collect", kernels->level, 1, 0) == 0);
         for (int trial = 0; trial < 300; trial++) {
             const int64_t n = test_random_int(&random, 0, PANEL_MOST);
@@ -217,7 +219,7 @@ static void cutting(void **state)
     (void)state;
     test_random random = {test_seed("cutting", 8)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const indexer_kernels *kernels = indexer_kernels_for(level);
+        const indexer_kernels *kernels = cpu_kernels_for(level)->indexer;
         assert_true(test_kernel_bound("indexer", "cut", kernels->level, 1, 0) == 0);
         for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++)
             for (int kind = 0; kind < 12; kind++) {
@@ -247,9 +249,9 @@ static void codes(void **state)
         scales[i] = ldexpf(1, -15 * i);
     }
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const indexer_kernels *kernels = indexer_kernels_for(level);
-        assert_true(test_kernel_bound("indexer", "widen_e4m3", kernels->level, 1, 0) == 0);
-        assert_true(test_kernel_bound("indexer", "widen_e2m1", kernels->level, 1, 0) == 0);
+        const format_kernels *kernels = cpu_kernels_for(level)->formats;
+        assert_true(test_kernel_bound("format", "widen_e4m3", kernels->level, 1, 0) == 0);
+        assert_true(test_kernel_bound("format", "widen_e2m1", kernels->level, 1, 0) == 0);
         for (int64_t n = 0; n <= 256; n += n < 40 ? 1 : 27) {
             out[n] = 77;
             kernels->widen_e4m3(bytes, n, out);
@@ -261,7 +263,7 @@ static void codes(void **state)
                 else assert_true((double)out[i] == expected[0] && !signbit(out[i]) == (i < 128));
             }
             assert_true(out[n] == 77);
-            TEST_TIME("indexer", "widen_e4m3", kernels->level, 5 * n, kernels->widen_e4m3(bytes, n, out));
+            TEST_TIME("format", "widen_e4m3", kernels->level, 5 * n, kernels->widen_e4m3(bytes, n, out));
         }
         for (int64_t n = 0; n <= 256; n += 32) {
             unsigned char row[128 + 8];
@@ -272,7 +274,7 @@ static void codes(void **state)
             kernels->widen_e2m1(row, scales, n, out);
             for (int64_t i = 0; i < n; i++) assert_true((double)out[i] == expected[i]);
             assert_true(out[n] == 77);
-            TEST_TIME("indexer", "widen_e2m1", kernels->level, 4 * n + n / 2,
+            TEST_TIME("format", "widen_e2m1", kernels->level, 4 * n + n / 2,
                       kernels->widen_e2m1(row, scales, n, out));
         }
     }

@@ -6,14 +6,16 @@
  * shows the same rows. `kernel_table_test --markdown > docs/kernels.md` writes that page.
  */
 #include "cmocka_c11.h"
-#include "cpu/gemm4/gemm4_kernels.h"
 #include "cpu/attend_mqa/mqa_kernels.h"
+#include "cpu/gemm4/gemm4_kernels.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/kernels/formats/format_kernels.h"
 #include "cpu/kernels/nsa_kernels.h"
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
+#include "cpu/kernels/swiglu/swiglu_kernels.h"
+#include "cpu/levels.h"
 #include "cpu/pool/pool_kernels.h"
-#include "cpu/quantise/quantise_kernels.h"
 #include "kernels.h"
 
 #include <ctype.h>
@@ -23,22 +25,11 @@
 typedef void any_function(void);
 
 /* Whether the table that the level uses has a function there. */
-static bool filled(const test_kernel *row, int level)
+static bool filled(const test_kernel *row, quern_cpu_level level)
 {
     any_function *function;
-    memcpy(&function,
-           (const char *)test_kernel_table(row->table, (quern_cpu_level)(QUERN_CPU_LEVEL_PORTABLE + level)) +
-               row->offset,
-           sizeof function);
+    memcpy(&function, (const char *)test_kernel_table(row->table, level) + row->offset, sizeof function);
     return function != NULL;
-}
-
-/* Levels that this build has: the portable build has one. */
-static int levels_built(void)
-{
-    return attention_kernels_for(QUERN_CPU_LEVEL_AVX512BF16)->level == QUERN_CPU_LEVEL_PORTABLE
-               ? 1
-               : TEST_KERNEL_LEVELS;
 }
 
 static void every_field_is_listed_once(void **state)
@@ -51,7 +42,8 @@ static void every_field_is_listed_once(void **state)
                   {"nsa", offsetof(nsa_kernels, sum_rows), sizeof(nsa_kernels)},
                   {"pool", offsetof(pool_kernels, merge), sizeof(pool_kernels)},
                   {"indexer", offsetof(indexer_kernels, score_f32), sizeof(indexer_kernels)},
-                  {"quantise", offsetof(quantise_kernels, quantise_row), sizeof(quantise_kernels)},
+                  {"format", offsetof(format_kernels, quantise_row), sizeof(format_kernels)},
+                  {"swiglu", offsetof(swiglu_kernels, part_row), sizeof(swiglu_kernels)},
                   {"gemm4", offsetof(gemm4_kernels, decode_f32), sizeof(gemm4_kernels)},
                   {"mqa", offsetof(mqa_kernels, mqa_softmax_f32), sizeof(mqa_kernels)}};
     size_t count;
@@ -74,11 +66,11 @@ static void every_level_has_what_is_listed(void **state)
     size_t count;
     const test_kernel *rows = test_kernels(&count);
     (void)state;
-    for (size_t i = 0; i < count; i++)
-        for (int level = 0; level < levels_built(); level++)
-            if (filled(&rows[i], level) != (rows[i].levels >> level & 1))
+    for (int n = 0; cpu_level_at(n) != QUERN_CPU_LEVEL_AUTO; n++)
+        for (size_t i = 0; i < count; i++)
+            if (filled(&rows[i], cpu_level_at(n)) != test_kernel_is_at(&rows[i], cpu_level_at(n)))
                 fail_msg("%s.%s at %s: kernels.inc says otherwise", rows[i].table, rows[i].name,
-                         quern_cpu_level_name((quern_cpu_level)(QUERN_CPU_LEVEL_PORTABLE + level)));
+                         quern_cpu_level_name(cpu_level_at(n)));
 }
 
 /* Reads a file of the source tree; fails the test where it is missing. */
@@ -148,23 +140,23 @@ static void print_page(FILE *out)
     fputs(
         "# CPU kernels\n\n"
         "`kernel_table_test --markdown` writes this page from src/cpu/kernels.inc. The test fails where the\n"
-        "page, the tables in the library, the tests and the benchmarks disagree. A level without a bf16 dot\n"
-        "product widens to f32 instead (–). At AVX-512 BF16, NSA uses the table of AVX-512. The tests are "
-        "in\n"
-        "tests/kernels; with `--bench [PATTERN]` they time the kernels too. The last column names the\n"
-        "subjects of `quern bench`.\n\n"
+        "page, the tables in the library, the tests and the benchmarks disagree. Every level "
+        "(src/cpu/levels.inc)\n"
+        "has all kernels, its own or those it inherits, but for those of a bf16 dot product: a level without "
+        "one\n"
+        "widens to f32 instead. The tests are in tests/kernels; with `--bench [PATTERN]` they time the "
+        "kernels\n"
+        "too. The last column names the subjects of `quern bench`.\n\n"
         "The bound is in units of 2^-24 of the sum of the n terms' absolute values; x is what exp2 is taken\n"
         "of. An output in f16 or bf16 is rounded once more, to the nearest. An exact kernel copies, "
         "compares,\n"
         "or rounds just once.\n\n"
-        "| kernel | portable | AVX2 | AVX-512 | AVX-512 BF16 | tested and timed by | bound | part of |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n",
+        "| kernel | levels | tested and timed by | bound | part of |\n"
+        "| --- | --- | --- | --- | --- |\n",
         out);
     for (size_t i = 0; i < count; i++) {
-        fprintf(out, "| %s.%s |", rows[i].table, rows[i].name);
-        for (int level = 0; level < TEST_KERNEL_LEVELS; level++)
-            fputs(rows[i].levels >> level & 1 ? " yes |" : " – |", out);
-        fprintf(out, " %s | ", rows[i].test);
+        fprintf(out, "| %s.%s | %s | %s | ", rows[i].table, rows[i].name,
+                rows[i].bf16_dot ? "with a bf16 dot product" : "all", rows[i].test);
         print_bound(out, &rows[i]);
         fprintf(out, " | %s |\n", rows[i].bench != NULL ? rows[i].bench : "–");
     }

@@ -4,6 +4,7 @@
  * Bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/attend_mqa/mqa_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
@@ -97,7 +98,7 @@ static void softmaxes(void **state)
     (void)state;
     test_random random = {test_seed("softmaxes", 8)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const mqa_kernels *kernels = mqa_kernels_for(level);
+        const mqa_kernels *kernels = cpu_kernels_for(level)->mqa;
         for (int i = 0; i < 24; i++) {
             check_softmax(kernels, false, keys[i % 6], heads[i / 6 % 2], i >= 12, &random);
             if (kernels->mqa_softmax_bf16 != NULL)
@@ -163,7 +164,7 @@ static void gradients(void **state)
     (void)state;
     test_random random = {test_seed("gradients", 9)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        const mqa_kernels *kernels = mqa_kernels_for(level);
+        const mqa_kernels *kernels = cpu_kernels_for(level)->mqa;
         for (int i = 0; i < 12; i++) {
             check_gradient(kernels, false, keys[i % 6], i < 6 ? 16 : 48, &random);
             if (kernels->mqa_gradient_bf16 != NULL)

@@ -7,6 +7,7 @@
  */
 #include "cmocka_c11.h"
 #include "cpu/kernels/nsa_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
@@ -562,7 +563,7 @@ static void at_every_level(void **state)
     const uint64_t seed = test_seed("nsa_rows", 1);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         test_random random = {seed};
-        test->run(nsa_kernels_for(level), &random);
+        test->run(cpu_kernels_for(level)->nsa, &random);
     }
 }
 

@@ -7,7 +7,10 @@
  * Bounds are those of src/cpu/kernels.inc.
  */
 #include "cmocka_c11.h"
+#include "cpu/kernels/formats/format_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
 #include "cpu/pool/pool_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "oracle/dsv4.h"
@@ -38,19 +41,15 @@ static test_tensor row_of(test_random *random, int64_t n)
     return t;
 }
 
-static void expect(const pool_kernels *kernels, const char *what, int64_t n, int64_t at, double out,
+static void expect(const cpu_kernels *kernels, const char *what, int64_t n, int64_t at, double out,
                    double expected, double bound)
 {
     if (isnan(expected) ? isnan(out)
                         : out == expected || (isfinite(expected) && fabs(out - expected) <= bound))
         return;
-    fail_msg("%s %s, n %lld: [%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level),
-             what, (long long)n, (long long)at, out, expected, bound);
-}
-
-static double bound_of(const pool_kernels *kernels, const char *name, double terms, double argument)
-{
-    return test_kernel_bound("pool", name, kernels->level, terms, argument);
+    fail_msg("%s %s, n %lld: [%lld] is %.9g, expected %.9g within %.3g",
+             quern_cpu_level_name(kernels->rows->level), what, (long long)n, (long long)at, out, expected,
+             bound);
 }
 
 /* Rows of values and logits with -inf, +inf and NaN in places, and what they give in double. */
@@ -130,7 +129,7 @@ static double largest_logit(const pooling *p, int64_t i, double *size)
     return most;
 }
 
-static void check_sums(const pool_kernels *kernels, const pooling *p)
+static void check_sums(const cpu_kernels *kernels, const pooling *p)
 {
     for (int64_t i = 0; i < p->n; i++) {
         double sum = 0, weighted = 0, terms = 0, size;
@@ -142,7 +141,8 @@ static void check_sums(const pool_kernels *kernels, const pooling *p)
             weighted += e * p->c[r * p->n + i];
             terms += fabs(e * p->c[r * p->n + i]);
         }
-        const double bound = bound_of(kernels, "merge", (double)p->rows, 2 * size);
+        const double bound =
+            test_kernel_bound("pool", "merge", kernels->pool->level, (double)p->rows, 2 * size);
         expect(kernels, "merge: sum", p->n, i, (double)p->sums.sum[i], sum, bound * sum);
         expect(kernels, "merge: weighted", p->n, i, (double)p->sums.weighted[i], weighted, bound * terms);
         if (!isnan(sum)) expect(kernels, "merge: max", p->n, i, (double)p->sums.max[i], most, 0);
@@ -150,16 +150,16 @@ static void check_sums(const pool_kernels *kernels, const pooling *p)
 }
 
 /* The same bits; NaN is NaN. */
-static void expect_same(const pool_kernels *kernels, const float *a, const float *b, int64_t n)
+static void expect_same(const cpu_kernels *kernels, const float *a, const float *b, int64_t n)
 {
     for (int64_t i = 0; i < n; i++)
         if (memcmp(&a[i], &b[i], sizeof *a) != 0 && !(isnan(a[i]) && isnan(b[i])))
             fail_msg("%s merge in pieces: [%lld] is %.9g, in one call %.9g",
-                     quern_cpu_level_name(kernels->level), (long long)i, (double)a[i], (double)b[i]);
+                     quern_cpu_level_name(kernels->rows->level), (long long)i, (double)a[i], (double)b[i]);
 }
 
 /* In one call, and row by row over every number of channels at once: the same bits. */
-static void merge(const pool_kernels *kernels, test_random *random)
+static void merge(const cpu_kernels *kernels, test_random *random)
 {
     for (int k = 0; k < 3 * LENGTHS; k++) {
         pooling p = pooling_make(random, activations[k % 3], lengths[k / 3], test_random_int(random, 0, 12));
@@ -168,7 +168,7 @@ static void merge(const pool_kernels *kernels, test_random *random)
         assert_non_null(kept);
         memcpy(kept, p.sums.max, bytes), memcpy(kept + p.n, p.sums.sum, bytes),
             memcpy(kept + 2 * p.n, p.sums.weighted, bytes);
-        kernels->merge(&p.source, p.n, &p.sums);
+        kernels->pool->merge(&p.source, p.n, &p.sums);
         check_sums(kernels, &p);
         const pool_sums steps = {kept, kept + p.n, kept + 2 * p.n};
         for (int64_t r = 0; r < p.rows; r++) {
@@ -186,21 +186,21 @@ static void merge(const pool_kernels *kernels, test_random *random)
                                        0,
                                        false};
                 const pool_sums place = {steps.max + from, steps.sum + from, steps.weighted + from};
-                kernels->merge(&one, count, &place);
+                kernels->pool->merge(&one, count, &place);
             }
         }
         expect_same(kernels, kept, p.sums.max, p.n);
         expect_same(kernels, kept + p.n, p.sums.sum, p.n);
         expect_same(kernels, kept + 2 * p.n, p.sums.weighted, p.n);
-        TEST_TIME("pool", "merge", kernels->level,
+        TEST_TIME("pool", "merge", kernels->pool->level,
                   p.rows * p.n * (4 + 2 * (int64_t)quern_dtype_size(p.source.dtype)),
-                  kernels->merge(&p.source, p.n, &p.sums));
+                  kernels->pool->merge(&p.source, p.n, &p.sums));
         free(kept);
         pooling_free(&p);
     }
 }
 
-static void pooled_row(const pool_kernels *kernels, test_random *random)
+static void pooled_row(const cpu_kernels *kernels, test_random *random)
 {
     for (int k = 0; k < LENGTHS; k++) {
         const int64_t n = lengths[k];
@@ -209,26 +209,26 @@ static void pooled_row(const pool_kernels *kernels, test_random *random)
         const pool_sums sums = {max.view.data, sum.view.data, weighted.view.data};
         for (int64_t i = 0; i < n; i += 3) sums.sum[i] = sums.weighted[i] = 0;
         for (int64_t i = 1; i < n; i += 7) sums.sum[i] = NAN;
-        kernels->pooled_row(&sums, n, out.view.data, k % 2 ? inverse.view.data : NULL);
+        kernels->pool->pooled_row(&sums, n, out.view.data, k % 2 ? inverse.view.data : NULL);
         test_tensor_check_guards(&out, "pooled_row");
         test_tensor_check_guards(&inverse, "pooled_row");
         for (int64_t i = 0; i < n; i++) {
             const double s = (double)sums.sum[i], expected = s == 0 ? 0 : (double)sums.weighted[i] / s;
-            const double bound = bound_of(kernels, "pooled_row", 0, 0);
+            const double bound = test_kernel_bound("pool", "pooled_row", kernels->pool->level, 0, 0);
             expect(kernels, "pooled_row", n, i, (double)((float *)out.view.data)[i], expected,
                    bound * fabs(expected));
             if (k % 2)
                 expect(kernels, "pooled_row: inverse", n, i, (double)((float *)inverse.view.data)[i],
                        s == 0 ? 0 : 1 / s, bound * fabs(1 / s));
         }
-        TEST_TIME("pool", "pooled_row", kernels->level, 12 * n,
-                  kernels->pooled_row(&sums, n, out.view.data, NULL));
+        TEST_TIME("pool", "pooled_row", kernels->pool->level, 12 * n,
+                  kernels->pool->pooled_row(&sums, n, out.view.data, NULL));
         test_tensor *all[] = {&max, &sum, &weighted, &out, &inverse};
         for (int t = 0; t < 5; t++) test_tensor_free(all[t]);
     }
 }
 
-static void check_gradient(const pool_kernels *kernels, const pooling *p, const pool_gradient *g,
+static void check_gradient(const cpu_kernels *kernels, const pooling *p, const pool_gradient *g,
                            const test_tensor *d_value, const test_tensor *d_logit, const test_tensor *d_bias,
                            const double *bias_before)
 {
@@ -240,8 +240,8 @@ static void check_gradient(const pool_kernels *kernels, const pooling *p, const 
             const double weight =
                 z == -INFINITY || inverse == 0 ? 0 : exp(z - (double)g->max[i]) * inverse * (double)g->d[i];
             const double logit = z == -INFINITY || inverse == 0 ? 0 : weight * (p->c[at] - pooled);
-            const double bound =
-                bound_of(kernels, "pool_backward", 0, isfinite(z) ? fabs(z) + fabs((double)g->max[i]) : 0);
+            const double bound = test_kernel_bound("pool", "pool_backward", kernels->pool->level, 0,
+                                                   isfinite(z) ? fabs(z) + fabs((double)g->max[i]) : 0);
             const double size = z == -INFINITY ? 0 : fabs(weight) * (fabs(p->c[at]) + fabs(pooled));
             expect(kernels, "pool_backward: value", p->n, at, dv[at], weight,
                    bound * fabs(weight) + test_kernel_rounding(g->d_dtype, weight));
@@ -256,7 +256,7 @@ static void check_gradient(const pool_kernels *kernels, const pooling *p, const 
 }
 
 /* The gradients of all rows, row by row. */
-static void backward_of_rows(const pool_kernels *kernels, const pooling *p, int64_t n, const pool_gradient *g)
+static void backward_of_rows(const cpu_kernels *kernels, const pooling *p, int64_t n, const pool_gradient *g)
 {
     const int64_t step = p->source.stride * (int64_t)quern_dtype_size(p->source.dtype),
                   d_step = n * (int64_t)quern_dtype_size(g->d_dtype);
@@ -270,23 +270,23 @@ static void backward_of_rows(const pool_kernels *kernels, const pooling *p, int6
         of_row.d_value = (char *)g->d_value + r * d_step;
         of_row.d_logit = (char *)g->d_logit + r * d_step;
         if (g->d_bias != NULL) of_row.d_bias = g->d_bias + r * n;
-        kernels->pool_backward(&row, n, &of_row);
+        kernels->pool->pool_backward(&row, n, &of_row);
     }
 }
 
-static void pool_backward(const pool_kernels *kernels, test_random *random)
+static void pool_backward(const cpu_kernels *kernels, test_random *random)
 {
     for (int k = 0; k < 6 * LENGTHS; k++) {
         const quern_dtype dtype = activations[k % 3], d_dtype = k % 2 ? dtype : QUERN_F32;
         const int64_t n = lengths[k / 6], rows = test_random_int(random, 1, 9);
         const bool stream = n * (int64_t)quern_dtype_size(d_dtype) % 64 == 0 && k % 4 < 2;
         pooling p = pooling_make(random, dtype, n, rows);
-        kernels->merge(&p.source, n, &p.sums);
+        kernels->pool->merge(&p.source, n, &p.sums);
         test_tensor pooled = row_of(random, n), inverse = row_of(random, n), d = row_of(random, n);
         test_tensor d_value = rows_of(random, d_dtype, rows, n, stream ? TEST_CONTIGUOUS : TEST_UNALIGNED);
         test_tensor d_logit = rows_of(random, d_dtype, rows, n, stream ? TEST_CONTIGUOUS : TEST_UNALIGNED);
         test_tensor d_bias = rows_of(random, QUERN_F32, rows, n, TEST_UNALIGNED);
-        kernels->pooled_row(&p.sums, n, pooled.view.data, inverse.view.data);
+        kernels->pool->pooled_row(&p.sums, n, pooled.view.data, inverse.view.data);
         double *before = test_tensor_get(&d_bias);
         const pool_gradient g = {p.sums.max,
                                  inverse.view.data,
@@ -300,7 +300,7 @@ static void pool_backward(const pool_kernels *kernels, test_random *random)
         backward_of_rows(kernels, &p, n, &g);
         kernels->rows->fence();
         check_gradient(kernels, &p, &g, &d_value, &d_logit, &d_bias, before);
-        TEST_TIME("pool", "pool_backward", kernels->level,
+        TEST_TIME("pool", "pool_backward", kernels->pool->level,
                   rows * n * (2 * (int64_t)(quern_dtype_size(dtype) + quern_dtype_size(d_dtype)) + 4),
                   backward_of_rows(kernels, &p, n, &g));
         test_tensor *out[] = {&d_value, &d_logit, &d_bias, &pooled, &inverse, &d};
@@ -311,7 +311,7 @@ static void pool_backward(const pool_kernels *kernels, test_random *random)
     }
 }
 
-static void norms(const pool_kernels *kernels, test_random *random)
+static void norms(const cpu_kernels *kernels, test_random *random)
 {
     for (int k = 0; k < LENGTHS; k++) {
         const int64_t n = lengths[k];
@@ -326,9 +326,9 @@ static void norms(const pool_kernels *kernels, test_random *random)
             dot_size += fabs(dv[i] * w[i] * xv[i]);
         }
         const double scale = 1 / sqrt(squares / (double)n + (double)1e-3f);
-        kernels->norm_row(x.view.data, weight.view.data, 1e-3f, n, out.view.data);
-        kernels->norm_backward(x.view.data, weight.view.data, 1e-3f, n, d.view.data,
-                               k % 3 ? d_weight.view.data : NULL);
+        kernels->rows->norm_row(x.view.data, weight.view.data, 1e-3f, n, out.view.data);
+        kernels->rows->norm_backward(x.view.data, weight.view.data, 1e-3f, n, d.view.data,
+                                     k % 3 ? d_weight.view.data : NULL);
         for (int64_t i = 0; i < n; i++) {
             const double y = xv[i] * scale * w[i],
                          dx = scale * (dv[i] * w[i] - xv[i] * scale * scale * dot / (double)n);
@@ -336,21 +336,22 @@ static void norms(const pool_kernels *kernels, test_random *random)
                                 (fabs(dv[i] * w[i]) + fabs(xv[i]) * scale * scale * dot_size / (double)n),
                          dw = dv[i] * xv[i] * scale;
             expect(kernels, "norm_row", n, i, (double)((float *)out.view.data)[i], y,
-                   bound_of(kernels, "norm_row", (double)n, 0) * fabs(y));
+                   test_kernel_bound("row", "norm_row", kernels->rows->level, (double)n, 0) * fabs(y));
             expect(kernels, "norm_backward", n, i, (double)((float *)d.view.data)[i], dx,
-                   bound_of(kernels, "norm_backward", (double)n, 0) * size);
+                   test_kernel_bound("row", "norm_backward", kernels->rows->level, (double)n, 0) * size);
             if (k % 3)
                 expect(kernels, "norm_backward: weight", n, i, (double)((float *)d_weight.view.data)[i],
                        before[i] + dw,
-                       bound_of(kernels, "norm_backward", (double)n, 0) * (fabs(dw) + fabs(before[i])));
+                       test_kernel_bound("row", "norm_backward", kernels->rows->level, (double)n, 0) *
+                           (fabs(dw) + fabs(before[i])));
         }
-        TEST_TIME("pool", "norm_row", kernels->level, 12 * n,
-                  kernels->norm_row(x.view.data, weight.view.data, 1e-3f, n, out.view.data));
+        TEST_TIME("row", "norm_row", kernels->rows->level, 12 * n,
+                  kernels->rows->norm_row(x.view.data, weight.view.data, 1e-3f, n, out.view.data));
         float *again = out.view.data; /* a gradient that does not shrink from call to call */
-        TEST_TIME(
-            "pool", "norm_backward", kernels->level, 20 * n,
-            (memcpy(again, d.view.data, (size_t)n * sizeof *again),
-             kernels->norm_backward(x.view.data, weight.view.data, 1e-3f, n, again, d_weight.view.data)));
+        TEST_TIME("row", "norm_backward", kernels->rows->level, 20 * n,
+                  (memcpy(again, d.view.data, (size_t)n * sizeof *again),
+                   kernels->rows->norm_backward(x.view.data, weight.view.data, 1e-3f, n, again,
+                                                d_weight.view.data)));
         free(xv), free(w), free(dv), free(before);
         test_tensor *all[] = {&x, &weight, &out, &d, &d_weight};
         for (int t = 0; t < 5; t++) {
@@ -361,35 +362,36 @@ static void norms(const pool_kernels *kernels, test_random *random)
     }
 }
 
-static void rotations(const pool_kernels *kernels, test_random *random)
+static void rotations(const cpu_kernels *kernels, test_random *random)
 {
     for (int64_t n = 0; n <= 66; n += 2) {
         test_tensor row = row_of(random, n), table = row_of(random, n);
         double *x = test_tensor_get(&row), *angles = test_tensor_get(&table);
         const float *cosines = table.view.data;
         const bool inverse = n % 4 == 0;
-        kernels->rotate_row(row.view.data, cosines, cosines + n / 2, n, inverse);
+        kernels->rows->rotate_row(row.view.data, cosines, cosines + n / 2, n, inverse);
         test_tensor_check_guards(&row, "rotate_row");
         for (int64_t i = 0; i < n; i++) {
             const double c = angles[i / 2], s = (inverse ? -1 : 1) * angles[n / 2 + i / 2],
                          other = i % 2 ? x[i - 1] * s : -x[i + 1] * s;
             expect(kernels, "rotate_row", n, i, (double)((float *)row.view.data)[i], x[i] * c + other,
-                   bound_of(kernels, "rotate_row", 0, 0) * (fabs(x[i] * c) + fabs(other)));
+                   test_kernel_bound("row", "rotate_row", kernels->rows->level, 0, 0) *
+                       (fabs(x[i] * c) + fabs(other)));
         }
-        TEST_TIME("pool", "rotate_row", kernels->level, 12 * n,
+        TEST_TIME("row", "rotate_row", kernels->rows->level, 12 * n,
                   (memset(row.view.data, 0, (size_t)n * sizeof(float)),
-                   kernels->rotate_row(row.view.data, cosines, cosines + n / 2, n, inverse)));
+                   kernels->rows->rotate_row(row.view.data, cosines, cosines + n / 2, n, inverse)));
         free(x), free(angles);
         test_tensor_free(&row), test_tensor_free(&table);
     }
 }
 
-static void transforms(const pool_kernels *kernels, test_random *random)
+static void transforms(const cpu_kernels *kernels, test_random *random)
 {
     for (int64_t n = 1; n <= 512; n *= 2) {
         test_tensor row = row_of(random, n);
         double *x = test_tensor_get(&row);
-        kernels->hadamard_row(row.view.data, n);
+        kernels->rows->hadamard_row(row.view.data, n);
         test_tensor_check_guards(&row, "hadamard_row");
         for (int64_t i = 0; i < n; i++) {
             double sum = 0, size = 0;
@@ -398,9 +400,11 @@ static void transforms(const pool_kernels *kernels, test_random *random)
                 size += fabs(x[j]);
             }
             expect(kernels, "hadamard_row", n, i, (double)((float *)row.view.data)[i], sum / sqrt((double)n),
-                   bound_of(kernels, "hadamard_row", (double)n, 0) * size / sqrt((double)n));
+                   test_kernel_bound("row", "hadamard_row", kernels->rows->level, (double)n, 0) * size /
+                       sqrt((double)n));
         }
-        TEST_TIME("pool", "hadamard_row", kernels->level, 8 * n, kernels->hadamard_row(row.view.data, n));
+        TEST_TIME("row", "hadamard_row", kernels->rows->level, 8 * n,
+                  kernels->rows->hadamard_row(row.view.data, n));
         free(x);
         test_tensor_free(&row);
     }
@@ -418,11 +422,12 @@ static void fill_formats(test_random *random, float *row, int64_t n)
     }
 }
 
-static void formats(const pool_kernels *kernels, test_random *random)
+static void formats(const cpu_kernels *kernels, test_random *random)
 {
     unsigned char codes[600], expected[600];
     float row[512];
-    bound_of(kernels, "quantise_e4m3", 0, 0), bound_of(kernels, "quantise_e2m1", 0, 0);
+    test_kernel_bound("format", "quantise_e4m3", kernels->formats->level, 0, 0),
+        test_kernel_bound("format", "quantise_e2m1", kernels->formats->level, 0, 0);
     for (int k = 0; k < 2000; k++) {
         const int64_t n = 32 * test_random_int(random, 1, 4);
         fill_formats(random, row, n);
@@ -432,7 +437,7 @@ static void formats(const pool_kernels *kernels, test_random *random)
         float scale;
         memcpy(&scale, expected + n, 4);
         memset(codes, 0x5a, sizeof codes);
-        kernels->quantise_e4m3(row, scale, n, codes);
+        kernels->formats->quantise_e4m3(row, scale, n, codes);
         assert_memory_equal(codes, expected, n);
         assert_int_equal(codes[n], 0x5a);
         row[0] = k % 3 ? 6 : 0;
@@ -440,33 +445,34 @@ static void formats(const pool_kernels *kernels, test_random *random)
             if (fabsf(row[i]) > 6) row[i] = copysignf(k % 3 ? 6 : 0.5f, row[i]);
         assert_true(oracle_dsv4_quantise_fp4(row, n, expected));
         for (int64_t i = 0; i < n; i += 32)
-            kernels->quantise_e2m1(row + i, ldexpf(1, expected[n / 2 + i / 32] - 127), 32, codes + i / 2);
+            kernels->formats->quantise_e2m1(row + i, ldexpf(1, expected[n / 2 + i / 32] - 127), 32,
+                                            codes + i / 2);
         assert_memory_equal(codes, expected, n / 2);
-        TEST_TIME("pool", "quantise_e4m3", kernels->level, 5 * n,
-                  kernels->quantise_e4m3(row, scale, n, codes));
-        TEST_TIME("pool", "quantise_e2m1", kernels->level, 4 * n + n / 2,
-                  kernels->quantise_e2m1(row, scale, n, codes));
+        TEST_TIME("format", "quantise_e4m3", kernels->formats->level, 5 * n,
+                  kernels->formats->quantise_e4m3(row, scale, n, codes));
+        TEST_TIME("format", "quantise_e2m1", kernels->formats->level, 4 * n + n / 2,
+                  kernels->formats->quantise_e2m1(row, scale, n, codes));
     }
     for (int64_t n = 0; n < 70; n++) { /* tails */
         fill_formats(random, row, n);
         memset(codes, 0x5a, sizeof codes);
-        kernels->quantise_e4m3(row, 1.0f, n, codes);
+        kernels->formats->quantise_e4m3(row, 1.0f, n, codes);
         assert_int_equal(codes[n], 0x5a);
-        kernels->quantise_e2m1(row, 1.0f, n / 2 * 2, codes);
+        kernels->formats->quantise_e2m1(row, 1.0f, n / 2 * 2, codes);
     }
     row[0] = 500;
     row[1] = -470;
-    kernels->quantise_e4m3(row, 1.0f, 2, codes); /* saturates */
+    kernels->formats->quantise_e4m3(row, 1.0f, 2, codes); /* saturates */
     assert_int_equal(codes[0], 126);
     assert_int_equal(codes[1], 254);
 }
 
-typedef void kernel_test(const pool_kernels *kernels, test_random *random);
+typedef void kernel_test(const cpu_kernels *kernels, test_random *random);
 
 static void at_every_level(const char *name, kernel_test *run)
 {
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        const pool_kernels *kernels = pool_kernels_for((quern_cpu_level)level);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        const cpu_kernels *kernels = cpu_kernels_for(level);
         test_random random = {test_seed(name, 5)};
         run(kernels, &random);
     }

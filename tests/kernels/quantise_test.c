@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* quantise_test.c - the quantisers' tile kernels at every level, bit for bit against the oracle. */
 #include "cmocka_c11.h"
-#include "cpu/quantise/quantise_kernels.h"
+#include "cpu/kernels/swiglu/swiglu_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "nvfp4_case.h"
@@ -12,7 +13,7 @@
 #include <string.h>
 
 typedef struct kernel_test {
-    void (*run)(const quantise_kernels *kernels, test_random *random);
+    void (*run)(const cpu_kernels *kernels, test_random *random);
 } kernel_test;
 
 static const quern_dtype activations[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
@@ -41,17 +42,12 @@ static quantise_rule rule_of(int index, float global)
                            (quantise_scales)nvfp4_case_scales(index), global};
 }
 
-static double bound_of(const quantise_kernels *kernels, const char *name, double argument)
-{
-    return test_kernel_bound("quantise", name, kernels->level, 0, argument);
-}
-
 static int nibble(const uint8_t *codes, int64_t i)
 {
     return codes[i / 2] >> 4 * (i % 2) & 15;
 }
 
-static void expect_block(const quantise_kernels *kernels, const quantise_rule *rule, const float x[16],
+static void expect_block(const cpu_kernels *kernels, const quantise_rule *rule, const float x[16],
                          const int got[16], int scale, int64_t n)
 {
     uint8_t codes[16];
@@ -59,16 +55,16 @@ static void expect_block(const quantise_kernels *kernels, const quantise_rule *r
                                             rule->global, x, codes);
     if (scale != expected)
         fail_msg("%s profile %d scales %d global %a n %lld: scale %d, expected %d",
-                 quern_cpu_level_name(kernels->level), (int)rule->profile, (int)rule->scales,
+                 quern_cpu_level_name(kernels->formats->level), (int)rule->profile, (int)rule->scales,
                  (double)rule->global, (long long)n, scale, expected);
     for (int i = 0; i < 16; i++)
         if (got[i] != codes[i])
             fail_msg("%s profile %d scales %d global %a n %lld: %a became %d, expected %d under scale %d",
-                     quern_cpu_level_name(kernels->level), (int)rule->profile, (int)rule->scales,
+                     quern_cpu_level_name(kernels->formats->level), (int)rule->profile, (int)rule->scales,
                      (double)rule->global, (long long)n, (double)x[i], got[i], codes[i], scale);
 }
 
-static void quantise_row(const quantise_kernels *kernels, test_random *random)
+static void quantise_row(const cpu_kernels *kernels, test_random *random)
 {
     for (int i = 0; i < NVFP4_CASES * 3 * LENGTHS; i++) {
         const int index = i / (3 * LENGTHS);
@@ -81,8 +77,9 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
         double *x = test_tensor_get(&t);
         const quantise_rule rule =
             rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, n)));
-        kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data, scales.view.data);
-        assert_true(bound_of(kernels, "quantise_row", 0) == 0);
+        kernels->formats->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data,
+                                       scales.view.data);
+        assert_true(test_kernel_bound("format", "quantise_row", kernels->formats->level, 0, 0) == 0);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         test_tensor_check_unchanged(&t, "x");
         for (int64_t b = 0; b < blocks; b++) {
@@ -95,10 +92,10 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
             expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[b], n);
         }
         if (rule.scales == QUANTISE_SCALES_RNE)
-            TEST_TIME("quantise", "quantise_row", kernels->level,
+            TEST_TIME("format", "quantise_row", kernels->formats->level,
                       n * (int64_t)quern_dtype_size(t.view.dtype) + 9 * blocks,
-                      kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data,
-                                            scales.view.data));
+                      kernels->formats->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data,
+                                                     scales.view.data));
         free(x);
         test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
     }
@@ -106,7 +103,7 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
 
 /* bf16 values within a few units of a midpoint between two codes, or on it, for scales of every mantissa: the
  * two roundings of a profile decide. */
-static void midpoints(const quantise_kernels *kernels, test_random *random)
+static void midpoints(const cpu_kernels *kernels, test_random *random)
 {
     static const double middles[] = {0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5};
     const int64_t n = 272, blocks = n / 16;
@@ -130,7 +127,7 @@ static void midpoints(const quantise_kernels *kernels, test_random *random)
         double *x = test_tensor_get(&t);
         const quantise_rule rule =
             rule_of(index, nvfp4_case_profile(index) == ORACLE_COMPRESSED ? 1 / global : global);
-        kernels->quantise_row(&rule, t.view.data, QUERN_BF16, n, codes.view.data, scales.view.data);
+        kernels->formats->quantise_row(&rule, t.view.data, QUERN_BF16, n, codes.view.data, scales.view.data);
         for (int64_t b = 0; b < blocks; b++) {
             float block[16];
             int got[16];
@@ -145,7 +142,7 @@ static void midpoints(const quantise_kernels *kernels, test_random *random)
     }
 }
 
-static void quantise_columns(const quantise_kernels *kernels, test_random *random)
+static void quantise_columns(const cpu_kernels *kernels, test_random *random)
 {
     for (int i = 0; i < NVFP4_CASES * 3 * LENGTHS; i++) {
         const int index = i / (3 * LENGTHS);
@@ -158,9 +155,9 @@ static void quantise_columns(const quantise_kernels *kernels, test_random *rando
         double *x = test_tensor_get(&t);
         const quantise_rule rule =
             rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, 16 * n)));
-        kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n, codes.view.data,
-                                  codes.view.strides[0], scales.view.data);
-        assert_true(bound_of(kernels, "quantise_columns", 0) == 0);
+        kernels->formats->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n,
+                                           codes.view.data, codes.view.strides[0], scales.view.data);
+        assert_true(test_kernel_bound("format", "quantise_columns", kernels->formats->level, 0, 0) == 0);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         for (int64_t c = 0; c < n; c++) {
             float block[16];
@@ -173,10 +170,11 @@ static void quantise_columns(const quantise_kernels *kernels, test_random *rando
             expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[c], n);
         }
         if (rule.scales == QUANTISE_SCALES_RNE)
-            TEST_TIME("quantise", "quantise_columns", kernels->level,
+            TEST_TIME("format", "quantise_columns", kernels->formats->level,
                       n * (16 * (int64_t)quern_dtype_size(t.view.dtype) + 9),
-                      kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n,
-                                                codes.view.data, codes.view.strides[0], scales.view.data));
+                      kernels->formats->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0],
+                                                         n, codes.view.data, codes.view.strides[0],
+                                                         scales.view.data));
         free(x);
         test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
     }
@@ -190,18 +188,18 @@ static void fill_bytes(test_tensor *t, test_random *random, int most)
             (uint8_t)test_random_int(random, 0, most);
 }
 
-static void expect_meaning(const quantise_kernels *kernels, const quantise_rule *rule, quern_dtype dtype,
+static void expect_meaning(const cpu_kernels *kernels, const quantise_rule *rule, quern_dtype dtype,
                            int scale, int code, double got)
 {
     const double expected = test_round(
         dtype, (double)oracle_nvfp4_value((oracle_profile)rule->profile, rule->global, scale, code));
     if (got != expected || signbit(got) != signbit(expected))
         fail_msg("%s profile %d: code %d, scale %d, global %a as %s is %a, expected %a",
-                 quern_cpu_level_name(kernels->level), (int)rule->profile, code, scale, (double)rule->global,
-                 quern_dtype_name(dtype), got, expected);
+                 quern_cpu_level_name(kernels->formats->level), (int)rule->profile, code, scale,
+                 (double)rule->global, quern_dtype_name(dtype), got, expected);
 }
 
-static void dequantise_row(const quantise_kernels *kernels, test_random *random)
+static void dequantise_row(const cpu_kernels *kernels, test_random *random)
 {
     static const float globals[] = {1, 0.1f, 3e34f, 1e-36f, 0x1p-149f};
     for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
@@ -214,23 +212,24 @@ static void dequantise_row(const quantise_kernels *kernels, test_random *random)
                     scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
         fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
-        kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data, out.view.dtype);
-        assert_true(bound_of(kernels, "dequantise_row", 0) == 0);
+        kernels->formats->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data,
+                                         out.view.dtype);
+        assert_true(test_kernel_bound("format", "dequantise_row", kernels->formats->level, 0, 0) == 0);
         test_tensor_check_guards(&out, "out");
         double *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++)
             expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[c / 16],
                            nibble(codes.view.data, c), got[c]);
-        TEST_TIME("quantise", "dequantise_row", kernels->level,
+        TEST_TIME("format", "dequantise_row", kernels->formats->level,
                   n * (int64_t)quern_dtype_size(out.view.dtype) + 9 * blocks,
-                  kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data,
-                                          out.view.dtype));
+                  kernels->formats->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data,
+                                                   out.view.dtype));
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
     }
 }
 
-static void dequantise_columns(const quantise_kernels *kernels, test_random *random)
+static void dequantise_columns(const cpu_kernels *kernels, test_random *random)
 {
     for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
         const int64_t n = lengths[i / 6];
@@ -241,9 +240,9 @@ static void dequantise_columns(const quantise_kernels *kernels, test_random *ran
                     scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, activations[i % 3], 16, n, TEST_STRIDED);
         fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
-        kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data, n,
-                                    out.view.data, out.view.dtype, out.view.strides[0]);
-        assert_true(bound_of(kernels, "dequantise_columns", 0) == 0);
+        kernels->formats->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data,
+                                             n, out.view.data, out.view.dtype, out.view.strides[0]);
+        assert_true(test_kernel_bound("format", "dequantise_columns", kernels->formats->level, 0, 0) == 0);
         test_tensor_check_guards(&out, "out");
         double *got = test_tensor_get(&out);
         for (int64_t j = 0; j < 16 * n; j++) {
@@ -251,16 +250,17 @@ static void dequantise_columns(const quantise_kernels *kernels, test_random *ran
             expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[j % n],
                            byte >> 4 * (j / n % 2) & 15, got[j]);
         }
-        TEST_TIME("quantise", "dequantise_columns", kernels->level,
+        TEST_TIME("format", "dequantise_columns", kernels->formats->level,
                   n * (16 * (int64_t)quern_dtype_size(out.view.dtype) + 9),
-                  kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data,
-                                              n, out.view.data, out.view.dtype, out.view.strides[0]));
+                  kernels->formats->dequantise_columns(&rule, codes.view.data, codes.view.strides[0],
+                                                       scales.view.data, n, out.view.data, out.view.dtype,
+                                                       out.view.strides[0]));
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
     }
 }
 
-static void part_row(const quantise_kernels *kernels, test_random *random)
+static void part_row(const cpu_kernels *kernels, test_random *random)
 {
     static const int64_t runs[] = {1, 3, 8, 16, 64};
     for (int i = 0; i < 5 * 3 * 2 * 6; i++) {
@@ -270,14 +270,15 @@ static void part_row(const quantise_kernels *kernels, test_random *random)
         test_tensor t = tensor_of(random, activations[i / 5 % 3], 1, 2 * width, TEST_UNALIGNED),
                     out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor_normal(&t, random, 1);
-        kernels->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data);
-        assert_true(bound_of(kernels, "part_row", 0) == 0);
+        kernels->swiglu->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data);
+        assert_true(test_kernel_bound("swiglu", "part_row", kernels->swiglu->level, 0, 0) == 0);
         test_tensor_check_guards(&out, "part");
         double *x = test_tensor_get(&t), *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++)
             assert_true(got[c] == x[oracle_interleaved_at(first + c, i / 15 % 2, q)]);
-        TEST_TIME("quantise", "part_row", kernels->level, n * (4 + (int64_t)quern_dtype_size(t.view.dtype)),
-                  kernels->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data));
+        TEST_TIME(
+            "swiglu", "part_row", kernels->swiglu->level, n * (4 + (int64_t)quern_dtype_size(t.view.dtype)),
+            kernels->swiglu->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data));
         free(x), free(got);
         test_tensor_free(&t), test_tensor_free(&out);
     }
@@ -297,7 +298,7 @@ static void spread(test_random *random, double *gate, double *up)
         ldexp(1 + test_random_uniform(random), (int)test_random_int(random, -20, *gate < 0 ? 120 : -6)), *up);
 }
 
-static void swiglu_row(const quantise_kernels *kernels, test_random *random)
+static void swiglu_row(const cpu_kernels *kernels, test_random *random)
 {
     static const swiglu_rule rules[] = {
         {1, 0, 1, 0}, {1, 10, 1, 0}, {1, 0.75f, 1, 0}, {1, 7, 1.702f, 1}, {1, 0, 1.702f, 1}};
@@ -320,7 +321,7 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
         free(g), free(u);
         g = test_tensor_get(&gate);
         u = test_tensor_get(&up);
-        kernels->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data);
+        kernels->swiglu->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data);
         test_tensor_check_guards(&out, "swiglu");
         double *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++) {
@@ -328,14 +329,16 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
             const double x = g[c] > limit ? limit : g[c],
                          y = isnan(u[c]) ? u[c] : clamp(u[c], -limit, limit) + (double)rule.beta;
             const double expected = x / (1 + exp(-alpha * x)) * y;
-            const double bound = bound_of(kernels, "swiglu_row", alpha * x) * fabs(expected) +
-                                 fabs(x * y) * 0x1p-250 + 0x1p-148;
+            const double bound =
+                test_kernel_bound("swiglu", "swiglu_row", kernels->swiglu->level, 0, alpha * x) *
+                    fabs(expected) +
+                fabs(x * y) * 0x1p-250 + 0x1p-148;
             if (isnan(expected) ? !isnan(got[c]) : !(fabs(got[c] - expected) <= bound))
-                fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
-                         g[c], u[c], got[c], expected);
+                fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g",
+                         quern_cpu_level_name(kernels->formats->level), g[c], u[c], got[c], expected);
         }
-        TEST_TIME("quantise", "swiglu_row", kernels->level, 12 * n,
-                  kernels->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data));
+        TEST_TIME("swiglu", "swiglu_row", kernels->swiglu->level, 12 * n,
+                  kernels->swiglu->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data));
         free(g), free(u), free(got);
         test_tensor_free(&gate), test_tensor_free(&up), test_tensor_free(&out);
     }
@@ -343,7 +346,7 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
 
 /* Each value within a few roundings of the formula's terms; at the limit the gradient passes, beyond it the
  * gradient is 0. */
-static void swiglu_backward_row(const quantise_kernels *kernels, test_random *random)
+static void swiglu_backward_row(const cpu_kernels *kernels, test_random *random)
 {
     static const swiglu_rule rules[] = {
         {1, 0, 1, 0}, {1, 10, 1, 0}, {1, 0.75f, 1, 0}, {1, 7, 1.702f, 1}, {1, 0, 1.702f, 1}};
@@ -375,43 +378,45 @@ static void swiglu_backward_row(const quantise_kernels *kernels, test_random *ra
         free(g), free(u);
         g = test_tensor_get(&gate);
         u = test_tensor_get(&up);
-        kernels->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data);
+        kernels->swiglu->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data);
         test_tensor_check_guards(&gate, "gate"), test_tensor_check_guards(&up, "up");
         double *d_gate = test_tensor_get(&gate), *d_up = test_tensor_get(&up);
         for (int64_t c = 0; c < n; c++) {
             const double x = g[c] > limit ? limit : g[c], y = clamp(u[c], -limit, limit) + beta,
                          s = 1 / (1 + exp(-alpha * x));
             const double slope = s * (1 + alpha * x * (1 - s)), terms = s * (1 + fabs(alpha * x) * (1 - s));
-            const double gate_bound =
-                             bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * y) * terms +
-                             fabs(by[c] * y * alpha * x) * 0x1p-250 + 0x1p-140,
-                         up_bound =
-                             bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * x * s) +
-                             fabs(by[c] * x) * 0x1p-250 + 0x1p-140;
+            const double gate_bound = test_kernel_bound("swiglu", "swiglu_backward_row",
+                                                        kernels->swiglu->level, 0, alpha * x) *
+                                          fabs(by[c] * y) * terms +
+                                      fabs(by[c] * y * alpha * x) * 0x1p-250 + 0x1p-140,
+                         up_bound = test_kernel_bound("swiglu", "swiglu_backward_row", kernels->swiglu->level,
+                                                      0, alpha * x) *
+                                        fabs(by[c] * x * s) +
+                                    fabs(by[c] * x) * 0x1p-250 + 0x1p-140;
             const double expected = g[c] > limit ? 0 : by[c] * y * slope,
                          expected_up = fabs(u[c]) > limit ? 0 : by[c] * x * s;
             if (isnan(expected) ? !isnan(d_gate[c])
                                 : d_gate[c] != expected && !(fabs(d_gate[c] - expected) <= gate_bound))
-                fail_msg("%s d gate(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
-                         g[c], u[c], d_gate[c], expected);
+                fail_msg("%s d gate(%g, %g) is %.9g, expected %.9g",
+                         quern_cpu_level_name(kernels->formats->level), g[c], u[c], d_gate[c], expected);
             if (isnan(expected_up) ? !isnan(d_up[c])
                                    : d_up[c] != expected_up && !(fabs(d_up[c] - expected_up) <= up_bound))
-                fail_msg("%s d up(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c],
-                         u[c], d_up[c], expected_up);
+                fail_msg("%s d up(%g, %g) is %.9g, expected %.9g",
+                         quern_cpu_level_name(kernels->formats->level), g[c], u[c], d_up[c], expected_up);
         }
-        TEST_TIME("quantise", "swiglu_backward_row", kernels->level, 20 * n,
-                  kernels->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data));
+        TEST_TIME("swiglu", "swiglu_backward_row", kernels->swiglu->level, 20 * n,
+                  kernels->swiglu->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data));
         free(g), free(u), free(by), free(d_gate), free(d_up);
         test_tensor_free(&gate), test_tensor_free(&up), test_tensor_free(&d);
     }
 }
 
 /* The codes and the scale of some h within the bound. */
-static void expect_swiglu(const quantise_kernels *kernels, const quantise_rule *to, const double h[16],
+static void expect_swiglu(const cpu_kernels *kernels, const quantise_rule *to, const double h[16],
                           const uint8_t *codes, int scale)
 {
     const float global = to->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS ? 1 / to->global : to->global;
-    const double bound = bound_of(kernels, "swiglu_quantise", 0);
+    const double bound = test_kernel_bound("swiglu", "swiglu_quantise", kernels->swiglu->level, 0, 0);
     uint8_t exact[16];
     float low[16], high[16];
     for (int i = 0; i < 16; i++) {
@@ -422,7 +427,7 @@ static void expect_swiglu(const quantise_kernels *kernels, const quantise_rule *
     const int least = oracle_nvfp4_block(profile, ORACLE_SCALES_RNE, to->global, low, exact),
               most = oracle_nvfp4_block(profile, ORACLE_SCALES_RNE, to->global, high, exact);
     if (scale != least && scale != most)
-        fail_msg("%s profile %d: scale %d, expected %d or %d", quern_cpu_level_name(kernels->level),
+        fail_msg("%s profile %d: scale %d, expected %d or %d", quern_cpu_level_name(kernels->formats->level),
                  (int)profile, scale, least, most);
     for (int i = 0; i < 16; i++) {
         const int code = nibble(codes, i);
@@ -433,7 +438,8 @@ static void expect_swiglu(const quantise_kernels *kernels, const quantise_rule *
         const bool tiny = fmin(fabs(h[i]), fabs(h[i] / (double)global)) < 0x1p-126;
         if (code % 8 < near || code % 8 > far || (code / 8 != (y < 0) && !tiny))
             fail_msg("%s profile %d: h %.9g became %d under scale %d and global %a",
-                     quern_cpu_level_name(kernels->level), (int)profile, h[i], code, scale, (double)global);
+                     quern_cpu_level_name(kernels->formats->level), (int)profile, h[i], code, scale,
+                     (double)global);
     }
 }
 
@@ -443,7 +449,7 @@ static double swiglu_value(const swiglu_rule *rule, double g, double u)
     return x / (1 + exp(-(double)rule->alpha * x)) * (clamp(u, -limit, limit) + (double)rule->beta);
 }
 
-static void swiglu_quantise(const quantise_kernels *kernels, test_random *random)
+static void swiglu_quantise(const cpu_kernels *kernels, test_random *random)
 {
     static const swiglu_rule rules[] = {{1, 0, 1, 0}, {1, 3, 1, 0}, {1, 7, 1.702f, 1}};
     static const int64_t runs[] = {8, 8, 8, 16, 1};
@@ -480,8 +486,8 @@ static void swiglu_quantise(const quantise_kernels *kernels, test_random *random
         const float amax = nvfp4_case_amax(h, n) * (i % 7 == 3 ? 0x1p-6f : 1);
         const quantise_rule to = {(quantise_profile)profile, QUANTISE_SCALES_RNE,
                                   oracle_nvfp4_global(profile, amax > 0 ? amax : 1)};
-        const uint32_t bits = kernels->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n,
-                                                       codes.view.data, scales.view.data);
+        const uint32_t bits = kernels->swiglu->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n,
+                                                               codes.view.data, scales.view.data);
         assert_true(bits < 0x7f800000u);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         for (int64_t b = 0; b < blocks; b++)
@@ -491,13 +497,13 @@ static void swiglu_quantise(const quantise_kernels *kernels, test_random *random
             x[test_random_int(random, 0, 2 * n - 1)] =
                 (double[]){(double)NAN, (double)INFINITY, -(double)INFINITY}[i % 4 % 3];
             test_tensor_set(&t, x);
-            assert_true(kernels->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n, codes.view.data,
-                                                 scales.view.data) >= 0x7f800000u);
+            assert_true(kernels->swiglu->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n,
+                                                         codes.view.data, scales.view.data) >= 0x7f800000u);
         }
-        TEST_TIME("quantise", "swiglu_quantise", kernels->level,
+        TEST_TIME("swiglu", "swiglu_quantise", kernels->swiglu->level,
                   2 * n * (int64_t)quern_dtype_size(t.view.dtype) + 9 * blocks,
-                  kernels->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n, codes.view.data,
-                                           scales.view.data));
+                  kernels->swiglu->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n,
+                                                   codes.view.data, scales.view.data));
         free(x), free(h);
         test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
     }
@@ -510,7 +516,7 @@ static void at_every_level(void **state)
     const uint64_t seed = test_seed("quantise", 77);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         test_random random = {seed};
-        test->run(quantise_kernels_for(level), &random);
+        test->run(cpu_kernels_for(level), &random);
     }
 }
 

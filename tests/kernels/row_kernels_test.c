@@ -3,7 +3,8 @@
 /* row_kernels_test.c - the row kernels that all families share, at every level, element by element against
  * double. nsa_rows_test checks fence(), after streaming stores. */
 #include "cmocka_c11.h"
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
+#include "cpu/levels.h"
 #include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
@@ -137,7 +138,7 @@ static void at_every_level(void **state)
     const uint64_t seed = test_seed("row_kernels", 1);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         test_random random = {seed};
-        test->run(row_kernels_for(level), &random);
+        test->run(cpu_kernels_for(level)->rows, &random);
     }
 }
 

@@ -32,7 +32,7 @@ world world_make(test_random *random)
     world w = {.nsa = QUERN_NSA_PARAMS_INIT};
     const quern_cache_params p = random_params(random);
     cache_case_make(&w.cache, &p, random);
-    w.ctx = test_context((quern_cpu_level)test_random_int(random, 1, quern_cpu_level_detect()), 2);
+    w.ctx = test_context(test_random_level(random), 2);
     for (int i = 0; i < ROWS; i++) {
         const int64_t shape[] = {BANK, i == 0 ? HEADS : p.kv_heads, i == 0 || i % 2 == 1 ? p.dim : p.dim_v};
         w.bank[i] = test_tensor_make(random, p.dtype, 3, shape, TEST_CONTIGUOUS);

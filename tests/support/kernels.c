@@ -5,24 +5,23 @@
 #include "kernels.h"
 
 #include "cmocka_c11.h"
-#include "cpu/gemm4/gemm4_kernels.h"
 #include "cpu/attend_mqa/mqa_kernels.h"
+#include "cpu/gemm4/gemm4_kernels.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/kernels/formats/format_kernels.h"
 #include "cpu/kernels/nsa_kernels.h"
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
+#include "cpu/kernels/swiglu/swiglu_kernels.h"
+#include "cpu/levels.h"
 #include "cpu/pool/pool_kernels.h"
-#include "cpu/quantise/quantise_kernels.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 
-enum {
-    ALL = (1 << TEST_KERNEL_LEVELS) - 1,
-    BF16_DOT = 1 << (QUERN_CPU_LEVEL_AVX512BF16 - QUERN_CPU_LEVEL_PORTABLE)
-};
+enum { ALL = false, BF16_DOT = true };
 
 static const test_kernel rows[] = {
 #define KERNEL(table, member, levels, terms, roundings, argument, test, bench)                               \
@@ -32,7 +31,7 @@ static const test_kernel rows[] = {
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 
-static unsigned checked[ROWS]; /* bit per level, as in levels */
+static unsigned checked[ROWS]; /* bit per level, by its number */
 
 const test_kernel *test_kernels(size_t *count)
 {
@@ -42,14 +41,22 @@ const test_kernel *test_kernels(size_t *count)
 
 const void *test_kernel_table(const char *table, quern_cpu_level level)
 {
-    if (strcmp(table, "mqa") == 0) return mqa_kernels_for(level);
-    if (strcmp(table, "indexer") == 0) return indexer_kernels_for(level);
-    if (strcmp(table, "gemm4") == 0) return gemm4_kernels_for(level);
-    if (strcmp(table, "quantise") == 0) return quantise_kernels_for(level);
-    if (strcmp(table, "row") == 0) return row_kernels_for(level);
-    if (strcmp(table, "pool") == 0) return pool_kernels_for(level);
-    return strcmp(table, "nsa") == 0 ? (const void *)nsa_kernels_for(level)
-                                     : (const void *)attention_kernels_for(level);
+    const cpu_kernels *k = cpu_kernels_for(level);
+    const struct {
+        const char *name;
+        const void *table;
+    } tables[] = {
+        {"row", k->rows}, {"format", k->formats}, {"swiglu", k->swiglu},   {"attention", k->attention},
+        {"nsa", k->nsa},  {"pool", k->pool},      {"indexer", k->indexer}, {"gemm4", k->gemm4},
+        {"mqa", k->mqa}};
+    size_t i = 0;
+    while (strcmp(tables[i].name, table) != 0) i++;
+    return tables[i].table;
+}
+
+bool test_kernel_is_at(const test_kernel *row, quern_cpu_level level)
+{
+    return !row->bf16_dot || cpu_kernels_for(level)->attention->mm_bf16 != NULL;
 }
 
 static size_t row_index(const char *table, const char *name)
@@ -64,7 +71,7 @@ double test_kernel_bound(const char *table, const char *name, quern_cpu_level le
                          double argument)
 {
     const size_t i = row_index(table, name);
-    checked[i] |= 1u << (level - QUERN_CPU_LEVEL_PORTABLE);
+    checked[i] |= 1u << level;
     return (rows[i].terms * terms + rows[i].roundings + rows[i].argument * fabs(argument)) * 0x1p-24;
 }
 
@@ -78,7 +85,7 @@ typedef struct measure {
     double ticks; /* of a call; 0: not measured */
     int64_t work;
 } measure;
-static measure measures[ROWS][TEST_KERNEL_LEVELS];
+static measure measures[ROWS][TEST_LEVEL_NUMBERS];
 static unsigned timed[ROWS]; /* bit per level: there is a call to time */
 static const char *pattern;  /* NULL: nothing is timed */
 
@@ -105,8 +112,8 @@ test_timer test_timer_of(const char *table, const char *name, quern_cpu_level le
 {
     const size_t i = row_index(table, name);
     char whole[100];
-    measure *m = &measures[i][level - QUERN_CPU_LEVEL_PORTABLE];
-    timed[i] |= 1u << (level - QUERN_CPU_LEVEL_PORTABLE);
+    measure *m = &measures[i][level];
+    timed[i] |= 1u << level;
     snprintf(whole, sizeof whole, "%s.%s", table, name);
     if (pattern == NULL || strstr(whole, pattern) == NULL || work <= m->work)
         return (test_timer){.best = NULL};
@@ -136,8 +143,8 @@ static void print_measures(void)
 {
     printf("%-32s %-11s %9s %12s %8s/work  times portable\n", "kernel", "level", "work", ticks, ticks);
     for (size_t i = 0; i < ROWS; i++)
-        for (int level = 0; level < TEST_KERNEL_LEVELS; level++) {
-            const measure *m = &measures[i][level], *first = &measures[i][0];
+        for (int level = 1; level < TEST_LEVEL_NUMBERS; level++) {
+            const measure *m = &measures[i][level], *first = &measures[i][QUERN_CPU_LEVEL_PORTABLE];
             if (m->ticks == 0) continue;
             const double each = m->ticks / (double)m->work;
             char whole[100], times[20] = "-";
@@ -145,8 +152,7 @@ static void print_measures(void)
                 snprintf(times, sizeof times, "%.2f", first->ticks / (double)first->work / each);
             snprintf(whole, sizeof whole, "%s.%s", rows[i].table, rows[i].name);
             printf("%-32s %-11s %9lld %12.1f %13.4f  %14s\n", whole,
-                   quern_cpu_level_name((quern_cpu_level)(QUERN_CPU_LEVEL_PORTABLE + level)),
-                   (long long)m->work, m->ticks, each, times);
+                   quern_cpu_level_name((quern_cpu_level)level), (long long)m->work, m->ticks, each, times);
         }
 }
 
@@ -171,11 +177,12 @@ void test_every_kernel(void **state)
         for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             quern_cpu_level own; /* of the table that this level uses */
             memcpy(&own, test_kernel_table(rows[i].table, level), sizeof own);
-            const unsigned bit = 1u << (own - QUERN_CPU_LEVEL_PORTABLE);
-            if ((rows[i].levels & bit) != 0 && (checked[i] & bit) == 0)
+            const unsigned bit = 1u << own;
+            if (!test_kernel_is_at(&rows[i], level)) continue;
+            if ((checked[i] & bit) == 0)
                 fail_msg("%s does not check %s.%s at %s", program, rows[i].table, rows[i].name,
                          quern_cpu_level_name(own));
-            if ((rows[i].levels & bit) != 0 && (timed[i] & bit) == 0)
+            if ((timed[i] & bit) == 0)
                 fail_msg("%s has no call of %s.%s to time at %s", program, rows[i].table, rows[i].name,
                          quern_cpu_level_name(own));
         }

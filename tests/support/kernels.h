@@ -15,17 +15,18 @@
 typedef struct test_kernel {
     const char *table, *name;
     size_t offset;                     /* of the field in struct <table>_kernels */
-    unsigned levels;                   /* bit i: QUERN_CPU_LEVEL_PORTABLE + i has it */
+    bool bf16_dot;                     /* only levels with a bf16 dot product have it */
     double terms, roundings, argument; /* the bound */
     const char *test, *bench;
 } test_kernel;
 
-enum { TEST_KERNEL_LEVELS = 4 };
+enum { TEST_LEVEL_NUMBERS = 32 };
 
 const test_kernel *test_kernels(size_t *count);
-/* The table that a level uses: an attention_kernels or an nsa_kernels. Both begin with the level they were
- * made for. */
+/* The table that a level uses. It begins with the level that last overrode one of its entries. */
 const void *test_kernel_table(const char *table, quern_cpu_level level);
+/* Whether a level has the kernel. */
+bool test_kernel_is_at(const test_kernel *row, quern_cpu_level level);
 
 /* The bound of a kernel, to be multiplied by the sum of its terms' absolute values; `level` is the table's
  * own. Notes that the program checks the kernel there. Fails the test where kernels.inc has no such row. */

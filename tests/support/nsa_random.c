@@ -126,8 +126,3 @@ nsa_case *nsa_case_random(const nsa_config *config, test_random *random)
         draw_list(c, random, NSA_GROUP_IDX, oracle_nsa_entries(&longest) / 128);
     return c;
 }
-
-quern_cpu_level nsa_random_level(test_random *random)
-{
-    return (quern_cpu_level)test_random_int(random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect());
-}

@@ -14,6 +14,5 @@ nsa_config nsa_config_random(test_random *random, int64_t tokens);
  * padding, blocks of the future. */
 nsa_case *nsa_case_random(const nsa_config *config, test_random *random);
 /* A random level of those that this machine has. */
-quern_cpu_level nsa_random_level(test_random *random);
 
 #endif

@@ -8,8 +8,8 @@
 #ifndef QUERN_CPU_ATTEND_BACKWARD_H
 #define QUERN_CPU_ATTEND_BACKWARD_H
 
-#include "cpu/attend/attend.h"
-#include "cpu/attend/gradients.h"
+#include "cpu/kernels/attend/attend.h"
+#include "cpu/kernels/attend/gradients.h"
 
 enum {
     BACKWARD_ROWS = 192, /* query rows of a tile */

@@ -10,7 +10,7 @@
  * first 3 l or 4 l of a sequence, take delta as the mean of dP weighted by P.
  */
 #include "cpu/attend/attend_backward.h"
-#include "cpu/attend/nonfinite.h"
+#include "cpu/kernels/attend/nonfinite.h"
 #include "cpu/rows_at.h"
 
 #include <float.h>

@@ -22,7 +22,7 @@
  */
 #include "cpu/attend/attend_backward.h"
 
-#include "cpu/attend/nonfinite.h"
+#include "cpu/kernels/attend/nonfinite.h"
 #include "cpu/rows_at.h"
 
 #include <string.h>

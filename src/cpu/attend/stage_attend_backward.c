@@ -17,7 +17,7 @@
  */
 #include "core/parallel.h"
 #include "cpu/attend/attend_backward.h"
-#include "cpu/attend/turns.h"
+#include "cpu/kernels/attend/turns.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 

@@ -10,7 +10,7 @@
  */
 #include "core/parallel.h"
 #include "core/view.h"
-#include "cpu/attend/attend.h"
+#include "cpu/kernels/attend/attend.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 

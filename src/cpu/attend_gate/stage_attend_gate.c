@@ -28,9 +28,10 @@
  */
 #include "core/parallel.h"
 #include "core/view.h"
-#include "cpu/attend/attend.h"
-#include "cpu/gate/gate.h"
+#include "cpu/kernels/attend/attend.h"
+#include "cpu/kernels/gate/gate.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -181,7 +182,7 @@ static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena
 {
     const bool softmax = args->select.rule.scorer == SELECT_PROBABILITY;
     *job = (gated_job){.args = args,
-                       .kernels = nsa_kernels_for(exec->cpu_level),
+                       .kernels = cpu_kernels_for(exec->cpu_level)->nsa,
                        .select = args->select,
                        .threads = exec->threads};
     for (int i = 0; i < BRANCHES; i++) job->attend[i] = args->branch[i];

@@ -9,7 +9,6 @@
 #include <string.h>
 
 enum { ENTRIES_AHEAD = 8 };
-enum { ROW584_DATA = 576, ROW584_SCALES = 8, ROW584_CODES = 448, ROW584_TAIL = 64, ROW584_BLOCK = 64 };
 
 static int64_t panels_of(const mqa_plan *plan, int64_t columns)
 {
@@ -54,22 +53,12 @@ static row_place place_of(const mqa_plan *plan, const mqa_sequence *s, bool entr
                        ROW584_DATA, ROW584_SCALES, a->page - slot};
 }
 
-/* Decodes a row into words of a tile: 448 e4m3 with a power of two for every 64, then 64 bf16. */
+/* Decodes a row into words of a tile. */
 static void widen_row584(const mqa_plan *plan, const char *data, const char *scales, float *to)
 {
-    float row[MQA_DIM_MOST];
-    uint16_t tail[ROW584_TAIL];
-    plan->codes->widen_e4m3((const uint8_t *)data, ROW584_CODES, row);
-    for (int64_t i = 0; i < ROW584_CODES / ROW584_BLOCK; i++) {
-        const uint32_t exponent = (uint8_t)scales[i];
-        const float scale = float_from_bits(exponent == 255 ? 0x7fc00000u
-                                            : exponent == 0 ? 0x00400000u
-                                                            : exponent << 23);
-        plan->kernels->scale_row(row + i * ROW584_BLOCK, scale, ROW584_BLOCK);
-    }
-    memcpy(tail, data + ROW584_CODES, sizeof tail);
-    plan->conversion->convert(tail, QUERN_BF16, row + ROW584_CODES, QUERN_F32, ROW584_TAIL);
-    plan->conversion->convert(row, QUERN_F32, to, plan->bf16 ? QUERN_BF16 : QUERN_F32, MQA_DIM_MOST);
+    float row[ROW584_WIDTH];
+    decode_row584(plan->level, data, scales, row);
+    plan->level->rows->convert(row, QUERN_F32, to, plan->bf16 ? QUERN_BF16 : QUERN_F32, ROW584_WIDTH);
 }
 
 /* Copies rows first ... first + n - 1 to rows at, at + 1, ... of the tile. */

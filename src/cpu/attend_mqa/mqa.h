@@ -13,11 +13,11 @@
 
 #include "backend.h"
 #include "core/arena.h"
-#include "cpu/indexer/indexer_kernels.h"
 #include "cpu/attend_mqa/mqa_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
-#include "cpu/kernels/row_kernels.h"
-#include "cpu/pool/pool_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
+#include "cpu/kernels/formats/row_formats.h"
+#include "cpu/levels.h"
 
 enum {
     MQA_TILE = 192, /* keys of a tile */
@@ -40,10 +40,8 @@ typedef struct mqa_plan {
     const attend_mqa_args *args;
     const attention_kernels *kernels;
     const mqa_kernels *rows;
-    const pool_kernels *rotation;
-    const row_kernels *conversion;
-    const indexer_kernels *codes; /* of bytes */
-    bool bf16;                    /* products over pairs of bf16; otherwise f32 */
+    const cpu_kernels *level;
+    bool bf16; /* products over pairs of bf16; otherwise f32 */
     int64_t batch, heads, dim, rope;
     int64_t columns; /* columns of S: heads rounded up to 16 */
     int64_t words;   /* words of a key or query row: D, or D / 2 */
@@ -114,8 +112,8 @@ static inline row_source mqa_heads(const quern_tensor *t, int64_t b, int64_t n)
 /* Stores a row of D floats at element `at` of a view. */
 static inline void mqa_store(const mqa_plan *plan, const float *row, const quern_tensor *t, int64_t at)
 {
-    plan->conversion->convert(row, QUERN_F32, (char *)t->data + at * (int64_t)quern_dtype_size(t->dtype),
-                              t->dtype, plan->dim);
+    plan->level->rows->convert(row, QUERN_F32, (char *)t->data + at * (int64_t)quern_dtype_size(t->dtype),
+                               t->dtype, plan->dim);
 }
 
 /* The R / 2 cosines of a position, then its sines, as floats. */

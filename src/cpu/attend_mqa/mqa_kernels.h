@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * mqa_kernels.h - the row kernels of attention whose heads share their keys: one table per CPU level. Scores
+ * mqa_kernels.h - the row kernels of attention whose heads share their keys. Scores
  * have a row per key and a column per head, so a softmax goes down the columns and no sum crosses lanes. They
  * never validate, allocate or start threads.
  */
@@ -37,8 +37,5 @@ typedef struct mqa_kernels {
     void (*mqa_gradient_f32)(const mqa_gradient *t);
     void (*mqa_gradient_bf16)(const mqa_gradient *t);
 } mqa_kernels;
-
-const mqa_kernels *mqa_kernels_for(quern_cpu_level level);
-extern const mqa_kernels mqa_kernels_portable, mqa_kernels_avx2, mqa_kernels_avx512, mqa_kernels_avx512bf16;
 
 #endif

@@ -2,15 +2,16 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* mqa_keys.c - sequences, tasks, and the keys of a query. Lists may come from a caller, so every entry is
  * checked. */
-#include "cpu/attend/attend.h"
+#include "cpu/kernels/attend/attend.h"
 #include "cpu/attend_mqa/mqa.h"
 #include "cpu/rows_at.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
 bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args)
 {
-    const attention_kernels *kernels = attention_kernels_for(exec->cpu_level);
+    const attention_kernels *kernels = cpu_kernels_for(exec->cpu_level)->attention;
     /* Decoded bytes are exact in bf16. */
     const bool exact = args->kv.dtype == QUERN_BF16 || args->kv.dtype == QUERN_U8;
     return kernels->mm_bf16 != NULL && args->q.dtype == QUERN_BF16 && exact;
@@ -20,11 +21,9 @@ mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
 {
     mqa_plan p = {.args = args,
                   .status = exec->status,
-                  .kernels = attention_kernels_for(exec->cpu_level),
-                  .rows = mqa_kernels_for(exec->cpu_level)};
-    p.rotation = pool_kernels_for(exec->cpu_level);
-    p.conversion = row_kernels_for(exec->cpu_level);
-    p.codes = indexer_kernels_for(exec->cpu_level);
+                  .kernels = cpu_kernels_for(exec->cpu_level)->attention,
+                  .rows = cpu_kernels_for(exec->cpu_level)->mqa};
+    p.level = cpu_kernels_for(exec->cpu_level);
     p.bf16 = mqa_by_bf16(exec, args);
     p.batch = args->seqs.batch;
     p.heads = args->q.shape[2];

@@ -70,7 +70,7 @@ static void mqa_softmax_f32(const mqa_softmax *t)
     softmax_columns(t, false);
 }
 
-__attribute__((unused)) static void mqa_softmax_bf16(const mqa_softmax *t)
+static void mqa_softmax_bf16(const mqa_softmax *t)
 {
     softmax_columns(t, true);
 }
@@ -106,7 +106,7 @@ INLINE void store_halves(uint16_t *to, vfloat v)
     memcpy(to, &h, sizeof h);
 }
 
-__attribute__((unused)) static void mqa_gradient_bf16(const mqa_gradient *t)
+static void mqa_gradient_bf16(const mqa_gradient *t)
 {
     for (int32_t k = 0; k < t->keys; k += 2) {
         for (int32_t c = 0; c < t->heads; c += LANES) {

@@ -15,6 +15,7 @@
 #include "cpu/attend_mqa/mqa.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -177,7 +178,8 @@ static void finish(const mqa_plan *p, const mqa_sequence *seq, int64_t query, bo
             p->kernels->scale_row(o, (float)(1.0 / (double)s->sum[h] / (1.0 + exp(sink - (double)lse))),
                                   p->width);
         if (p->rope > 0)
-            p->rotation->rotate_row(o + p->dim - p->rope, x->angles, x->angles + p->rope / 2, p->rope, true);
+            p->level->rows->rotate_row(o + p->dim - p->rope, x->angles, x->angles + p->rope / 2, p->rope,
+                                       true);
         if (is_present(&a->o)) {
             const int64_t at = seq->view_b * a->o.strides[0] + row * a->o.strides[1] + h * a->o.strides[2];
             mqa_store(p, o, &a->o, at);
@@ -274,7 +276,7 @@ bool cpu_attend_mqa_supports(const stage_exec *exec, const attend_mqa_args *args
 void cpu_attend_mqa_kernel(const stage_exec *exec, const attend_mqa_args *args, char text[STAGE_NAME_BYTES])
 {
     cpu_name_kernels(text, "attend_mqa", mqa_by_bf16(exec, args),
-                     attention_kernels_for(exec->cpu_level)->level);
+                     cpu_kernels_for(exec->cpu_level)->attention->level);
 }
 
 size_t cpu_attend_mqa_workspace(const stage_exec *exec, const attend_mqa_args *args)

@@ -15,7 +15,7 @@
  * and the last-level cache holds a chunk's. Limit: the products, five against the forward's two.
  */
 #include "core/parallel.h"
-#include "cpu/attend/attend.h"
+#include "cpu/kernels/attend/attend.h"
 #include "cpu/attend_mqa/mqa.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
@@ -211,9 +211,10 @@ static bool take_d_o(const backward_job *job, int64_t row, int64_t position, mqa
         for (int i = 0; i < 16; i++) delta += lanes[i];
         coarse |= head_terms(job, row, h, delta, w, slot);
         if (p->rope > 0)
-            p->rotation->rotate_row(x + p->dim - p->rope, w->angles, w->angles + p->rope / 2, p->rope, false);
-        p->conversion->convert(x, QUERN_F32, w->rows + h * p->pitch, p->bf16 ? QUERN_BF16 : QUERN_F32,
-                               p->dim);
+            p->level->rows->rotate_row(x + p->dim - p->rope, w->angles, w->angles + p->rope / 2, p->rope,
+                                       false);
+        p->level->rows->convert(x, QUERN_F32, w->rows + h * p->pitch, p->bf16 ? QUERN_BF16 : QUERN_F32,
+                                p->dim);
     }
     return coarse;
 }

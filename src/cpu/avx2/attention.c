@@ -22,7 +22,6 @@ static inline vec step_f32(vec acc, vec a, vec b)
 #include "cpu/kernels/attention_mm.h"
 
 const attention_kernels attention_kernels_avx2 = {.level = QUERN_CPU_LEVEL_AVX2,
-                                                  .rows = &row_kernels_avx2,
                                                   .panel = PANEL,
                                                   .mm_f32 = mm_f32,
                                                   ATTENTION_ROW_KERNELS,

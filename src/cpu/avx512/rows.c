@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* rows.c - the table of rows compiled for this level. */
-#include "cpu/kernels/row_loops.h"
+#include "cpu/kernels/rows/norm_rows.h"
+#include "cpu/kernels/rows/row_loops.h"
 
-const row_kernels row_kernels_avx512 = {.level = QUERN_CPU_LEVEL_AVX512, ROW_KERNELS};
+const row_kernels row_kernels_avx512 = {.level = QUERN_CPU_LEVEL_AVX512, ROW_KERNELS, NORM_ROW_KERNELS};

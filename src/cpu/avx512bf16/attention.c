@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attention.c - the attention table for AVX-512 with BF16: the f32 micro-kernel and the same one over words
- * of two bf16 values, 24 accumulators of the 32 registers. Limit: two 512-bit FMAs, or bf16 dot products, a
- * cycle. */
+/* attention.c - the attention table for AVX-512 with BF16: the micro-kernel of AVX-512 over words of two bf16
+ * values. Limit: two 512-bit bf16 dot products a cycle. */
 #include "cpu/kernels/attention_across.h"
 #include "cpu/kernels/attention_backward_rows.h"
 #include "cpu/kernels/attention_direct.h"
@@ -34,14 +33,10 @@ static void mm_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_ro
 }
 
 const attention_kernels attention_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL_AVX512BF16,
-                                                        .rows = &row_kernels_avx512,
                                                         .panel = PANEL,
-                                                        .mm_f32 = mm_f32,
                                                         .mm_bf16 = mm_bf16,
                                                         .mm_across_bf16 = mm_across_bf16,
                                                         .score_rows_bf16 = score_rows_bf16,
                                                         .add_values_bf16 = add_values_bf16,
-                                                        ATTENTION_ROW_KERNELS,
-                                                        ATTENTION_BACKWARD_ROW_KERNELS,
                                                         ATTENTION_ROW_KERNELS_BF16,
                                                         ATTENTION_BACKWARD_ROW_KERNELS_BF16};

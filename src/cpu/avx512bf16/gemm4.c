@@ -251,7 +251,7 @@ static void rows_bf16(const uint8_t *panel, int64_t units, int64_t rows, const u
 }
 
 const gemm4_kernels gemm4_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL_AVX512BF16,
-                                                GEMM4_ROW_KERNELS,
                                                 .decode_bf16 = decode_bf16,
                                                 .turn_bf16 = turn_bf16,
-                                                .rows_bf16 = rows_bf16};
+                                                .rows_bf16 = rows_bf16,
+                                                .mm_i8 = mm_i8};

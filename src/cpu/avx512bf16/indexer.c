@@ -3,5 +3,5 @@
 /* indexer.c - the indexer's table compiled for this level. */
 #include "cpu/indexer/indexer_rows.h"
 
-const indexer_kernels indexer_kernels_avx512bf16 = {
-    .level = QUERN_CPU_LEVEL_AVX512BF16, .score_bf16 = score_bf16, INDEXER_ROW_KERNELS};
+const indexer_kernels indexer_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL_AVX512BF16,
+                                                    INDEXER_ROW_KERNELS_BF16};

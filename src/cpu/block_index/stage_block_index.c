@@ -13,8 +13,9 @@
  */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
-#include "cpu/select/select.h"
+#include "cpu/kernels/select/select.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -67,7 +68,7 @@ static void carve(const stage_exec *exec, const block_index_args *args, arena *a
                                 .k = args->keys,
                                 .v = args->keys};
     job->attention = attend_plan_of(exec, &job->attend);
-    job->kernels = nsa_kernels_for(exec->cpu_level);
+    job->kernels = cpu_kernels_for(exec->cpu_level)->nsa;
     job->width = mask_blocks(args->seqs.n_kv, args->block_size);
     const int64_t most = job->width > 0 ? SCORE_BYTES / 4 / job->width : SELECT_ROWS;
     job->rows = most > SELECT_ROWS ? SELECT_ROWS : most > 0 ? most : 1;

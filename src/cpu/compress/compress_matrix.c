@@ -3,6 +3,7 @@
 /* compress_matrix.c - the operands of a compression's products: panels of weights, tiles of tokens. */
 #include "core/parallel.h"
 #include "cpu/compress/compress.h"
+#include "cpu/levels.h"
 
 compress_matrix carve_matrix(const stage_exec *exec, const quern_tensor *w, quern_dtype dtype,
                              int64_t positions, int64_t run, bool transposed, int64_t rows, int64_t lda,
@@ -10,7 +11,7 @@ compress_matrix carve_matrix(const stage_exec *exec, const quern_tensor *w, quer
 {
     compress_matrix m = {0};
     if (!is_present(w)) return m;
-    const attention_kernels *kernels = attention_kernels_for(exec->cpu_level);
+    const attention_kernels *kernels = cpu_kernels_for(exec->cpu_level)->attention;
     const int64_t panel = kernels->panel;
     m.dtype = dtype;
     m.transposed = transposed;
@@ -81,7 +82,7 @@ static void pack_step(void *arg, int64_t index, int32_t thread)
 void pack_matrix(const stage_exec *exec, const compress_matrix *m, const quern_tensor *w)
 {
     if (m->copy == NULL || !is_present(w)) return;
-    pack_job job = {m, w, attention_kernels_for(exec->cpu_level)};
+    pack_job job = {m, w, cpu_kernels_for(exec->cpu_level)->attention};
     parallel_for(exec, w->shape[0] * m->steps, pack_step, &job);
 }
 

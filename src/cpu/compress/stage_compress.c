@@ -16,6 +16,7 @@
 #include "core/parallel.h"
 #include "cpu/compress/compress.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -83,8 +84,8 @@ static void carve_side(const stage_exec *exec, compress_job *job, side *s, arena
 static compress_job carve(const stage_exec *exec, const compress_args *args, arena *a)
 {
     compress_job job = {.args = args,
-                        .kernels = nsa_kernels_for(exec->cpu_level),
-                        .pack = attention_kernels_for(exec->cpu_level)};
+                        .kernels = cpu_kernels_for(exec->cpu_level)->nsa,
+                        .pack = cpu_kernels_for(exec->cpu_level)->attention};
     /* oneDNN takes full tiles only: an entry's bits would depend on the number of entries. */
     stage_exec own = *exec;
     own.gemm = NULL;
@@ -230,8 +231,8 @@ static void write_cu_seqlens(const compress_args *args)
 void cpu_compress_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES])
 {
     const compress_job job = {.args = args,
-                              .kernels = nsa_kernels_for(exec->cpu_level),
-                              .pack = attention_kernels_for(exec->cpu_level)};
+                              .kernels = cpu_kernels_for(exec->cpu_level)->nsa,
+                              .pack = cpu_kernels_for(exec->cpu_level)->attention};
     const bool products = is_present(&args->w_k) || is_present(&args->w_v), k = is_present(&args->w_k);
     const bool bf16 = products && as_bf16(&job, k ? &args->k : &args->v, k ? &args->w_k : &args->w_v);
     cpu_name_kernels(text, "compress", bf16, products ? job.pack->level : job.kernels->level);

@@ -19,6 +19,7 @@
 #include "core/parallel.h"
 #include "cpu/compress/compress.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -103,8 +104,8 @@ static void carve_weights(const stage_exec *exec, backward_job *job, side *s, ar
 static backward_job carve(const stage_exec *exec, const compress_args *args, arena *a)
 {
     backward_job job = {.args = args,
-                        .kernels = nsa_kernels_for(exec->cpu_level),
-                        .pack = attention_kernels_for(exec->cpu_level)};
+                        .kernels = cpu_kernels_for(exec->cpu_level)->nsa,
+                        .pack = cpu_kernels_for(exec->cpu_level)->attention};
     job.sides[0] = (side){.x = &args->k,
                           .y = &args->d_k_cmp,
                           .pe = &args->pe_k,
@@ -357,8 +358,8 @@ void cpu_compress_backward_kernel(const stage_exec *exec, const compress_args *a
 {
     const bool products = is_present(&args->w_k) || is_present(&args->w_v);
     cpu_name_kernels(text, "compress", false,
-                     products ? attention_kernels_for(exec->cpu_level)->level
-                              : nsa_kernels_for(exec->cpu_level)->level);
+                     products ? cpu_kernels_for(exec->cpu_level)->attention->level
+                              : cpu_kernels_for(exec->cpu_level)->nsa->level);
 }
 
 static void clear_tokens(void *arg, int64_t index, int32_t thread)

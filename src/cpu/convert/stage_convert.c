@@ -6,6 +6,7 @@
 #include "cpu/kernels/nsa_kernels.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 enum { CONVERT_TOKENS = 32 };
 
@@ -33,7 +34,7 @@ quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void 
 {
     (void)workspace;
     const int64_t rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : args->in.shape[1];
-    convert_job job = {args, nsa_kernels_for(exec->cpu_level), rows,
+    convert_job job = {args, cpu_kernels_for(exec->cpu_level)->nsa, rows,
                        (rows + CONVERT_TOKENS - 1) / CONVERT_TOKENS};
     parallel_for(exec, args->in.shape[0] * job.pieces, convert_piece, &job);
     if (rows < args->out.shape[1]) zero_rows(&args->out, rows);
@@ -43,5 +44,5 @@ quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void 
 void cpu_convert_kernel(const stage_exec *exec, const convert_args *args, char text[STAGE_NAME_BYTES])
 {
     (void)args;
-    cpu_name_kernels(text, "convert", false, nsa_kernels_for(exec->cpu_level)->level);
+    cpu_name_kernels(text, "convert", false, cpu_kernels_for(exec->cpu_level)->nsa->level);
 }

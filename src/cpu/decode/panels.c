@@ -12,6 +12,7 @@
  * cycles a core (25 GB/s).
  */
 #include "cpu/decode/panels.h"
+#include "cpu/levels.h"
 
 #include <math.h>
 #include <string.h>
@@ -28,7 +29,7 @@ static const float log2_e = 1.44269504088896340736f;
 decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v,
                              float scale)
 {
-    decode_shape s = {.kernels = attention_kernels_for(exec->cpu_level),
+    decode_shape s = {.kernels = cpu_kernels_for(exec->cpu_level)->attention,
                       .prefetch_l2 = exec->prefetch_l2,
                       .dtype = dtype,
                       .dim_k = dim_k,

@@ -13,7 +13,7 @@
  * each query sees. Limit: the read bandwidth on keys and values (panels.c).
  */
 #include "core/parallel.h"
-#include "cpu/attend/attend.h"
+#include "cpu/kernels/attend/attend.h"
 #include "cpu/decode/panels.h"
 #include "cpu/stages.h"
 

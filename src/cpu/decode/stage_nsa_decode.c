@@ -18,9 +18,10 @@
  */
 #include "core/parallel.h"
 #include "cpu/decode/panels.h"
-#include "cpu/gate/gate.h"
-#include "cpu/select/select.h"
+#include "cpu/kernels/gate/gate.h"
+#include "cpu/kernels/select/select.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <math.h>
 #include <string.h>
@@ -89,7 +90,8 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
     const cache_plane *plane = &args->plane[SLC];
     const int64_t entries = mask_entries(args->capacity, args->rule.block_size, args->rule.stride);
     const int64_t heads = plane->blocks.shape[1], keys[] = {1, entries, heads, plane->dim};
-    *job = (nsa_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .threads = exec->threads};
+    *job =
+        (nsa_job){.args = args, .kernels = cpu_kernels_for(exec->cpu_level)->nsa, .threads = exec->threads};
     job->shape = decode_shape_of(exec, plane->blocks.dtype, plane->dim, plane->dim_v, args->rule.scale);
     job->cmp = (args->branches & 1u << CMP) != 0;
     job->slc = (args->branches & 1u << SLC) != 0;

@@ -8,8 +8,9 @@
  * meanwhile (gate_rows.h), and non-temporal stores write o. Limit: the copy bandwidth on q, o_b and o.
  */
 #include "core/parallel.h"
-#include "cpu/gate/gate.h"
+#include "cpu/kernels/gate/gate.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -22,36 +23,6 @@ typedef struct gate_job {
     bool stream, prefetch_l2;
 } gate_job;
 
-/* The q and weights of tokens from n and heads from h0 on, where gates are made from these. */
-static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t tokens, int64_t h0,
-                           int64_t heads)
-{
-    gate_block t = {.dtype = args->o.dtype, .tokens = tokens, .heads = heads};
-    if (args->kind != GATE_WEIGHTS) return t;
-    t.dtype = args->q.dtype;
-    t.dim = args->q.shape[3];
-    t.q = grid_at(&args->q, b, n, h0);
-    t.w = gate_weights_at(args, h0);
-    return t;
-}
-
-static const float third[3] = {1.0f / 3.0f, 1.0f / 3.0f, 1.0f / 3.0f};
-
-void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens,
-               int64_t h0, int64_t heads, float *gates)
-{
-    gate_block t = block_at(args, b, n, tokens, h0, heads);
-    t.gates = (row_grid){gates, 3 * heads, 3};
-    if (args->kind == GATE_WEIGHTS) kernels->gate_rows(&t);
-    for (int64_t r = 0; r < tokens * heads; r++, gates += 3) {
-        if (args->kind == GATE_NONE) memcpy(gates, third, sizeof third);
-        if (args->kind == GATE_GIVEN)
-            memcpy(gates, row_at(&args->gates, b, n + r / heads, h0 + r % heads), sizeof third);
-        else if (is_present(&args->gates))
-            memcpy(row_at(&args->gates, b, n + r / heads, h0 + r % heads), gates, sizeof third);
-    }
-}
-
 static void gate_piece(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
@@ -62,14 +33,15 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
     for (int64_t h = 0; h < job->heads; h += PIECE_ROWS) {
         const int64_t heads = job->heads - h < PIECE_ROWS ? job->heads - h : PIECE_ROWS;
         float made[3 * PIECE_ROWS];
-        gate_block t = block_at(args, b, first, tokens, h, heads);
+        gate_block t = gate_block_at(args, b, first, tokens, h, heads);
         t.prefetch_l2 = job->prefetch_l2;
         t.gates =
             is_present(&args->gates) ? grid_at(&args->gates, b, first, h) : (row_grid){made, 3 * heads, 3};
         if (args->kind == GATE_NONE) {
             for (int64_t i = 0; is_present(&args->gates) && i < tokens * heads; i++)
-                memcpy(row_at(&args->gates, b, first + i / heads, h + i % heads), third, sizeof third);
-            t.gates = (row_grid){(void *)(uintptr_t)third, 0, 0};
+                memcpy(row_at(&args->gates, b, first + i / heads, h + i % heads), gate_third,
+                       sizeof gate_third);
+            t.gates = (row_grid){(void *)(uintptr_t)gate_third, 0, 0};
         }
         if (is_present(&args->o)) {
             t.dim_v = args->o.shape[3];
@@ -85,14 +57,14 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
 void cpu_gate_kernel(const stage_exec *exec, const gate_args *args, char text[STAGE_NAME_BYTES])
 {
     (void)args;
-    cpu_name_kernels(text, "gate", false, nsa_kernels_for(exec->cpu_level)->level);
+    cpu_name_kernels(text, "gate", false, cpu_kernels_for(exec->cpu_level)->nsa->level);
 }
 
 quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
     (void)workspace;
     gate_job job = {
-        .args = args, .kernels = nsa_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
+        .args = args, .kernels = cpu_kernels_for(exec->cpu_level)->nsa, .prefetch_l2 = exec->prefetch_l2};
     const quern_tensor *like = is_present(&args->o) ? &args->o : &args->gates;
     if (!is_present(like) || like->shape[2] == 0) return QUERN_OK;
     job.heads = like->shape[2];

@@ -13,8 +13,9 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
-#include "cpu/gate/gate.h"
+#include "cpu/kernels/gate/gate.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -34,7 +35,7 @@ typedef struct backward_job {
 static backward_job carve(const stage_exec *exec, const gate_args *args, arena *a)
 {
     backward_job job = {
-        .args = args, .kernels = nsa_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
+        .args = args, .kernels = cpu_kernels_for(exec->cpu_level)->nsa, .prefetch_l2 = exec->prefetch_l2};
     job.views = args->d_o.shape[0];
     job.rows = args->d_o.shape[1];
     job.heads = args->d_o.shape[2];

@@ -15,8 +15,8 @@
 #include "core/parallel.h"
 #include "cpu/gemm4/product.h"
 #include "cpu/gemm4/stages.h"
-#include "cpu/quantise/globals.h"
-#include "cpu/quantise/contents.h"
+#include "cpu/kernels/formats/globals.h"
+#include "cpu/kernels/formats/contents.h"
 
 #include <math.h>
 #include <string.h>
@@ -92,7 +92,7 @@ static void ready_row(const product_job *job, int64_t row, float *room)
     const float ratio[2] = {global_of(job, expert, 0) / larger, global_of(job, expert, 1) / larger};
     char *out = job->a + row * row_bytes(job);
     const row_source whole = {view_row(&args->d_c, row), args->d_c.dtype, 0, 1, args->n};
-    const float power = row_power_of(job, job->quantise->rows->magnitude(whole.data, whole.dtype, whole.dim));
+    const float power = row_power_of(job, job->dense->rows->magnitude(whole.data, whole.dtype, whole.dim));
     job->row_power[row] = power;
     if (ratio[0] == 1.0f && ratio[1] == 1.0f) {
         if (job->kind == PRODUCT_BF16) pack_words(job, &whole, power, width, (uint16_t *)(void *)out);

@@ -4,7 +4,7 @@
  * SwiGLU, and the output's dtype or its quantisation. */
 #include "core/half.h"
 #include "cpu/gemm4/product.h"
-#include "cpu/quantise/globals.h"
+#include "cpu/kernels/formats/globals.h"
 
 #include <string.h>
 
@@ -26,9 +26,9 @@ static void quantise_output(const product_job *job, int64_t expert, int64_t row,
     const grouped_gemm_args *args = job->args;
     const float *global = view_row(&args->c_global, args->c_global.shape[0] > 1 ? expert : 0);
     const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, *global};
-    job->quantise->quantise_row(&rule, values, QUERN_F32, n,
-                                (uint8_t *)output_at(&args->c_codes, row, column / 2),
-                                (uint8_t *)output_at(&args->c_scales, row, column / 16));
+    job->formats->quantise_row(&rule, values, QUERN_F32, n,
+                               (uint8_t *)output_at(&args->c_codes, row, column / 2),
+                               (uint8_t *)output_at(&args->c_scales, row, column / 16));
 }
 
 static void put_row(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t column,
@@ -39,9 +39,9 @@ static void put_row(const product_job *job, product_scratch *s, int64_t expert, 
     if (args->swiglu) {
         n /= 2;
         column /= 2;
-        job->quantise->part_row(s->row, QUERN_F32, 0, false, args->rule.granularity, n, s->part[0]);
-        job->quantise->part_row(s->row, QUERN_F32, 0, true, args->rule.granularity, n, s->part[1]);
-        job->quantise->swiglu_row(&args->rule, s->part[0], s->part[1], n, s->part[0]);
+        job->swiglu->part_row(s->row, QUERN_F32, 0, false, args->rule.granularity, n, s->part[0]);
+        job->swiglu->part_row(s->row, QUERN_F32, 0, true, args->rule.granularity, n, s->part[1]);
+        job->swiglu->swiglu_row(&args->rule, s->part[0], s->part[1], n, s->part[0]);
         values = s->part[0];
     }
     if (args->c.ndim > 0) store_row(job, &args->c, row, column, values, n);

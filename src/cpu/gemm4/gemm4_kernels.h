@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * gemm4_kernels.h - the tile kernels of products with NVFP4 weights: one table per CPU level. They get
+ * gemm4_kernels.h - the tile kernels of products with NVFP4 weights. They get
  * pointers and sizes; they never validate, allocate or start threads.
  *
  * Repacked weights, version 3. A panel is 64 columns of one expert's matrix; its K is cut into units of 64. A
@@ -113,9 +113,5 @@ static inline uint8_t gemm4_e4m3_byte(uint8_t scale)
     while (e4m3 < 8 && gemm4_scale_byte(e4m3) != scale) e4m3++;
     return e4m3 < 8 ? e4m3 : (uint8_t)(128 - scale);
 }
-
-const gemm4_kernels *gemm4_kernels_for(quern_cpu_level level);
-extern const gemm4_kernels gemm4_kernels_portable, gemm4_kernels_avx2, gemm4_kernels_avx512,
-    gemm4_kernels_avx512bf16;
 
 #endif

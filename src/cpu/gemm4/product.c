@@ -2,15 +2,17 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* product.c - the extents of a grouped product, its tasks, and the addresses of its weights. */
 #include "cpu/gemm4/product.h"
+#include "cpu/levels.h"
 
 #include "core/half.h"
 
 product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args)
 {
     return (product_job){.args = args,
-                         .kernels = gemm4_kernels_for(exec->cpu_level),
-                         .dense = attention_kernels_for(exec->cpu_level),
-                         .quantise = quantise_kernels_for(exec->cpu_level),
+                         .kernels = cpu_kernels_for(exec->cpu_level)->gemm4,
+                         .dense = cpu_kernels_for(exec->cpu_level)->attention,
+                         .formats = cpu_kernels_for(exec->cpu_level)->formats,
+                         .swiglu = cpu_kernels_for(exec->cpu_level)->swiglu,
                          .units = units_of(args->k),
                          .experts = args->offsets.ndim > 0 ? args->offsets.shape[0] : 1};
 }

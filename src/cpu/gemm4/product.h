@@ -8,9 +8,9 @@
 #include "core/arena.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/gemm4/panels.h"
-#include "cpu/quantise/contents.h"
-#include "cpu/quantise/finite.h"
-#include "cpu/quantise/quantise_kernels.h"
+#include "cpu/kernels/formats/contents.h"
+#include "cpu/kernels/rows/finite.h"
+#include "cpu/kernels/swiglu/swiglu_kernels.h"
 
 #include <math.h>
 
@@ -39,7 +39,8 @@ typedef struct product_job {
     const grouped_gemm_args *args;
     const gemm4_kernels *kernels;
     const attention_kernels *dense;
-    const quantise_kernels *quantise;
+    const format_kernels *formats;
+    const swiglu_kernels *swiglu;
     product_kind kind;
     int64_t units, experts, panels; /* panels: of a task */
     const int32_t *ends;            /* [experts] */

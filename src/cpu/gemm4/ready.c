@@ -106,7 +106,7 @@ static void ready_int8(const product_job *job, int64_t row)
 {
     const grouped_gemm_args *args = job->args;
     const void *values = view_row(&args->a, row);
-    const float amax = float_from_bits(job->quantise->rows->magnitude(values, args->a.dtype, args->k));
+    const float amax = float_from_bits(job->dense->rows->magnitude(values, args->a.dtype, args->k));
     const float scale = amax / 127.0f > 0.0f ? amax / 127.0f : 1.0f;
     const int64_t blocks = job->units * GEMM4_BLOCKS, first = row * ready_row_bytes(job) / 16;
     int8_t *out = (int8_t *)job->a + 16 * first;
@@ -129,7 +129,7 @@ static void ready_floats(const product_job *job, int64_t row)
     const row_source src = {view_row(&args->a, row), args->a.dtype, 0, 1, args->k};
     const int64_t padded = job->units * GEMM4_UNIT;
     char *out = job->a + row * ready_row_bytes(job);
-    const uint32_t largest = job->quantise->rows->magnitude(src.data, src.dtype, src.dim);
+    const uint32_t largest = job->dense->rows->magnitude(src.data, src.dtype, src.dim);
     const float power = row_power_of(job, largest);
     job->row_power[row] = power;
     if (job->kind == PRODUCT_BF16) {

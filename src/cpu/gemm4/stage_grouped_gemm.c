@@ -16,7 +16,7 @@
 #include "core/parallel.h"
 #include "cpu/gemm4/product.h"
 #include "cpu/gemm4/stages.h"
-#include "cpu/quantise/contents.h"
+#include "cpu/kernels/formats/contents.h"
 
 #include <string.h>
 

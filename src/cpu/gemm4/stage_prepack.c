@@ -4,8 +4,8 @@
 #include "core/parallel.h"
 #include "cpu/gemm4/panels.h"
 #include "cpu/gemm4/stages.h"
-#include "cpu/quantise/rows.h"
-#include "cpu/quantise/contents.h"
+#include "cpu/kernels/rows/views.h"
+#include "cpu/kernels/formats/contents.h"
 
 static void panel_task(void *arg, int64_t index, int32_t thread)
 {

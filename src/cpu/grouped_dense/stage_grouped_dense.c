@@ -12,7 +12,8 @@
 #include "core/arena.h"
 #include "core/parallel.h"
 #include "cpu/kernels/attention_kernels.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
+#include "cpu/levels.h"
 
 enum { DENSE_ROWS = 192, DENSE_DEPTH = 256, DENSE_PANEL = 64 /* no level's panel is wider */ };
 
@@ -35,7 +36,7 @@ typedef struct dense_job {
 static dense_job plan(const stage_exec *exec, const grouped_dense_args *args)
 {
     dense_job job = {.args = args,
-                     .kernels = attention_kernels_for(exec->cpu_level),
+                     .kernels = cpu_kernels_for(exec->cpu_level)->attention,
                      .n = args->c.shape[1],
                      .k = args->a.shape[1],
                      .experts = args->offsets.ndim > 0 ? args->offsets.shape[0] : 1,

@@ -7,9 +7,9 @@
 #ifndef QUERN_CPU_INDEX_LOSS_H
 #define QUERN_CPU_INDEX_LOSS_H
 
-#include "cpu/attend/attend.h"
-#include "cpu/attend/gradients.h"
-#include "cpu/attend/turns.h"
+#include "cpu/kernels/attend/attend.h"
+#include "cpu/kernels/attend/gradients.h"
+#include "cpu/kernels/attend/turns.h"
 #include "cpu/kernels/nsa_kernels.h"
 
 enum {

@@ -13,7 +13,7 @@
  * The teacher's scores are most of the work where a list serves several heads; 192 rows of them are 32 full
  * micro-kernels of 6 and take 108 KB. Limit: the FMA (or bf16 dot product) peak.
  */
-#include "cpu/attend/nonfinite.h"
+#include "cpu/kernels/attend/nonfinite.h"
 #include "cpu/index_loss/index_loss.h"
 #include "cpu/rows_at.h"
 

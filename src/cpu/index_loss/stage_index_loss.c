@@ -11,10 +11,11 @@
  * adding d_keys_index to memory takes a twentieth of the time.
  */
 #include "core/parallel.h"
-#include "cpu/attend/nonfinite.h"
+#include "cpu/kernels/attend/nonfinite.h"
 #include "cpu/index_loss/index_loss.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <math.h>
 #include <string.h>
@@ -72,7 +73,7 @@ static void plan_carve(const stage_exec *exec, const index_loss_args *args, aren
     p->student_args.k = p->student_args.v = args->keys_index;
     p->teacher = attend_plan_of(exec, &p->teacher_args);
     p->student = attend_plan_of(exec, &p->student_args);
-    p->kernels = nsa_kernels_for(exec->cpu_level);
+    p->kernels = cpu_kernels_for(exec->cpu_level)->nsa;
     p->lists = p->teacher.units; /* 0 where there are no queries */
     p->group = p->teacher.group;
     p->shared = args->keys_index.shape[2] != args->q_index.shape[2];

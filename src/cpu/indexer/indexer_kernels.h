@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * indexer_kernels.h - the tile kernels of the indexer: one table per CPU level. They get pointers and sizes;
- * they never validate, allocate or start threads.
+ * indexer_kernels.h - the tile kernels of the indexer. They get pointers and sizes; they never validate,
+ * allocate or start threads.
  */
 #ifndef QUERN_CPU_INDEXER_KERNELS_H
 #define QUERN_CPU_INDEXER_KERNELS_H
@@ -40,13 +40,6 @@ typedef struct indexer_kernels {
     /* Drops all but the k >= 1 best, which keep their order; of equal ones the first stay. From then on
      * scores that cannot be among them are not taken. */
     void (*cut)(indexer_best *best, int64_t k);
-    /* Codes as f32; e2m1 two to a byte, the first in the low bits, times the scale of their 32. */
-    void (*widen_e4m3)(const uint8_t *codes, int64_t n, float *out);
-    void (*widen_e2m1)(const uint8_t *codes, const float *scales, int64_t n, float *out);
 } indexer_kernels;
-
-const indexer_kernels *indexer_kernels_for(quern_cpu_level level);
-extern const indexer_kernels indexer_kernels_portable, indexer_kernels_avx2, indexer_kernels_avx512,
-    indexer_kernels_avx512bf16;
 
 #endif

@@ -14,7 +14,6 @@
 #define QUERN_CPU_INDEXER_ROWS_H
 
 #include "cpu/indexer/indexer_kernels.h"
-#include "cpu/kernels/formats.h"
 #include "cpu/kernels/vector_dtype.h"
 
 #if defined(__AVX512F__)
@@ -99,7 +98,7 @@ static void score_f32(const indexer_tile *t)
     index_score(false, t);
 }
 
-__attribute__((unused)) static void score_bf16(const indexer_tile *t)
+static void score_bf16(const indexer_tile *t)
 {
     index_score(true, t);
 }
@@ -192,23 +191,8 @@ static void cut(indexer_best *best, int64_t k)
     best->n = n;
 }
 
-static void widen_e4m3(const uint8_t *codes, int64_t n, float *out)
-{
-    for (int64_t i = 0; i < n; i += LANES) {
-        const vint code = load_bytes(codes + i, n - i), size = code & 127;
-        const vfloat value = v_select(size == 127, v_splat(NAN), e4m3_value(size));
-        store_some(out, QUERN_F32, i, n, (vfloat)((vint)value | (code & 128) << 24));
-    }
-}
-
-static void widen_e2m1(const uint8_t *codes, const float *scales, int64_t n, float *out)
-{
-    for (int64_t i = 0; i < n; i += LANES)
-        store_some(out, QUERN_F32, i, n, signed_e2m1(load_nibbles(codes + i / 2, n - i)) * scales[i / 32]);
-}
-
 #define INDEXER_ROW_KERNELS                                                                                  \
-    .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect,          \
-    .cut = cut, .widen_e4m3 = widen_e4m3, .widen_e2m1 = widen_e2m1
+    .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect, .cut = cut
+#define INDEXER_ROW_KERNELS_BF16 .panel = INDEX_PANEL, .score_bf16 = score_bf16
 
 #endif

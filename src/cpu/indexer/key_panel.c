@@ -11,19 +11,16 @@
  */
 #include "cpu/indexer/key_panel.h"
 
+#include "cpu/kernels/formats/e8m0.h"
+#include "cpu/kernels/formats/row_formats.h"
 #include "cpu/rows_at.h"
 
-#include <math.h>
 #include <string.h>
 
-enum { FP4_BLOCK = 32, E8M0_NAN = 255 };
-
-/* Bytes of a row: of all of it, or of a byte format's codes. */
-static size_t row_bytes(const key_panel *p)
+/* Bytes of a key before its scales. */
+static int64_t data_bytes(const key_panel *p)
 {
-    const size_t width = (size_t)p->width;
-    if (p->args->format == ENTRY_ROWS) return width * quern_dtype_size(p->args->keys.dtype);
-    return p->args->format == ENTRY_FP4 ? width / 2 : width;
+    return row_data_bytes(p->args->format, p->width, p->args->keys.dtype);
 }
 
 /* A key's codes and scales. `left`: the keys from it on that follow each other in memory. */
@@ -36,7 +33,7 @@ static key_place place_of(const key_panel *p, int64_t b, int64_t key)
 {
     const indexer_args *a = p->args;
     const quern_tensor *t = &a->keys;
-    const int64_t size = (int64_t)quern_dtype_size(t->dtype), data = (int64_t)row_bytes(p);
+    const int64_t size = (int64_t)quern_dtype_size(t->dtype), data = data_bytes(p);
     if (a->page == 0) {
         const char *row = (const char *)t->data + (b * t->strides[0] + key * t->strides[1]) * size;
         return (key_place){row, row + data, INT64_MAX};
@@ -57,33 +54,12 @@ void key_panel_carve(key_panel *p, arena *a)
     const size_t panel = (size_t)p->kernels->panel, width = (size_t)p->width;
     p->words = arena_take(a, (size_t)key_panel_words(p) * panel * sizeof(float));
     if (p->args->format == ENTRY_ROWS) {
-        p->gathered = arena_take(a, p->args->page > 0 ? panel * row_bytes(p) : 0);
+        p->gathered = arena_take(a, p->args->page > 0 ? panel * (size_t)data_bytes(p) : 0);
         return;
     }
     p->rows = arena_take(a, panel * width * sizeof *p->rows);
     p->scale = arena_take(a, panel * sizeof *p->scale);
     p->halves = arena_take(a, p->bf16 ? panel * width * sizeof *p->halves : 0);
-}
-
-static float widen_fp8(const key_panel *p, const key_place *at, float *row)
-{
-    float scale;
-    memcpy(&scale, at->scales, sizeof scale);
-    p->kernels->widen_e4m3((const uint8_t *)at->data, p->width, row);
-    if (!signbit(scale)) return scale;
-    for (int64_t i = 0; i < p->width; i++) row[i] = -row[i];
-    return -scale;
-}
-
-static float widen_fp4(const key_panel *p, const key_place *at, float *row)
-{
-    const uint8_t *exponent = (const uint8_t *)at->scales;
-    float scales[MAX_DIM / FP4_BLOCK];
-    int most = 0;
-    for (int64_t i = 0; i < p->width / FP4_BLOCK; i++) most = exponent[i] > most ? exponent[i] : most;
-    for (int64_t i = 0; i < p->width / FP4_BLOCK; i++) scales[i] = ldexpf(1.0f, exponent[i] - most);
-    p->kernels->widen_e2m1((const uint8_t *)at->data, scales, p->width, row);
-    return ldexpf(1.0f, most - 127);
 }
 
 int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key)
@@ -111,7 +87,9 @@ static void widen_rows(key_panel *p, int64_t b, int64_t first, int64_t n)
     for (int64_t i = 0; i < n; i++) {
         const key_place at = place_of(p, b, first + i);
         float *row = p->rows + i * p->width;
-        p->scale[i] = p->args->format == ENTRY_FP4 ? widen_fp4(p, &at, row) : widen_fp8(p, &at, row);
+        p->scale[i] = p->args->format == ENTRY_FP4
+                          ? decode_fp4_codes(p->level, at.data, at.scales, p->width, row)
+                          : decode_fp8_codes(p->level, at.data, at.scales, p->width, row);
     }
     if (p->bf16) p->packing->rows->convert(p->rows, QUERN_F32, p->halves, QUERN_BF16, n * p->width);
 }
@@ -122,7 +100,7 @@ static row_source plain_rows(const key_panel *p, int64_t b, int64_t first, int64
     const quern_tensor *t = &p->args->keys;
     const key_place whole = place_of(p, b, first);
     if (whole.left >= n) return (row_source){whole.data, t->dtype, t->strides[1], n, p->width};
-    const size_t bytes = row_bytes(p);
+    const size_t bytes = (size_t)data_bytes(p);
     for (int64_t i = 0; i < n; i++)
         memcpy(p->gathered + (size_t)i * bytes, place_of(p, b, first + i).data, bytes);
     return (row_source){p->gathered, t->dtype, p->width, n, p->width};
@@ -147,7 +125,7 @@ void key_panel_fill(key_panel *p, int64_t b, int64_t first, int64_t n)
 key_bytes key_panel_bytes(const key_panel *p, int64_t b, int64_t first, int64_t n)
 {
     const quern_tensor *t = &p->args->keys;
-    const int64_t row = (int64_t)row_bytes(p),
+    const int64_t row = data_bytes(p),
                   step = t->ndim == 3 ? t->strides[1] * (int64_t)quern_dtype_size(t->dtype) : row;
     if (n <= 0 || step > 2 * row) return (key_bytes){NULL, 0};
     const key_place place = place_of(p, b, first);

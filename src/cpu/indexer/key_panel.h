@@ -8,11 +8,13 @@
 #include "core/arena.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/levels.h"
 #include "stages/indexer.h"
 
 typedef struct key_panel {
     const indexer_kernels *kernels;
     const attention_kernels *packing;
+    const cpu_kernels *level;
     const indexer_args *args;
     int64_t width;
     bool bf16;           /* words are pairs of bf16 values, else floats */

@@ -17,6 +17,7 @@
 #include "cpu/indexer/key_panel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <math.h>
 #include <string.h>
@@ -38,6 +39,7 @@ typedef struct indexer_sequence {
 
 typedef struct indexer_job {
     const indexer_args *args;
+    const cpu_kernels *level;
     const indexer_kernels *kernels;
     const attention_kernels *packing;
     bool bf16;
@@ -50,7 +52,8 @@ typedef struct indexer_job {
 
 static void carve_scratch(const indexer_job *job, arena *a, indexer_scratch *s)
 {
-    s->panel = (key_panel){.kernels = job->kernels,
+    s->panel = (key_panel){.level = job->level,
+                           .kernels = job->kernels,
                            .packing = job->packing,
                            .args = job->args,
                            .width = job->width,
@@ -77,8 +80,9 @@ static bool by_bf16(const indexer_kernels *kernels, const indexer_args *args)
 static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena *a)
 {
     indexer_job job = {.args = args,
-                       .kernels = indexer_kernels_for(exec->cpu_level),
-                       .packing = attention_kernels_for(exec->cpu_level)};
+                       .level = cpu_kernels_for(exec->cpu_level),
+                       .kernels = cpu_kernels_for(exec->cpu_level)->indexer,
+                       .packing = cpu_kernels_for(exec->cpu_level)->attention};
     const quern_tensor *q = &args->q;
     job.bf16 = by_bf16(job.kernels, args);
     job.batch = is_present(&args->cu) ? args->cu.shape[0] - 1 : q->shape[0];
@@ -261,7 +265,7 @@ static void merge_query(void *arg, int64_t index, int32_t thread)
 
 void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES])
 {
-    const indexer_kernels *kernels = indexer_kernels_for(exec->cpu_level);
+    const indexer_kernels *kernels = cpu_kernels_for(exec->cpu_level)->indexer;
     cpu_name_kernels(text, "indexer", by_bf16(kernels, args), kernels->level);
 }
 

@@ -54,7 +54,7 @@ static void softmax_backward_f32(const softmax_backward_tile *t)
     }
 }
 
-__attribute__((unused)) static void softmax_backward_bf16(const softmax_backward_tile *t)
+static void softmax_backward_bf16(const softmax_backward_tile *t)
 {
     for (int32_t r = 0; r < t->rows; r += 2) {
         const int32_t lo0 = t->lo[r], hi0 = t->hi[r], lo1 = t->lo[r + 1], hi1 = t->hi[r + 1];

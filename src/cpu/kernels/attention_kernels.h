@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention_kernels.h - the tile kernels of attention: one table per CPU level. They get pointers, sizes and
- * strides; they never validate, allocate or start threads.
+ * attention_kernels.h - the tile kernels of attention. They get pointers, sizes and strides; they never
+ * validate, allocate or start threads.
  *
  * One micro-kernel computes every product C = A B of the forward and the backward pass, because operands
  * have these layouts:
@@ -17,7 +17,7 @@
 #ifndef QUERN_CPU_ATTENTION_KERNELS_H
 #define QUERN_CPU_ATTENTION_KERNELS_H
 
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
 
 enum { MAX_DIM = 512 }; /* of a head */
 enum { ACROSS_ROWS = 8, ACROSS_DEPTH = 256 };
@@ -100,12 +100,5 @@ typedef struct attention_kernels {
     /* o[0 .. n) = o * shrink + t. */
     void (*scale_add_row)(float *o, float shrink, const float *t, int64_t n);
 } attention_kernels;
-
-/* The table of a level that this machine has. */
-const attention_kernels *attention_kernels_for(quern_cpu_level level);
-
-/* Each level's table, from its own object files. */
-extern const attention_kernels attention_kernels_portable;
-extern const attention_kernels attention_kernels_avx2, attention_kernels_avx512, attention_kernels_avx512bf16;
 
 #endif

@@ -55,7 +55,7 @@ static void pack_rows_f32(const row_source *src, float scale, float *dst, int64_
     }
 }
 
-__attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16_t *dst, int64_t ldd)
+static void pack_rows_bf16(const row_source *src, uint16_t *dst, int64_t ldd)
 {
     for (int64_t r = 0; r < src->rows; r++) {
         prefetch_row(src, r + ROWS_AHEAD);
@@ -99,7 +99,7 @@ static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
     }
 }
 
-__attribute__((unused)) static void pack_keys_bf16(const row_source *src, int32_t panel, uint32_t *dst)
+static void pack_keys_bf16(const row_source *src, int32_t panel, uint32_t *dst)
 {
     float copies[LANES][MAX_DIM]; /* of words: pairs along D */
     const float *rows[LANES];
@@ -130,8 +130,7 @@ static void pack_values_f32(const row_source *src, int32_t panel, float *dst, in
     }
 }
 
-__attribute__((unused)) static void pack_values_bf16(const row_source *src, int32_t panel, uint32_t *dst,
-                                                     int64_t panel_stride)
+static void pack_values_bf16(const row_source *src, int32_t panel, uint32_t *dst, int64_t panel_stride)
 {
     const uint16_t zero[MAX_DIM] = {0};
     const int64_t padded = (src->dim + panel - 1) / panel * panel;
@@ -250,7 +249,7 @@ static void softmax_f32(const softmax_tile *t)
     softmax_rows(t, false);
 }
 
-__attribute__((unused)) static void softmax_bf16(const softmax_tile *t)
+static void softmax_bf16(const softmax_tile *t)
 {
     softmax_rows(t, true);
 }

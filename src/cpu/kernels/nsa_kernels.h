@@ -90,7 +90,4 @@ static inline int32_t rank_index(uint64_t key)
     return (int32_t) ~(uint32_t)key;
 }
 
-const nsa_kernels *nsa_kernels_for(quern_cpu_level level);
-extern const nsa_kernels nsa_kernels_portable, nsa_kernels_avx2, nsa_kernels_avx512;
-
 #endif

@@ -10,7 +10,9 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
-#include "cpu/pool/pool.h"
+#include "cpu/kernels/rows/f32_rows.h"
+#include "cpu/levels.h"
+#include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
 #include <string.h>
@@ -19,7 +21,7 @@ enum { TASK_ROWS = 16, RUNS = 64 };
 
 typedef struct norm_rope_job {
     const norm_rope_args *args;
-    const pool_kernels *kernels;
+    const row_kernels *kernels;
     int64_t rows, width, rotated;
     int64_t runs, run_rows; /* tasks, and the rows of each */
     f32_rows weight;        /* with norm */
@@ -30,7 +32,7 @@ typedef struct norm_rope_job {
 
 static norm_rope_job carve(const stage_exec *exec, const norm_rope_args *args, arena *a)
 {
-    norm_rope_job job = {.args = args, .kernels = pool_kernels_for(exec->cpu_level)};
+    norm_rope_job job = {.args = args, .kernels = cpu_kernels_for(exec->cpu_level)->rows};
     job.rows = args->x.shape[0] * args->x.shape[1] * args->x.shape[2];
     job.width = args->x.shape[3];
     job.rotated = is_present(&args->cos_sin) ? args->cos_sin.shape[1] : 0;
@@ -63,7 +65,7 @@ static void *numbered_row(const quern_tensor *t, int64_t i)
 
 static void widen(const norm_rope_job *job, const quern_tensor *t, int64_t i, float *row)
 {
-    job->kernels->rows->convert(numbered_row(t, i), t->dtype, row, QUERN_F32, job->width);
+    job->kernels->convert(numbered_row(t, i), t->dtype, row, QUERN_F32, job->width);
 }
 
 static void rotate(const norm_rope_job *job, float *row, int64_t i, bool inverse, float *angles)
@@ -75,7 +77,7 @@ static void rotate(const norm_rope_job *job, float *row, int64_t i, bool inverse
                   position = i32_at(&job->args->positions, token, token);
     const char *from =
         (const char *)table->data + position * table->strides[0] * (int64_t)quern_dtype_size(table->dtype);
-    job->kernels->rows->convert(from, table->dtype, angles, QUERN_F32, n);
+    job->kernels->convert(from, table->dtype, angles, QUERN_F32, n);
     job->kernels->rotate_row(row + job->width - n, angles, angles + n / 2, n, inverse);
 }
 
@@ -89,7 +91,7 @@ static void forward_run(void *arg, int64_t run, int32_t thread)
         widen(job, &args->x, i, row);
         if (args->norm) job->kernels->norm_row(row, job->weight.data, args->eps, job->width, row);
         rotate(job, row, i, args->inverse, angles);
-        job->kernels->rows->convert(row, QUERN_F32, numbered_row(&args->out, i), args->out.dtype, job->width);
+        job->kernels->convert(row, QUERN_F32, numbered_row(&args->out, i), args->out.dtype, job->width);
     }
 }
 
@@ -108,7 +110,7 @@ static void backward_run(void *arg, int64_t run, int32_t thread)
             widen(job, &args->x, i, x);
             job->kernels->norm_backward(x, job->weight.data, args->eps, job->width, d, sum);
         }
-        job->kernels->rows->convert(d, QUERN_F32, numbered_row(&args->d_x, i), args->d_x.dtype, job->width);
+        job->kernels->convert(d, QUERN_F32, numbered_row(&args->d_x, i), args->d_x.dtype, job->width);
     }
 }
 
@@ -138,6 +140,6 @@ quern_status cpu_norm_rope_backward(const stage_exec *exec, const norm_rope_args
     if (job.sums == NULL) return QUERN_OK;
     memset(total, 0, (size_t)job.width * sizeof *total);
     for (int64_t run = 0; run < job.runs; run++)
-        job.kernels->rows->add_scaled(total, job.sums + run * job.width, 1.0f, job.width);
+        job.kernels->add_scaled(total, job.sums + run * job.width, 1.0f, job.width);
     return QUERN_OK;
 }

@@ -6,9 +6,10 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
 #include "cpu/permute/stages.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -61,7 +62,7 @@ static void combine_token(void *arg, int64_t token, int32_t thread)
 
 quern_status cpu_combine(const stage_exec *exec, const combine_args *args, void *workspace)
 {
-    combine_job job = {args, row_kernels_for(exec->cpu_level), workspace};
+    combine_job job = {args, cpu_kernels_for(exec->cpu_level)->rows, workspace};
     const int32_t *slots = args->permutation.data;
     for (int64_t r = 0; r < args->permutation.shape[0]; r++) job.row_of[slots[r]] = (int32_t)r;
     parallel_for(exec, view_rows(&args->out), combine_token, &job);

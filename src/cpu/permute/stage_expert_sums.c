@@ -6,9 +6,10 @@
  * task a row. Limit: x read once for each of the two.
  */
 #include "core/parallel.h"
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
 #include "cpu/permute/stages.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -88,7 +89,7 @@ quern_status cpu_expert_sums(const stage_exec *exec, const expert_sums_args *arg
                            : args->weights.ndim > 0 ? args->weights.shape[0]
                                                     : rows;
     sums_job job = {.args = args,
-                    .kernels = row_kernels_for(exec->cpu_level),
+                    .kernels = cpu_kernels_for(exec->cpu_level)->rows,
                     .columns = columns,
                     .strips = (columns + STRIP - 1) / STRIP,
                     .per = tokens > 0 ? rows / tokens : 1,

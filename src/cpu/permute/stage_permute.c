@@ -3,7 +3,7 @@
 /* stage_permute.c - the permute stage, some rows a task. Limit: rows read and written once. */
 #include "core/parallel.h"
 #include "cpu/permute/stages.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
 
 #include <string.h>
 

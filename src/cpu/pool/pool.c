@@ -1,32 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* pool.c - sequences, biases and accumulators of the pooling stages. */
+/* pool.c - sequences and accumulators of the pooling stages. */
 #include "cpu/pool/pool.h"
 
 #include <math.h>
-
-f32_rows carve_rows(const quern_tensor *t, arena *a)
-{
-    f32_rows rows = {NULL, 0, NULL};
-    if (!is_present(t)) return rows;
-    const int64_t n = t->shape[t->ndim - 1], count = t->ndim > 1 ? t->shape[0] : 1;
-    rows.data = t->data;
-    rows.stride = t->ndim > 1 ? t->strides[0] : 0;
-    if (t->dtype == QUERN_F32) return rows;
-    rows.data = rows.copy = arena_take(a, (size_t)(n * count) * sizeof(float));
-    rows.stride = n;
-    return rows;
-}
-
-void fill_rows(const pool_kernels *kernels, const quern_tensor *t, f32_rows *rows)
-{
-    if (rows->copy == NULL) return;
-    const int64_t n = t->shape[t->ndim - 1], count = t->ndim > 1 ? t->shape[0] : 1,
-                  stride = t->ndim > 1 ? t->strides[0] : 0;
-    for (int64_t r = 0; r < count; r++)
-        kernels->rows->convert((const char *)t->data + r * stride * (int64_t)quern_dtype_size(t->dtype),
-                               t->dtype, rows->copy + r * n, QUERN_F32, n);
-}
 
 static int64_t at_least_0(int64_t n)
 {
@@ -85,7 +62,7 @@ pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int6
                        .bias_stride = bias->stride};
 }
 
-void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums)
+void merge_block(const cpu_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums)
 {
     enum { ROWS = 4 };
     const int64_t step = rows->stride * (int64_t)quern_dtype_size(rows->dtype);
@@ -95,7 +72,7 @@ void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t wid
         some.logit = (const char *)rows->logit + r * step;
         some.bias = rows->bias + r * rows->bias_stride;
         some.rows = rows->rows - r < ROWS ? rows->rows - r : ROWS;
-        kernels->merge(&some, width, sums);
+        kernels->pool->merge(&some, width, sums);
     }
 }
 

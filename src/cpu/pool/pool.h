@@ -6,40 +6,25 @@
 #define QUERN_CPU_POOL_H
 
 #include "core/arena.h"
+#include "cpu/kernels/formats/row_formats.h"
+#include "cpu/kernels/rows/f32_rows.h"
+#include "cpu/kernels/rows/row_kernels.h"
 #include "cpu/pool/pool_kernels.h"
 #include "cpu/rows_at.h"
 #include "stages/pool.h"
 
-/* A [rows, n] matrix in f32: the caller's, or a copy. */
-typedef struct f32_rows {
-    const float *data;
-    int64_t stride;
-    float *copy; /* NULL: none is needed */
-} f32_rows;
-
-/* Plans a copy if t is not f32; fill_rows() writes it. An absent t gives NULL. */
-f32_rows carve_rows(const quern_tensor *t, arena *a);
-void fill_rows(const pool_kernels *kernels, const quern_tensor *t, f32_rows *rows);
-
 /* How pooled rows become entries. */
 typedef struct entry_plan {
     const entry_args *args;
-    const pool_kernels *kernels;
+    const cpu_kernels *kernels;
     int64_t width, ratio;
     f32_rows norm;
 } entry_plan;
 
-entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int64_t width, int64_t ratio,
+entry_plan carve_entry(const entry_args *args, const cpu_kernels *kernels, int64_t width, int64_t ratio,
                        arena *a);
-/* Bytes of a stored entry whose output is of this dtype. */
-int64_t entry_bytes(const entry_args *args, int64_t width, quern_dtype dtype);
-/* Bytes of these before the scales; of a byte format. */
-int64_t entry_data_bytes(const entry_args *args, int64_t width);
 /* Turns a pooled row into the entry whose first token has `position`; angles: room for the row's width. */
 void finish_entry(const entry_plan *p, float *row, int64_t position, float *angles);
-/* Whether a finished row can be stored: all values are finite, or the format takes any. */
-bool entry_is_storable(const entry_plan *p, const float *row);
-void store_entry(const entry_plan *p, const float *row, void *to, quern_dtype dtype);
 /* From d, the gradient of an entry: d becomes that of `pooled`; d_norm may be NULL. scratch: room for two
  * rows. */
 void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm,
@@ -70,11 +55,6 @@ static inline int64_t pool_columns(const pool_args *args)
     return (args->overlap ? 4 : 2) * args->width;
 }
 
-static inline int64_t i32_at(const quern_tensor *t, int64_t i, int64_t otherwise)
-{
-    return is_present(t) ? ((const int32_t *)t->data)[i * t->strides[0]] : otherwise;
-}
-
 /* Accumulators in a row of 3 width floats. */
 static inline pool_sums sums_at(float *data, int64_t width)
 {
@@ -96,7 +76,7 @@ static inline int64_t pool_ahead(const pool_args *args)
 }
 
 /* Merges the first `rows` rows of a block, a few at a time, so that memory is read row by row. */
-void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums);
+void merge_block(const cpu_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums);
 
 /* The stages for args that have proj and no byte format. */
 size_t pool_forward_workspace(const stage_exec *exec, const pool_args *args);

@@ -15,6 +15,7 @@
  */
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -22,7 +23,7 @@ enum { SLOTS = 64, FEW_SLOTS = 16, LONG_RATIO = 32 };
 
 typedef struct backward_job {
     const pool_args *args;
-    const pool_kernels *kernels;
+    const cpu_kernels *kernels;
     bool prefetch_l2;
     f32_rows bias_a, bias_b;
     entry_plan entry;
@@ -52,7 +53,7 @@ static int64_t norm_at(const pool_args *args)
 static backward_job carve(const stage_exec *exec, const pool_args *args, arena *a)
 {
     backward_job job = {
-        .args = args, .kernels = pool_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
+        .args = args, .kernels = cpu_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
     job.bias_a = carve_rows(&args->bias_a, a);
     job.bias_b = carve_rows(&args->bias_b, a);
     job.entry = carve_entry(&args->entry, job.kernels, args->width, args->ratio, a);
@@ -94,7 +95,7 @@ static void compute_statistics(const backward_job *job, const pool_sequence *s, 
     a.ahead = pool_ahead(args);
     a.l2 = job->prefetch_l2;
     merge_block(job->kernels, &a, width, &sums);
-    job->kernels->pooled_row(&sums, width, to->pooled, to->inverse_sum);
+    job->kernels->pool->pooled_row(&sums, width, to->pooled, to->inverse_sum);
     job->kernels->rows->convert(pool_row(&args->d_out, s->view_b, s->entry0 + i), args->d_out.dtype, to->d,
                                 QUERN_F32, width);
     entry_backward(&job->entry, to->pooled, s->position + i * r, to->d, d_norm, scratch);
@@ -118,7 +119,7 @@ static void spread(const backward_job *job, const pool_rows *rows, const block_s
         row.value = (const char *)rows->value + j * step;
         row.logit = (const char *)rows->logit + j * step;
         row.bias = rows->bias + j * rows->bias_stride;
-        job->kernels->pool_backward(&row, width, &g);
+        job->kernels->pool->pool_backward(&row, width, &g);
     }
 }
 
@@ -270,9 +271,9 @@ void pool_backward(const stage_exec *exec, const pool_args *args, void *workspac
 {
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
-    fill_rows(job.kernels, &args->bias_a, &job.bias_a);
-    fill_rows(job.kernels, &args->bias_b, &job.bias_b);
-    fill_rows(job.kernels, &args->entry.norm_weight, &job.entry.norm);
+    fill_rows(job.kernels->rows, &args->bias_a, &job.bias_a);
+    fill_rows(job.kernels->rows, &args->bias_b, &job.bias_b);
+    fill_rows(job.kernels->rows, &args->entry.norm_weight, &job.entry.norm);
     for (int64_t b = 0; b < args->batch; b++) job.blocks += pool_sequence_at(args, b).blocks;
     parallel_for(exec, job.runs, slot_of_blocks, &job);
     clear_unused(args);

@@ -10,6 +10,7 @@
  */
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -17,7 +18,7 @@ enum { TASK_TOKENS = 256 };
 
 typedef struct pool_job {
     const pool_args *args;
-    const pool_kernels *kernels;
+    const cpu_kernels *kernels;
     bool prefetch_l2;
     f32_rows bias_a, bias_b;
     entry_plan entry;
@@ -29,7 +30,7 @@ typedef struct pool_job {
 static pool_job carve(const stage_exec *exec, const pool_args *args, arena *a)
 {
     pool_job job = {
-        .args = args, .kernels = pool_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
+        .args = args, .kernels = cpu_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
     job.bias_a = carve_rows(&args->bias_a, a);
     job.bias_b = carve_rows(&args->bias_b, a);
     job.entry = carve_entry(&args->entry, job.kernels, args->width, args->ratio, a);
@@ -43,12 +44,13 @@ static void emit(const pool_job *job, const pool_sequence *s, int64_t i, const p
                  float *angles)
 {
     const pool_args *args = job->args;
-    job->kernels->pooled_row(sums, args->width, row, NULL);
+    job->kernels->pool->pooled_row(sums, args->width, row, NULL);
     if (is_present(&args->pooled))
         memcpy(pool_row(&args->pooled, s->view_b, s->entry0 + i), row, (size_t)args->width * sizeof(float));
     if (!is_present(&args->out)) return;
     finish_entry(&job->entry, row, s->position + i * args->ratio, angles);
-    store_entry(&job->entry, row, pool_row(&args->out, s->view_b, s->entry0 + i), args->out.dtype);
+    encode_row(job->kernels, args->entry.format, row, args->width,
+               pool_row(&args->out, s->view_b, s->entry0 + i), args->out.dtype);
 }
 
 static const char *row_of(const pool_args *args, const pool_sequence *s, int64_t row)
@@ -133,9 +135,9 @@ void pool_forward(const stage_exec *exec, const pool_args *args, void *workspace
     arena a = arena_on(workspace);
     pool_job job = carve(exec, args, &a);
     int64_t most = 0;
-    fill_rows(job.kernels, &args->bias_a, &job.bias_a);
-    fill_rows(job.kernels, &args->bias_b, &job.bias_b);
-    fill_rows(job.kernels, &args->entry.norm_weight, &job.entry.norm);
+    fill_rows(job.kernels->rows, &args->bias_a, &job.bias_a);
+    fill_rows(job.kernels->rows, &args->bias_b, &job.bias_b);
+    fill_rows(job.kernels->rows, &args->entry.norm_weight, &job.entry.norm);
     for (int64_t b = 0; b < args->batch; b++) {
         const int64_t blocks = pool_sequence_at(args, b).blocks;
         most = blocks > most ? blocks : most;
@@ -143,5 +145,5 @@ void pool_forward(const stage_exec *exec, const pool_args *args, void *workspace
     job.pieces = (most + job.task_blocks - 1) / job.task_blocks;
     parallel_for(exec, args->batch * job.pieces, pool_piece, &job);
     zero_unused(args, &args->pooled, args->width * (int64_t)sizeof(float));
-    zero_unused(args, &args->out, entry_bytes(&args->entry, args->width, args->out.dtype));
+    zero_unused(args, &args->out, row_bytes(args->entry.format, args->width, args->out.dtype));
 }

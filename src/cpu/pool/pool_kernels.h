@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * pool_kernels.h - the row kernels of DeepSeek-V4's compressors: softmax pooling along tokens, channel by
- * channel, and the steps after it. One table per CPU level. They get pointers and sizes; they never validate,
- * allocate or start threads. n is any number >= 0.
+ * channel. They get pointers and sizes; they never validate, allocate or start threads. n is any number
+ * >= 0.
  *
  * An accumulator holds a channel's softmax so far: the largest logit (-inf: nothing yet), the sum of
  * exp(logit - largest), and the same sum weighted by the values. merge() takes in one row after the other in
@@ -12,7 +12,7 @@
 #ifndef QUERN_CPU_POOL_KERNELS_H
 #define QUERN_CPU_POOL_KERNELS_H
 
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
 
 /* Rows of values and logits; row j of each stands j * stride elements after its first. */
 typedef struct pool_rows {
@@ -48,24 +48,6 @@ typedef struct pool_kernels {
     void (*pooled_row)(const pool_sums *sums, int64_t n, float *pooled, float *inverse_sum);
     /* Of the first row. */
     void (*pool_backward)(const pool_rows *row, int64_t n, const pool_gradient *gradient);
-    /* out = x weight / sqrt(mean(x^2) + eps); out may be x. */
-    void (*norm_row)(const float *x, const float *weight, float eps, int64_t n, float *out);
-    /* From d, the gradient of out: d becomes that of x, and d_weight (may be NULL) gets its share added. */
-    void (*norm_backward)(const float *x, const float *weight, float eps, int64_t n, float *d,
-                          float *d_weight);
-    /* Rotates the pairs (2m, 2m + 1) of a row's n channels by the angles whose n / 2 cosines and sines are
-     * given. */
-    void (*rotate_row)(float *row, const float *cosines, const float *sines, int64_t n, bool inverse);
-    /* The Walsh-Hadamard transform in Sylvester's order over sqrt(n); n is a power of two. */
-    void (*hadamard_row)(float *row, int64_t n);
-    /* codes[i] = row[i] / scale to the nearest e4m3, ties to even, at most 448. */
-    void (*quantise_e4m3)(const float *row, float scale, int64_t n, uint8_t *codes);
-    /* The same to e2m1, at most 6, two to a byte, the first in the low bits; a value below 0 keeps its sign.
-     * n is even. */
-    void (*quantise_e2m1)(const float *row, float scale, int64_t n, uint8_t *codes);
 } pool_kernels;
-
-const pool_kernels *pool_kernels_for(quern_cpu_level level);
-extern const pool_kernels pool_kernels_portable, pool_kernels_avx2, pool_kernels_avx512;
 
 #endif

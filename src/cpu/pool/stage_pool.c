@@ -15,6 +15,7 @@
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -24,7 +25,7 @@ enum { CHUNK_TOKENS = 1536 };
 
 typedef struct waiting_job {
     const pool_args *args;
-    entry_plan entry;
+    const cpu_kernels *kernels;
     pool_args inner; /* the same call with outputs in the workspace */
 } waiting_job;
 
@@ -42,11 +43,7 @@ static quern_tensor waiting_view(const pool_args *args, arena *a)
 
 static waiting_job carve_waiting(const stage_exec *exec, const pool_args *args, arena *a)
 {
-    waiting_job job = {.args = args, .inner = *args};
-    job.entry = (entry_plan){.args = &args->entry,
-                             .kernels = pool_kernels_for(exec->cpu_level),
-                             .width = args->width,
-                             .ratio = args->ratio};
+    waiting_job job = {.args = args, .kernels = cpu_kernels_for(exec->cpu_level), .inner = *args};
     if (!entries_wait(args)) return job;
     job.inner.out = waiting_view(args, a);
     if (is_present(&args->pooled)) job.inner.pooled = waiting_view(args, a);
@@ -60,7 +57,7 @@ static quern_status check_waiting(const waiting_job *job)
         const pool_sequence s = pool_sequence_at(job->args, b);
         for (int64_t i = 0; i < s.blocks; i++) {
             const float *row = (const float *)(const void *)pool_row(&job->inner.out, s.view_b, s.entry0 + i);
-            if (entry_is_storable(&job->entry, row)) continue;
+            if (row_is_encodable(job->kernels, job->args->entry.format, row, job->args->width)) continue;
             int64_t column = 0;
             while ((row[column] - row[column]) == 0.0f) column++;
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -78,12 +75,13 @@ static void store_sequence(void *arg, int64_t b, int32_t thread)
     (void)thread;
     const waiting_job *job = arg;
     const pool_sequence s = pool_sequence_at(job->args, b);
-    const int64_t bytes = entry_bytes(&job->args->entry, job->args->width, QUERN_U8);
+    const int64_t bytes = row_bytes(job->args->entry.format, job->args->width, QUERN_U8);
     for (int64_t i = s.entry0; i < s.entry0 + s.entries; i++) {
         char *to = pool_row(&job->args->out, s.view_b, i);
         if (i < s.entry0 + s.blocks)
-            store_entry(&job->entry, (const float *)(const void *)pool_row(&job->inner.out, s.view_b, i), to,
-                        QUERN_U8);
+            encode_row(job->kernels, job->args->entry.format,
+                       (const float *)(const void *)pool_row(&job->inner.out, s.view_b, i), job->args->width,
+                       to, QUERN_U8);
         else memset(to, 0, (size_t)bytes);
     }
 }
@@ -98,7 +96,8 @@ static void store_waiting(const stage_exec *exec, waiting_job *job)
         end = s.entry0 + s.entries;
     }
     for (int64_t i = end; is_present(&job->args->cu_seqlens) && i < out->shape[1]; i++)
-        memset(pool_row(out, 0, i), 0, (size_t)entry_bytes(&job->args->entry, job->args->width, QUERN_U8));
+        memset(pool_row(out, 0, i), 0,
+               (size_t)row_bytes(job->args->entry.format, job->args->width, QUERN_U8));
     for (int64_t b = 0; is_present(pooled) && b < pooled->shape[0]; b++)
         for (int64_t i = 0; i < pooled->shape[1]; i++)
             memcpy(pool_row(pooled, b, i), pool_row(&job->inner.pooled, b, i),
@@ -331,7 +330,7 @@ static void *carve_forward(const stage_exec *exec, const pool_args *args, arena 
 void cpu_pool_kernel(const stage_exec *exec, const pool_args *args, char text[STAGE_NAME_BYTES])
 {
     (void)args;
-    cpu_name_kernels(text, "pool", false, pool_kernels_for(exec->cpu_level)->level);
+    cpu_name_kernels(text, "pool", false, cpu_kernels_for(exec->cpu_level)->pool->level);
 }
 
 size_t cpu_pool_workspace(const stage_exec *exec, const pool_args *args)

@@ -15,6 +15,7 @@
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
@@ -29,7 +30,7 @@ typedef struct append_state {
 
 typedef struct append_job {
     const pool_append_args *args;
-    const pool_kernels *kernels;
+    const cpu_kernels *kernels;
     f32_rows bias_a, bias_b;
     entry_plan entry;
     int64_t batch, width, columns, sums_floats; /* of both accumulators */
@@ -51,7 +52,7 @@ static float *ring_row(const append_job *job, const append_state *s, int64_t q)
 
 static append_job carve(const stage_exec *exec, const pool_append_args *args, arena *a)
 {
-    append_job job = {.args = args, .kernels = pool_kernels_for(exec->cpu_level)};
+    append_job job = {.args = args, .kernels = cpu_kernels_for(exec->cpu_level)};
     job.batch = args->step.slots.shape[0];
     job.width = args->width;
     job.columns = pool_row_columns(args->overlap, args->width);
@@ -144,13 +145,15 @@ static void emit(const append_job *job, const float *sums, int64_t n, int64_t po
     const int64_t width = job->width;
     const pool_sums own = {(float *)(uintptr_t)sums, (float *)(uintptr_t)(sums + width),
                            (float *)(uintptr_t)(sums + 2 * width)};
-    job->kernels->pooled_row(&own, width, row, NULL);
+    job->kernels->pool->pooled_row(&own, width, row, NULL);
     if (job->pooled != NULL) memcpy(job->pooled + n * width, row, (size_t)width * sizeof *row);
     else if (is_present(&job->args->pooled))
         memcpy(out_row(&job->args->pooled, n), row, (size_t)width * sizeof *row);
     finish_entry(&job->entry, row, position, row + width);
     if (job->finished != NULL) memcpy(job->finished + n * width, row, (size_t)width * sizeof *row);
-    else store_entry(&job->entry, row, out_row(&job->args->out, n), job->args->out.dtype);
+    else
+        encode_row(job->kernels, job->args->entry.format, row, width, out_row(&job->args->out, n),
+                   job->args->out.dtype);
 }
 
 /* Ends a whole block and begins the next one. */
@@ -253,7 +256,7 @@ static bool every_entry_is_storable(const append_job *job)
 {
     for (int64_t n = 0; n < job->args->out.shape[0]; n++) {
         const float *row = job->finished + n * job->width;
-        if (entry_is_storable(&job->entry, row)) continue;
+        if (row_is_encodable(job->kernels, job->args->entry.format, row, job->width)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
         error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -276,14 +279,15 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
     arena a = arena_on(workspace);
     append_job job = carve(exec, args, &a);
     find_states(&job);
-    fill_rows(job.kernels, &args->bias_a, &job.bias_a);
-    fill_rows(job.kernels, &args->bias_b, &job.bias_b);
-    fill_rows(job.kernels, &args->entry.norm_weight, &job.entry.norm);
+    fill_rows(job.kernels->rows, &args->bias_a, &job.bias_a);
+    fill_rows(job.kernels->rows, &args->bias_b, &job.bias_b);
+    fill_rows(job.kernels->rows, &args->entry.norm_weight, &job.entry.norm);
     parallel_for(exec, job.batch, append_one, &job);
     if (job.finished != NULL) {
         if (!every_entry_is_storable(&job)) return QUERN_ERR_INVALID_ARGUMENT;
         for (int64_t n = 0; n < args->out.shape[0]; n++) {
-            store_entry(&job.entry, job.finished + n * job.width, out_row(&args->out, n), args->out.dtype);
+            encode_row(job.kernels, args->entry.format, job.finished + n * job.width, job.width,
+                       out_row(&args->out, n), args->out.dtype);
             if (job.pooled != NULL)
                 memcpy(out_row(&args->pooled, n), job.pooled + n * job.width,
                        (size_t)job.width * sizeof(float));

@@ -7,6 +7,7 @@
  */
 #include "cpu/pool/pool.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 #include <quern/cuda.h>
 
@@ -42,21 +43,24 @@ static void widen(const store_rows_args *args, const row_kernels *kernels, int64
     kernels->convert(from, x->dtype, row, QUERN_F32, x->shape[1]);
 }
 
-static void store(const store_rows_args *args, const entry_plan *entry, const store_space *s, int64_t slot)
+static void store(const store_rows_args *args, const cpu_kernels *kernels, const store_space *s, int64_t slot)
 {
     const float *row = s->row;
     const quern_tensor *cache = &args->cache;
+    const entry_format format = args->format;
+    const int64_t width = args->x.shape[1];
     const int64_t size = (int64_t)quern_dtype_size(cache->dtype),
                   page = args->page > 0 ? slot / args->page : slot;
     char *base = (char *)cache->data + page * cache->strides[0] * size;
     if (args->page == 0) {
-        store_entry(entry, row, base, cache->dtype);
+        encode_row(kernels, format, row, width, base, cache->dtype);
     } else if (s->bytes == NULL) {
-        store_entry(entry, row, base + slot % args->page * cache->strides[1] * size, cache->dtype);
+        encode_row(kernels, format, row, width, base + slot % args->page * cache->strides[1] * size,
+                   cache->dtype);
     } else {
-        const int64_t data = entry_data_bytes(entry->args, entry->width),
+        const int64_t data = row_data_bytes(format, width, cache->dtype),
                       scales = cache->shape[1] / args->page - data, at = slot % args->page;
-        store_entry(entry, row, s->bytes, QUERN_U8);
+        encode_row(kernels, format, row, width, s->bytes, QUERN_U8);
         memcpy(base + at * data, s->bytes, (size_t)data);
         memcpy(base + args->page * data + at * scales, s->bytes + data, (size_t)scales);
     }
@@ -67,13 +71,12 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
     arena a = arena_on(workspace);
     const store_space space = carve(args, &a);
     float *row = space.row;
-    const entry_args how = {.format = args->format};
-    const pool_kernels *kernels = pool_kernels_for(exec->cpu_level);
-    const entry_plan entry = {.args = &how, .kernels = kernels, .width = args->x.shape[1], .ratio = 1};
+    const cpu_kernels *kernels = cpu_kernels_for(exec->cpu_level);
     const int64_t rows = args->x.shape[0];
     for (int64_t i = 0; i < rows && args->format != ENTRY_ROWS; i++) {
         widen(args, kernels->rows, i, row);
-        if (index_at(&args->slots, i) < 0 || entry_is_storable(&entry, row)) continue;
+        if (index_at(&args->slots, i) < 0 || row_is_encodable(kernels, args->format, row, args->x.shape[1]))
+            continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
         const stage_fault fault = {
@@ -84,7 +87,7 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
         const int64_t slot = index_at(&args->slots, i);
         if (slot < 0) continue;
         widen(args, kernels->rows, i, row);
-        store(args, &entry, &space, slot);
+        store(args, kernels, &space, slot);
     }
     return QUERN_OK;
 }

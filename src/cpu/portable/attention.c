@@ -20,7 +20,6 @@ static inline vec step_f32(vec acc, vec a, vec b)
 #include "cpu/kernels/attention_mm.h"
 
 const attention_kernels attention_kernels_portable = {.level = QUERN_CPU_LEVEL_PORTABLE,
-                                                      .rows = &row_kernels_portable,
                                                       .panel = PANEL,
                                                       .mm_f32 = mm_f32,
                                                       ATTENTION_ROW_KERNELS,

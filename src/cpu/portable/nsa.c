@@ -3,5 +3,4 @@
 /* nsa.c - the NSA table compiled for this level. */
 #include "cpu/kernels/nsa_rows.h"
 
-const nsa_kernels nsa_kernels_portable = {
-    .level = QUERN_CPU_LEVEL_PORTABLE, .rows = &row_kernels_portable, NSA_ROW_KERNELS};
+const nsa_kernels nsa_kernels_portable = {.level = QUERN_CPU_LEVEL_PORTABLE, NSA_ROW_KERNELS};

@@ -2,16 +2,17 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* stage_dequantise.c - the dequantise stage. Limit: codes and scales read and out written once. */
 #include "core/parallel.h"
-#include "cpu/quantise/globals.h"
-#include "cpu/quantise/quantise_kernels.h"
-#include "cpu/quantise/contents.h"
+#include "cpu/kernels/formats/globals.h"
+#include "cpu/kernels/formats/format_kernels.h"
+#include "cpu/kernels/formats/contents.h"
 #include "cpu/quantise/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
 typedef struct dequantise_job {
     const dequantise_args *args;
-    const quantise_kernels *kernels;
+    const format_kernels *kernels;
     row_cut cut;
     int64_t rows;
 } dequantise_job;
@@ -66,7 +67,7 @@ quern_status cpu_dequantise(const stage_exec *exec, const dequantise_args *args,
     const int64_t used = rows_with_expert(&args->offsets, rows);
     status = check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used);
     if (status != QUERN_OK) return status;
-    dequantise_job job = {args, quantise_kernels_for(exec->cpu_level),
+    dequantise_job job = {args, cpu_kernels_for(exec->cpu_level)->formats,
                           cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->out)), used};
     parallel_for(exec, job.cut.pieces, args->columns ? columns_piece : rows_piece, &job);
     return QUERN_OK;

@@ -9,7 +9,7 @@
 #include "core/mxfp4.h"
 #include "core/parallel.h"
 #include "cpu/first_fault.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
 #include "cpu/quantise/stages.h"
 
 #include <math.h>

@@ -9,10 +9,13 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
-#include "cpu/quantise/contents.h"
-#include "cpu/quantise/finite.h"
-#include "cpu/quantise/globals.h"
+#include "cpu/kernels/formats/contents.h"
+#include "cpu/kernels/rows/finite.h"
+#include "cpu/kernels/formats/globals.h"
+#include "cpu/kernels/rows/row_kernels.h"
+#include "cpu/kernels/swiglu/swiglu_kernels.h"
 #include "cpu/quantise/stages.h"
+#include "cpu/levels.h"
 
 #include <math.h>
 #include <string.h>
@@ -24,7 +27,7 @@ typedef void fused_row(const fused_job *job, int64_t row);
 
 struct fused_job {
     const fused_quantise_args *args;
-    const quantise_kernels *kernels;
+    const cpu_kernels *kernels;
     uint32_t *bits; /* [M] */
     /* SwiGLU's results until all rows are known to be finite: rows of `blocks` scales, 8 times the codes */
     uint8_t *codes, *scales;
@@ -66,9 +69,9 @@ static void quantise_strip(const fused_job *job, int part, const float *h, int64
 {
     const fused_quantise_args *args = job->args;
     const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->global[part].data};
-    job->kernels->quantise_row(&rule, h, QUERN_F32, n,
-                               (uint8_t *)view_row(&args->codes[part], row) + column / 2,
-                               (uint8_t *)view_row(&args->scales[part], row) + column / 16);
+    job->kernels->formats->quantise_row(&rule, h, QUERN_F32, n,
+                                        (uint8_t *)view_row(&args->codes[part], row) + column / 2,
+                                        (uint8_t *)view_row(&args->scales[part], row) + column / 16);
 }
 
 static void rows_task(void *arg, int64_t index, int32_t thread)
@@ -99,7 +102,7 @@ static void quantise_parts(const fused_job *job, int64_t row)
         const int64_t n = width - column < STRIP ? width - column : STRIP;
         for (int p = 0; p < 2; p++) {
             if (args->codes[p].ndim == 0) continue;
-            job->kernels->part_row(x, args->x.dtype, column, p == 1, q, n, part);
+            job->kernels->swiglu->part_row(x, args->x.dtype, column, p == 1, q, n, part);
             quantise_strip(job, p, part, row, column, n);
         }
     }
@@ -109,7 +112,7 @@ static void swiglu_row(const fused_job *job, int64_t row)
 {
     const fused_quantise_args *args = job->args;
     const quantise_rule to = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->global[0].data};
-    job->bits[row] = job->kernels->swiglu_quantise(
+    job->bits[row] = job->kernels->swiglu->swiglu_quantise(
         &args->rule, &to, view_row(&args->x, row), args->x.dtype, args->rule.granularity,
         args->x.shape[1] / 2, job->codes + 8 * row * job->blocks, job->scales + row * job->blocks);
 }
@@ -167,7 +170,7 @@ static quern_status check_part(const stage_exec *exec, fused_job *job)
 
 quern_status cpu_fused_quantise(const stage_exec *exec, const fused_quantise_args *args, void *workspace)
 {
-    fused_job job = {.args = args, .kernels = quantise_kernels_for(exec->cpu_level)};
+    fused_job job = {.args = args, .kernels = cpu_kernels_for(exec->cpu_level)};
     arena a = arena_on(workspace);
     carve(&job, &a);
     for (int part = 0; part < 2; part++) {

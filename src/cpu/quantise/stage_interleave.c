@@ -3,7 +3,7 @@
 /* stage_interleave.c - turns the two halves of a row, gate and up, into runs that alternate, and back. A half
  * that is no multiple of the run is padded with zeros. Limit: bytes read and written once. */
 #include "core/parallel.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
 #include "cpu/quantise/stages.h"
 
 #include <string.h>

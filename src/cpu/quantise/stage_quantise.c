@@ -6,16 +6,18 @@
  * and 9/16 byte a value written.
  */
 #include "core/parallel.h"
-#include "cpu/quantise/contents.h"
-#include "cpu/quantise/finite.h"
-#include "cpu/quantise/globals.h"
+#include "cpu/kernels/formats/contents.h"
+#include "cpu/kernels/rows/finite.h"
+#include "cpu/kernels/formats/format_kernels.h"
+#include "cpu/kernels/formats/globals.h"
 #include "cpu/quantise/stages.h"
+#include "cpu/levels.h"
 
 #include <string.h>
 
 typedef struct quantise_job {
     const quantise_args *args;
-    const quantise_kernels *kernels;
+    const format_kernels *kernels;
     row_cut cut;
     int64_t rows; /* that belong to an expert */
 } quantise_job;
@@ -135,7 +137,7 @@ quern_status cpu_quantise(const stage_exec *exec, const quantise_args *args, voi
     if (status != QUERN_OK) return status;
     if (args->given.ndim == 0) write_globals(args, &m, used);
     else copy_globals(args);
-    quantise_job job = {args, quantise_kernels_for(exec->cpu_level),
+    quantise_job job = {args, cpu_kernels_for(exec->cpu_level)->formats,
                         cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->x)), used};
     parallel_for(exec, job.cut.pieces, args->columns ? quantise_columns_piece : quantise_rows_piece, &job);
     return QUERN_OK;

@@ -6,7 +6,7 @@
  * are zero. Limit: bytes read and written once.
  */
 #include "core/parallel.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
 #include "cpu/quantise/stages.h"
 
 #include <string.h>

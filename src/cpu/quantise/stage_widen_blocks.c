@@ -5,16 +5,16 @@
  * thread's stack (64 KiB), and its columns written as rows of `out`. A power of two times an e4m3 is exact in
  * f32, and in bf16 down to 2^-133. Limit: codes read and out written once.
  */
-#include "core/half.h"
 #include "core/parallel.h"
-#include "cpu/indexer/indexer_kernels.h"
-#include "cpu/kernels/row_kernels.h"
+#include "cpu/kernels/formats/e8m0.h"
+#include "cpu/kernels/formats/format_kernels.h"
+#include "cpu/kernels/rows/row_kernels.h"
 #include "cpu/quantise/stages.h"
+#include "cpu/levels.h"
 
 typedef struct widen_job {
     const widen_blocks_args *args;
-    const indexer_kernels *codes;
-    const row_kernels *rows;
+    const cpu_kernels *kernels;
     int64_t across; /* blocks of a row of blocks */
 } widen_job;
 
@@ -22,8 +22,7 @@ static float scale_at(const quern_tensor *t, int64_t n, int64_t k)
 {
     const int64_t at = n * t->strides[0] + k * t->strides[1];
     if (t->dtype == QUERN_F32) return ((const float *)t->data)[at];
-    const uint8_t byte = ((const uint8_t *)t->data)[at];
-    return byte > 0 ? float_from_bits((uint32_t)byte << 23) : 0x1p-127f;
+    return e8m0_value(((const uint8_t *)t->data)[at]);
 }
 
 static void widen_block(void *arg, int64_t index, int32_t thread)
@@ -37,13 +36,13 @@ static void widen_block(void *arg, int64_t index, int32_t thread)
     const float scale = scale_at(&job->args->scales, n0 / WIDEN_BLOCK, k0 / WIDEN_BLOCK);
     float block[WIDEN_BLOCK][WIDEN_BLOCK], row[WIDEN_BLOCK];
     for (int64_t n = 0; n < rows; n++)
-        job->codes->widen_e4m3((const uint8_t *)codes->data + (n0 + n) * codes->strides[0] + k0, columns,
-                               block[n]);
+        job->kernels->formats->widen_e4m3((const uint8_t *)codes->data + (n0 + n) * codes->strides[0] + k0,
+                                          columns, block[n]);
     for (int64_t k = 0; k < columns; k++) {
         for (int64_t n = 0; n < rows; n++) row[n] = block[n][k] * scale;
         char *to =
             (char *)out->data + ((k0 + k) * out->strides[0] + n0) * (int64_t)quern_dtype_size(out->dtype);
-        job->rows->convert(row, QUERN_F32, to, out->dtype, rows);
+        job->kernels->rows->convert(row, QUERN_F32, to, out->dtype, rows);
     }
 }
 
@@ -52,7 +51,7 @@ quern_status cpu_widen_blocks(const stage_exec *exec, const widen_blocks_args *a
     (void)workspace;
     const int64_t down = (args->codes.shape[0] + WIDEN_BLOCK - 1) / WIDEN_BLOCK,
                   across = (args->codes.shape[1] + WIDEN_BLOCK - 1) / WIDEN_BLOCK;
-    widen_job job = {args, indexer_kernels_for(exec->cpu_level), row_kernels_for(exec->cpu_level), across};
+    widen_job job = {args, cpu_kernels_for(exec->cpu_level), across};
     parallel_for(exec, down * across, widen_block, &job);
     return QUERN_OK;
 }

@@ -7,7 +7,7 @@
  * with few tokens, reading the weight.
  */
 #include "core/parallel.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
 #include "cpu/route/route.h"
 
 static int64_t tiles(int64_t n, int64_t tile)

@@ -6,8 +6,9 @@
  */
 #include "core/parallel.h"
 #include "core/view.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/views.h"
 #include "cpu/route/route.h"
+#include "cpu/levels.h"
 
 #include <math.h>
 
@@ -15,7 +16,7 @@ static route_job plan(const stage_exec *exec, const route_args *args)
 {
     const bool given = args->logits.ndim > 0;
     return (route_job){.args = args,
-                       .dense = attention_kernels_for(exec->cpu_level),
+                       .dense = cpu_kernels_for(exec->cpu_level)->attention,
                        .tokens = given ? args->logits.shape[0] : args->hidden.shape[0],
                        .experts = given ? args->logits.shape[1] : args->weight.shape[0],
                        .dim = given ? 0 : args->hidden.shape[1]};

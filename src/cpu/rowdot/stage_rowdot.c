@@ -5,6 +5,7 @@
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
+#include "cpu/levels.h"
 
 typedef struct rowdot_job {
     const rowdot_args *args;
@@ -39,7 +40,7 @@ static void token(void *arg, int64_t index, int32_t thread)
 quern_status cpu_rowdot(const stage_exec *exec, const rowdot_args *args, void *workspace)
 {
     (void)workspace;
-    rowdot_job job = {args, attention_kernels_for(exec->cpu_level), token_rows(&args->seqs)};
+    rowdot_job job = {args, cpu_kernels_for(exec->cpu_level)->attention, token_rows(&args->seqs)};
     parallel_for(exec, args->a.shape[0] * args->a.shape[1], token, &job);
     return QUERN_OK;
 }
@@ -47,5 +48,5 @@ quern_status cpu_rowdot(const stage_exec *exec, const rowdot_args *args, void *w
 void cpu_rowdot_kernel(const stage_exec *exec, const rowdot_args *args, char text[STAGE_NAME_BYTES])
 {
     (void)args;
-    cpu_name_kernels(text, "rowdot", false, attention_kernels_for(exec->cpu_level)->level);
+    cpu_name_kernels(text, "rowdot", false, cpu_kernels_for(exec->cpu_level)->attention->level);
 }

@@ -4,7 +4,7 @@
  * head, late tiles (which see the most entries) first. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
-#include "cpu/select/select.h"
+#include "cpu/kernels/select/select.h"
 #include "cpu/stages.h"
 
 typedef struct select_job {

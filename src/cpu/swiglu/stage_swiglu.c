@@ -3,24 +3,25 @@
 /* stage_swiglu.c - SwiGLU and its gradient, a row a task, a strip of columns at a time. Limit: h read once.
  */
 #include "core/parallel.h"
-#include "cpu/kernels/row_kernels.h"
-#include "cpu/quantise/quantise_kernels.h"
-#include "cpu/quantise/rows.h"
+#include "cpu/kernels/rows/row_kernels.h"
+#include "cpu/kernels/swiglu/swiglu_kernels.h"
+#include "cpu/kernels/rows/views.h"
 #include "cpu/swiglu/stages.h"
+#include "cpu/levels.h"
 
 enum { STRIP = 512, PARTS = 16 /* sums of a row's product, by column modulo their number */ };
 
 typedef struct swiglu_job {
     const swiglu_args *args;
-    const quantise_kernels *kernels;
+    const swiglu_kernels *kernels;
     const row_kernels *rows;
     int64_t width; /* I */
 } swiglu_job;
 
 static swiglu_job job_of(const stage_exec *exec, const swiglu_args *args)
 {
-    return (swiglu_job){args, quantise_kernels_for(exec->cpu_level), row_kernels_for(exec->cpu_level),
-                        args->h.shape[1] / 2};
+    return (swiglu_job){args, cpu_kernels_for(exec->cpu_level)->swiglu,
+                        cpu_kernels_for(exec->cpu_level)->rows, args->h.shape[1] / 2};
 }
 
 static int64_t strip_of(const swiglu_job *job, int64_t column)

@@ -239,10 +239,10 @@ static void gradients_at_the_largest_scale_are_finite(void **state)
     test_random random = {5};
     (void)state;
     for (int d = 0; d < 3; d++)
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             attention_case c;
             attention_case_make(&c, &dense, dtypes[d], TEST_CONTIGUOUS, &random);
-            run(&c, (quern_cpu_level)level, 1);
+            run(&c, level, 1);
             const test_tensor *const gradients[] = {&c.d_q, &c.d_k, &c.d_v};
             for (int i = 0; i < 3; i++) {
                 double *x = test_tensor_get(gradients[i]);

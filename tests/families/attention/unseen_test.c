@@ -225,7 +225,7 @@ static void sparse_attention(void **state)
         char text[600], what[700];
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = lists_given(&random);
-        const quern_cpu_level level = nsa_random_level(&random);
+        const quern_cpu_level level = test_random_level(&random);
         nsa_case *c = nsa_case_random(&config, &random);
         snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d %s [%s]", trial, quern_cpu_level_name(level),
                  nsa_config_describe(&config, text));

@@ -79,7 +79,7 @@ static void player_open(player *p, test_random *random)
     p->v = values(random, p->dtype, p->rows * p->hkv * p->dv);
     p->o = test_doubles(p->rows * p->h * p->dv);
     p->lse = test_doubles(p->rows * p->h);
-    const quern_cpu_level level = (quern_cpu_level)test_random_int(random, 1, quern_cpu_level_detect());
+    const quern_cpu_level level = test_random_level(random);
     for (int i = 0; i < 2; i++) p->ctx[i] = test_context(level, 1 + 2 * i);
 }
 

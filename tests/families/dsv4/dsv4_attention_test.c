@@ -24,8 +24,7 @@ static void random_calls(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         core_case c = core_case_random(&random);
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         core_case_forward(&c, ctx);
         core_case_backward(&c, ctx);
         core_case_check(&c, true);
@@ -244,8 +243,7 @@ static void nonfinite_values(void **state)
                                .chosen = -1};
         const core_parts parts = {.entries = true, .sink = true, .rope = true};
         core_case c = core_case_make(&random, &x, 1, NULL, trial % 2 ? QUERN_BF16 : QUERN_F32, &parts);
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_random_level(&random), 2);
         core_case_forward(&c, ctx);
         double *before = test_tensor_get(&c.t[CORE_O]), *kv = test_tensor_get(&c.t[CORE_KV]),
                *cmp = test_tensor_get(&c.t[CORE_KV_CMP]);

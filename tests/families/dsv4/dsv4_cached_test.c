@@ -224,8 +224,7 @@ static void caches_change_no_bit(void **state)
     for (int trial = 0; trial < 40; trial++) {
         test_random random = {(uint64_t)trial + 333};
         cache_case c = cache_make(&random, trial);
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_random_level(&random), 2);
         const quern_dsv4_attention_params p = cache_params(&c);
         const quern_tensor starts = quern_tensor_contiguous(c.start, QUERN_I32, 1, &batch);
         const quern_dsv4_attention_tensors t = cache_tensors(&c, &starts);
@@ -395,8 +394,7 @@ static void stored_rows_are_the_bytes(void **state)
     for (int trial = 0; trial < 40; trial++) {
         test_random random = {(uint64_t)trial + 333};
         cache_case c = cache_make(&random, trial);
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), 1);
+        quern_context *ctx = test_context(test_random_level(&random), 1);
         for (int kind = 0; kind < 2; kind++) {
             test_tensor by_hand = test_tensor_copy(&c.pool[kind]);
             test_tensor_reset(&c.pool[kind]);

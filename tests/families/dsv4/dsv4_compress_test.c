@@ -22,8 +22,7 @@ static void random_calls(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         dsv4_case c = dsv4_case_random(&random);
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         dsv4_case_run(&c, ctx);
         double *pooled = test_tensor_get(&c.t[DSV4_POOLED]);
         dsv4_case_reference(&c, pooled);
@@ -79,8 +78,8 @@ static void run(quern_context *ctx, const quern_dsv4_compress_params *p, const q
 static void golden_vectors(void **state)
 {
     (void)state;
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        quern_context *ctx = test_context((quern_cpu_level)level, 2);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, 2);
         for (int n = 0; n < DSV4_GOLDEN_CASES; n++) {
             dsv4_golden g = dsv4_golden_case(QUERN_TEST_VECTORS, n);
             const int64_t width = g.shape.width, r = g.shape.ratio, count = g.shape.blocks * width;
@@ -152,7 +151,7 @@ static void row_formats(void **state)
                       byte_shape[] = {entries, f->bytes};
         const bool project = n % 2 == 1;
         test_random random = {(uint64_t)n + 1};
-        quern_context *ctx = test_context((quern_cpu_level)(1 + n % (int)quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_level(n), 2);
         test_tensor in = test_tensor_make(&random, n % 4 < 2 ? QUERN_F32 : QUERN_BF16, 2,
                                           project ? x_shape : proj_shape, TEST_UNALIGNED);
         test_tensor w = test_tensor_make(&random, QUERN_F32, 2, w_shape, TEST_UNALIGNED),

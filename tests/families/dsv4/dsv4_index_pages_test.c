@@ -113,8 +113,7 @@ static void pages_and_positions_change_no_bit(void **state)
             index_case_make(&random, &x, PAGED, 40, (quern_dsv4_format)(trial % 4), dtype, dtype, true);
         key_pool pool = make_pool(&c, pages[trial % 5], &random);
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         const quern_tensor starts = quern_tensor_contiguous(pool.start, QUERN_I32, 1, &batch);
         const int64_t S = pool.table.view.shape[1] * pages[trial % 5];
         test_tensor scores =

@@ -104,8 +104,7 @@ static void random_calls(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         index_case c = random_case(&random);
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         index_case_run(&c, ctx);
         check_case(&c);
         quern_context_destroy(ctx);

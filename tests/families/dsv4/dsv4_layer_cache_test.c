@@ -172,7 +172,7 @@ static void stored_rows_and_what_queries_read(void **state)
         test_random random = {(uint64_t)n + 50};
         layer_case c = layer_storage_case(&random, (oracle_layer_kind)(n % 3),
                                           n / 3 / LAYER_STORAGES ? QUERN_BF16 : QUERN_F32);
-        quern_context *ctx = test_context((quern_cpu_level)(1 + n % (int)quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_level(n), 2);
         const quern_dsv4_layer_cache_params p = layer_storage_params(&c, how, 1);
         layer_store s = layer_store_open(&p);
         stored rows = {test_doubles(STORED_TOKENS * STORED_DIM), test_doubles(STORED_TOKENS * STORED_DIM),

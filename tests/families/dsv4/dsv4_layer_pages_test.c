@@ -40,7 +40,7 @@ static void pages_and_saved_sequences_change_no_bit(void **state)
         test_random random = {(uint64_t)n + 9};
         layer_case c =
             layer_storage_case(&random, (oracle_layer_kind)(n % 3), n % 2 ? QUERN_BF16 : QUERN_F32);
-        quern_context *ctx = test_context((quern_cpu_level)(1 + n % (int)quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_level(n), 2);
         quern_dsv4_layer_cache_params p = layer_storage_params(&c, &how, 1);
         layer_store plain = layer_store_open(&p);
         how.page = 1 + n % 5;
@@ -344,7 +344,7 @@ static void rows_that_cannot_be_stored(void **state)
         how.page = n < 3 ? 0 : 3;
         test_random random = {(uint64_t)n + 30};
         layer_case c = layer_storage_case(&random, ORACLE_CSA, QUERN_F32);
-        quern_context *ctx = test_context((quern_cpu_level)(1 + n % (int)quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_level(n), 2);
         const quern_dsv4_layer_cache_params p = layer_storage_params(&c, &how, 2);
         layer_store s[2] = {layer_store_open(&p), layer_store_open(&p)};
         static const int64_t first[] = {5, 3}, second[] = {2, 3};

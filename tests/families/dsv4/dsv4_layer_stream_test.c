@@ -113,7 +113,7 @@ static void streams(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         layer_case c = layer_case_random(&random, false);
         test_tensor first[LAYER_TENSORS];
-        const quern_cpu_level level = (quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect());
+        const quern_cpu_level level = test_random_level(&random);
         quern_context *one = test_context(level, 1), *many = test_context(level, 3);
         layer_case_forward(&c, one);
         keep(&c, first);

@@ -76,8 +76,7 @@ static void random_calls(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         layer_case c = layer_case_random(&random, false);
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         layer_case_forward(&c, ctx);
         layer_case_check(&c);
         quern_context_destroy(ctx);
@@ -148,8 +147,7 @@ static void gradients(void **state)
             continue;
         }
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         layer_case_forward(&c, ctx);
         layer_case_backward(&c, ctx);
         check_gradients(&c);

@@ -83,7 +83,7 @@ static void outputs_and_pieces(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         layer_case c = random_case(&random);
         test_tensor first[LAYER_TENSORS];
-        const quern_cpu_level level = (quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect());
+        const quern_cpu_level level = test_random_level(&random);
         quern_context *one = test_context(level, 1), *many = test_context(level, 3);
         layer_case_forward(&c, one);
         layer_case_check(&c);
@@ -128,8 +128,7 @@ static void gradients(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         layer_case c = random_case(&random);
         test_tensor first[LAYER_TENSORS];
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_random_level(&random), 2);
         layer_case_forward(&c, ctx);
         layer_case_backward(&c, ctx);
         for (int k = LAYER_D_WEIGHTS + OW_CMP_KV; k <= LAYER_D_WEIGHTS + OW_CMP_GATE; k++)

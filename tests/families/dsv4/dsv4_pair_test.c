@@ -80,8 +80,7 @@ static void pairs_have_the_bits_of_two_calls(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         dsv4_case index, c = random_pair(&random, &index);
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         test_tensor first[2][DSV4_TENSORS];
         dsv4_case_run(&c, ctx), dsv4_case_run(&index, ctx);
         keep(&c, first[0]), keep(&index, first[1]);
@@ -178,7 +177,7 @@ static void formats(void **state)
     for (int trial = 0; trial < 12; trial++) {
         const bool main_bytes = trial % 2 == 1, index_bytes = trial / 2 % 2 == 1;
         test_random random = {(uint64_t)trial + 3};
-        quern_context *ctx = test_context((quern_cpu_level)(1 + trial % (int)quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_level(trial), 2);
         byte_call b = make_bytes(&random, main_bytes, index_bytes);
         quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT, own = p;
         p.format = main_bytes ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;

@@ -108,7 +108,7 @@ static stream stream_make(test_random *random)
     s.origin = s.params.start_abs_pos =
         (s.params.rope_last ? 1 : s.params.ratio) * test_random_int(random, 0, 4);
     s.ring = test_random_int(random, 0, 8);
-    s.level = (quern_cpu_level)test_random_int(random, 1, quern_cpu_level_detect());
+    s.level = test_random_level(random);
     s.batch = test_random_int(random, 1, SEQUENCES);
     s.tokens = test_random_int(random, 0, TOKENS_MOST);
     s.entries = s.tokens / s.params.ratio;

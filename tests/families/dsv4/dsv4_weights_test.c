@@ -93,8 +93,7 @@ static void random_calls(void **state)
         weight w;
         exchange(&c, &w, &random, kind);
         quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
-                         (int32_t)test_random_int(&random, 1, 3));
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         const quern_dsv4_compress_params p = dsv4_case_params(&c);
         quern_dsv4_compress_tensors t = dsv4_case_tensors(&c);
         const char *op = c.shape.overlap ? "csa-compress" : "hca-compress";
@@ -155,8 +154,7 @@ static void pairs(void **state)
         exchange(&c, &w[0], &random, kinds[0]), exchange(&index, &w[1], &random, kinds[1]);
         drop(&index, DSV4_D_X);
         test_tensor floats[] = {in_floats(&c, &w[0], &random), in_floats(&index, &w[1], &random)};
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_random_level(&random), 2);
         quern_dsv4_compress_params p = dsv4_case_params(&c);
         p.index_hadamard = index.shape.hadamard;
         for (int k = 0; k < 2; k++) {
@@ -240,11 +238,10 @@ static void pieces_give_the_bits_of_one_shot(void **state)
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
     (void)state;
     for (int n = 0; n < 3 * KINDS * 4; n++) {
-        const int kind = n / 12, level = 1 + n % 4;
-        if (level > (int)quern_cpu_level_detect()) continue;
+        const int kind = n / 12;
         test_random random = {(uint64_t)n + 2};
         const quern_dtype dtype = dtypes[n / 4 % 3];
-        quern_context *ctx = test_context((quern_cpu_level)level, 2);
+        quern_context *ctx = test_context(test_level(n % 4), 2);
         weight w = dsv4_weight_random(&random, (weight_kind)(kind % WEIGHT_KINDS), IN, 4 * WIDTH);
         test_tensor x = dsv4_weight_rows(&random, dtype, TOKENS, IN),
                     b_a = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),

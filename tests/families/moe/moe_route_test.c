@@ -136,9 +136,9 @@ static void golden_router(quern_context *ctx, const quern_safetensors *file, boo
 static void golden_vectors(void **state)
 {
     (void)state;
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++)
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int i = 0; i < 4; i++) {
-            quern_context *ctx = test_context((quern_cpu_level)level, 2);
+            quern_context *ctx = test_context(level, 2);
             quern_safetensors *file = golden_open(QUERN_TEST_VECTORS, "v4_moe");
             golden_router(ctx, file, i % 2, i / 2);
             quern_safetensors_close(file);
@@ -251,9 +251,7 @@ static void against_float64(void **state)
         char what[30];
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context(
-            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
-            trial % 2 ? 1 : 3);
+        quern_context *ctx = test_context(test_random_level(&random), trial % 2 ? 1 : 3);
         route_case c = make_case(&random, trial % 2);
         routing r = make_routing(&random, c.tokens, c.experts, c.p.top_k);
         quern_moe_route_tensors t = tensors_of(&c);
@@ -343,9 +341,7 @@ static void gradients(void **state)
     for (int trial = 0; trial < test_trials(60); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context(
-            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
-            trial % 2 ? 1 : 3);
+        quern_context *ctx = test_context(test_random_level(&random), trial % 2 ? 1 : 3);
         route_case c = make_case(&random, trial % 2);
         const int64_t slots[] = {c.tokens, c.p.top_k}, matrix[] = {c.tokens, c.experts},
                       hidden[] = {c.tokens, c.dim}, weight[] = {c.experts, c.dim};

@@ -93,8 +93,7 @@ static void tokens_stand_alone(void **state)
         moe_case c = moe_make(&random, &w);
         for (int t = 0; t < 60; t++) count += kept[t] = test_random_one_in(&random, 1 + trial % 7);
         moe_case s = moe_subset(&c, &random, kept, count);
-        quern_context *ctx = test_context(
-            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_random_level(&random), 2);
         moe_call_forward(&c, ctx), moe_call_backward(&c, ctx);
         moe_call_forward(&s, ctx), moe_call_backward(&s, ctx);
         for (int i = 0; i < 4; i++) {

@@ -132,7 +132,7 @@ static void the_future_changes_no_bit(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = strictly_causal(&random);
-        const quern_cpu_level level = nsa_random_level(&random);
+        const quern_cpu_level level = test_random_level(&random);
         const future kind = (future)(trial % FUTURES);
         int64_t sequence = config.varlen ? test_random_int(&random, 0, config.batch - 1) : 0;
         if (config.varlen && config.lens[sequence] < 2) sequence = 0;

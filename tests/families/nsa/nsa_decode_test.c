@@ -337,7 +337,7 @@ static void check_play(int trial, bool nan, test_random *random)
     const nsa_config config = config_of(random);
     player p;
     char text[600], name[700];
-    player_open(&p, &config, nsa_random_level(random), nan, random);
+    player_open(&p, &config, test_random_level(random), nan, random);
     play(&p, random);
     if (!nan) check_entries(&p);
     nsa_reference *r = nsa_reference_new(p.c, true);

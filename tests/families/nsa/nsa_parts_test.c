@@ -25,7 +25,7 @@ static void for_random_cases(const char *name, uint64_t fallback, void (*adjust)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         nsa_config config = nsa_config_random(&random, 80);
-        const quern_cpu_level level = nsa_random_level(&random);
+        const quern_cpu_level level = test_random_level(&random);
         char text[600];
         adjust(&config);
         printf("QUERN_TEST_TRIAL=%d: %s: %s\n", trial, quern_cpu_level_name(level),

@@ -32,7 +32,7 @@ static void whole_agrees_with_the_oracle(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = nsa_config_random(&random, 90);
-        const quern_cpu_level level = nsa_random_level(&random);
+        const quern_cpu_level level = test_random_level(&random);
         const int32_t threads = (int32_t)test_random_int(&random, 1, 3);
         quern_context *ctx = test_context(level, threads);
         char text[600];

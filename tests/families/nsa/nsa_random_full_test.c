@@ -15,7 +15,7 @@ static void sweep(const char *name, uint64_t fallback, int trials, int64_t token
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = nsa_config_random(&random, tokens);
-        const quern_cpu_level level = nsa_random_level(&random);
+        const quern_cpu_level level = test_random_level(&random);
         char text[600];
         printf("QUERN_TEST_TRIAL=%d: %s: %s\n", trial, quern_cpu_level_name(level),
                nsa_config_describe(&config, text));

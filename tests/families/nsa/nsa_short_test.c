@@ -16,7 +16,7 @@ static void short_documents_of_overlapping_entries(void **state)
     for (int which = 0; which < 3; which++)
         for (int compress = QUERN_NSA_COMPRESS_MEAN; compress <= QUERN_NSA_COMPRESS_LINEAR; compress++)
             for (int dtype = QUERN_F32; dtype <= QUERN_BF16; dtype++)
-                for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+                for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
                     nsa_config config = nsa_config_small();
                     test_random random = {(uint64_t)which + 1};
                     config.varlen = true;
@@ -31,7 +31,7 @@ static void short_documents_of_overlapping_entries(void **state)
                     config.params.compress = (quern_nsa_compress_kind)compress;
                     config.project_k = config.project_v = true;
                     nsa_case *c = nsa_case_new(&config, &random);
-                    quern_context *ctx = test_context((quern_cpu_level)level, 2);
+                    quern_context *ctx = test_context(level, 2);
                     nsa_check_whole(c, ctx);
                     quern_context_destroy(ctx);
                     nsa_case_free(c);

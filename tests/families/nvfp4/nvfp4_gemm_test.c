@@ -10,11 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static quern_cpu_level any_level(test_random *random)
-{
-    return (quern_cpu_level)test_random_int(random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect());
-}
-
 static void against_float64(void **state)
 {
     const uint64_t seed = test_seed("gemm", 20);
@@ -23,7 +18,8 @@ static void against_float64(void **state)
         char what[40];
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context(any_level(&random), (int32_t)test_random_int(&random, 1, 3));
+        quern_context *ctx =
+            test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS), trial % 7 == 3);
         product_result r =
             product_run(&c, ctx, &random, (product_layout)(trial / PRODUCT_A_KINDS % PRODUCT_LAYOUTS));
@@ -53,7 +49,7 @@ static void equal_bits_in_every_layout(void **state)
     for (int trial = 0; trial < test_trials(60); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        const quern_cpu_level level = any_level(&random);
+        const quern_cpu_level level = test_random_level(&random);
         product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS), false);
         quern_context *one = test_context(level, 1), *three = test_context(level, 3);
         product_result first = product_run(&c, one, &random, PRODUCT_LINEAR);
@@ -78,7 +74,7 @@ static void rows_do_not_depend_on_others(void **state)
     for (int trial = 0; trial < test_trials(100); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context(any_level(&random), 2);
+        quern_context *ctx = test_context(test_random_level(&random), 2);
         product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS), false);
         product_result all = product_run(&c, ctx, &random, PRODUCT_LINEAR);
         int64_t *rows = calloc((size_t)c.tokens + 1, sizeof *rows);

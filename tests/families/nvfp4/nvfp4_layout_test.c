@@ -39,9 +39,7 @@ static uint8_t byte_at(const test_tensor *t, int64_t row, int64_t column)
 
 static quern_context *any_context(test_random *random)
 {
-    return test_context(
-        (quern_cpu_level)test_random_int(random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
-        (int32_t)test_random_int(random, 1, 3));
+    return test_context(test_random_level(random), (int32_t)test_random_int(random, 1, 3));
 }
 
 typedef struct fused_case {

@@ -272,9 +272,7 @@ static void random_cases(void **state)
         test_random random;
         const int index = trial % NVFP4_CASES;
         if (!test_trial(seed, trial, &random) || !nvfp4_case_accepted(index)) continue;
-        quern_context *ctx = test_context(
-            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
-            trial % 2 ? 1 : 3);
+        quern_context *ctx = test_context(test_random_level(&random), trial % 2 ? 1 : 3);
         quantize_case c = make_case(&random, index);
         const quern_nvfp4_quantize_tensors t = tensors_of(&c);
         if (quantize(ctx, &c.params, &t) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
@@ -300,8 +298,7 @@ static void dequantized_values(void **state)
         test_random random;
         const int index = trial % ORACLE_PROFILES;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context(
-            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(test_random_level(&random), 2);
         quantize_case c = make_case(&random, index);
         const quern_nvfp4_quantize_tensors t = tensors_of(&c);
         assert_int_equal(quantize(ctx, &c.params, &t), QUERN_OK);

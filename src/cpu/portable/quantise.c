@@ -1,7 +1,0 @@
-/* SPDX-FileCopyrightText: The Quern authors
- * SPDX-License-Identifier: BSD-2-Clause */
-/* quantise.c - the quantisers' table compiled for this level. */
-#include "cpu/quantise/quantise_rows.h"
-
-const quantise_kernels quantise_kernels_portable = {
-    .level = QUERN_CPU_LEVEL_PORTABLE, .rows = &row_kernels_portable, QUANTISE_KERNELS};
