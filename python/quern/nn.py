@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 """Layers for PyTorch models: NSAttention, CompressedSparseAttention, HeavilyCompressedAttention,
-NVFP4Experts."""
+NVFP4Experts, NVFP4Linear."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import dsv4, moe, nvfp4
 from ._caches import NSACache
 from ._nsa import nsa, settings_of
 
-__all__ = ["CompressedSparseAttention", "HeavilyCompressedAttention", "NSAttention", "NVFP4Experts"]
+__all__ = ["CompressedSparseAttention", "HeavilyCompressedAttention", "NSAttention", "NVFP4Experts", "NVFP4Linear"]
 
 
 def _take(
@@ -369,3 +369,103 @@ class NVFP4Experts(nn.Module):
             if moved.device != before.device and name in ("gate_up_global", "down_global"):
                 setattr(self, name.replace("global", "repacked"), None)
         return self
+
+
+class NVFP4Linear(nn.Module):
+    """nn.Linear whose weight is frozen NVFP4: x [.., in_features] → [.., out_features].
+
+    In memory the weight has the layout that products read fastest on its device; `state_dict` has codes
+    [in_features/2, out_features], scales [in_features/16, out_features] and the global f32 []. x is f32, bf16
+    or f16; x and the bias have gradients. a8: x is rounded to int8, a scale a row, for the product.
+    from_linear() takes a layer's weight, nvfp4.quantize_() those of a model.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        a8: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if in_features % 16:
+            raise ValueError(f"in_features is {in_features}: a multiple of 16 is accepted")
+        self.in_features, self.out_features, self.a8 = in_features, out_features, a8
+        codes = torch.zeros(1, in_features // 2, out_features, dtype=torch.uint8, device=device)
+        scales = torch.zeros(1, in_features // 16, out_features, dtype=torch.uint8, device=device)
+        self.register_buffer("repacked", nvfp4.prepack(codes, scales), persistent=False)
+        self.register_buffer("weight_global", torch.ones((), dtype=torch.float32, device=device))
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls, linear: nn.Linear, *, profile: str = "rne", scales: str = "rne", a8: bool = False
+    ) -> NVFP4Linear:
+        """The same layer with its weight rounded to NVFP4 and its own bias."""
+        weight = linear.weight.detach()
+        made = cls(linear.in_features, linear.out_features, False, a8=a8, device=weight.device)
+        quantized = nvfp4.quantize(weight.t().contiguous()[None], weight=True, profile=profile, scales=scales)
+        made.repacked = nvfp4.prepack(*quantized[:2])
+        one = quantized[2].reshape(())
+        made.weight_global = one.reciprocal() if profile == "compressed_tensors" else one
+        made.bias = linear.bias
+        return made.train(linear.training)
+
+    @torch.no_grad()
+    def dequantize(self) -> Tensor:
+        """The weight [out_features, in_features] in f32."""
+        codes, scales = nvfp4.unpack(self.repacked, self.out_features, self.in_features)
+        return nvfp4.dequantize(codes[0], scales[0], self.weight_global, weight=True).t()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        codes, scales = nvfp4.unpack(self.repacked, self.out_features, self.in_features)
+        destination[prefix + "weight_codes"] = nvfp4.as_bytes(codes[0])
+        destination[prefix + "weight_scales"] = nvfp4.as_bytes(scales[0])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any, **named: Any) -> None:
+        names = [prefix + "weight_codes", prefix + "weight_scales"]
+        pair = [state_dict.pop(name, None) for name in names]
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
+        if all(t is not None for t in pair):
+            codes, scales = (nvfp4.as_bytes(t).to(self.repacked.device)[None] for t in pair)
+            self.repacked = nvfp4.prepack(codes, scales)
+            state_dict.update(zip(names, pair))
+        else:
+            arguments[2].extend(name for name, t in zip(names, pair) if t is None)  # the missing keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+        y = nvfp4.grouped_mm(
+            rows,
+            self.repacked,
+            offsets=ends,
+            b_global=self.weight_global,
+            columns=self.out_features,
+            a8=self.a8,
+        )
+        y = y.reshape(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _apply(self, *arguments: Any, **named: Any) -> NVFP4Linear:
+        """What to(), half(), cuda() and so on do."""
+        one, before = self.weight_global, self.repacked
+        super()._apply(*arguments, **named)
+        if self.weight_global.dtype != one.dtype:  # half of it would change what the codes stand for
+            self.weight_global = one.to(self.weight_global.device)
+        if self.repacked.device.type != before.device.type:  # each device has a layout of its own
+            codes, scales = nvfp4.unpack(before, self.out_features, self.in_features)
+            pair = (nvfp4.as_bytes(t).to(self.repacked.device) for t in (codes, scales))
+            self.repacked = nvfp4.prepack(*pair)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, a8={self.a8}"
+        )

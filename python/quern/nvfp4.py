@@ -22,6 +22,7 @@ __all__ = [
     "interleave",
     "prepack",
     "quantize",
+    "quantize_",
     "swizzle",
     "unpack",
     "unswizzle",
@@ -293,3 +294,33 @@ def grouped_mm(
         codes, scales = run("nvfp4-gemm", settings, tensors, ("c_codes", "c_scales"))
         return _named(codes, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn")
     return run("nvfp4-gemm", settings, tensors, ("c",), out=None if out is None else {"c": out})[0]
+
+
+def quantize_(
+    model: Any, filter_fn: Any = None, *, profile: str = "rne", scales: str = "rne", a8: bool = False
+) -> None:
+    """Replaces the torch.nn.Linear layers of a model by quern.nn.NVFP4Linear, in place.
+
+    filter_fn: called with a layer and its name in the model; only layers for which it returns true are
+    replaced. Without it all are whose in_features is a multiple of 16. Layers that stand in several places
+    stay one layer. profile and scales are quantize()'s, a8 is NVFP4Linear's.
+    """
+    from torch import nn
+
+    from .nn import NVFP4Linear
+
+    if isinstance(model, nn.Linear):
+        raise TypeError("model is a Linear: a module that holds it is accepted; see NVFP4Linear.from_linear")
+    made: dict[int, Any] = {}
+    for path, module in list(model.named_modules()):
+        for name, child in list(module.named_children()):
+            where = f"{path}.{name}" if path else name
+            wanted = type(child) is nn.Linear and (
+                child.in_features % 16 == 0 if filter_fn is None else filter_fn(child, where)
+            )
+            if not wanted:
+                continue
+            if id(child) not in made:
+                linear = NVFP4Linear.from_linear(child, profile=profile, scales=scales, a8=a8)
+                made[id(child)] = (linear, child)  # which keeps the id taken
+            setattr(module, name, made[id(child)][0])

@@ -39,12 +39,18 @@ def experts():
     return layer.quantize_(torch.randn(4, 32, 32), torch.randn(4, 32, 16))
 
 
+def linear():
+    torch.manual_seed(1)
+    return quern.nn.NVFP4Linear.from_linear(nn.Linear(32, 24))
+
+
 TABLE = dsv4.rope_table(64, 8, like=torch.empty(0))
 LAYERS = {
     "nsa": (attention, 32, ()),
     "csa": (lambda: compressed("csa"), 64, (TABLE,)),
     "hca": (lambda: compressed("hca"), 64, (TABLE,)),
     "experts": (experts, 32, ()),
+    "linear": (linear, 32, ()),
 }
 
 
@@ -268,3 +274,58 @@ def test_a_decoder_learns_as_with_dense_attention():
     with_sparse, with_dense = (train(model, text) for model in made)
     assert with_dense < 3.5, with_dense
     assert abs(with_sparse - with_dense) <= 0.02 * with_dense, (with_sparse, with_dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows,columns", [(64, 33), (16, 8), (144, 96)])
+def test_nvfp4_linear(near, rows, columns, bias, dtype):
+    """The product with the rounded weight, which is that of nvfp4.quantize; x's gradient is that weight's."""
+    torch.manual_seed(2)
+    plain = nn.Linear(rows, columns, bias, dtype=dtype)
+    layer = quern.nn.NVFP4Linear.from_linear(plain)
+    made = quern.nvfp4.quantize(plain.weight.detach().t().contiguous(), weight=True)
+    weight = quern.nvfp4.dequantize(*made, weight=True).t()
+    assert torch.equal(layer.dequantize(), weight)
+    x = torch.randn(2, 5, rows, dtype=dtype, requires_grad=True)
+    want = functional.linear(x.double(), weight.double(), plain.bias.double() if bias else None)
+    bound = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    got = layer(x)
+    assert got.dtype == dtype
+    near(got, want, bound)
+    (grad,) = torch.autograd.grad(got.sum(), x)
+    near(grad, weight.double().sum(0).expand_as(x), bound)
+    if bias:
+        (grad,) = torch.autograd.grad(layer(x).sum(), layer.bias)
+        near(grad, torch.full((columns,), 10.0), bound)
+    assert layer(x[:, :0]).shape == (2, 0, columns)
+    assert layer.half().weight_global.dtype == torch.float32
+
+
+def test_nvfp4_linear_state_dict():
+    layer, other = linear(), quern.nn.NVFP4Linear(32, 24)
+    state = layer.state_dict()
+    assert sorted(state) == ["bias", "weight_codes", "weight_global", "weight_scales"]
+    assert state["weight_codes"].shape == (16, 24) and state["weight_scales"].shape == (2, 24)
+    other.load_state_dict(state)
+    assert torch.equal(other.repacked, layer.repacked)
+    del state["weight_scales"]
+    with pytest.raises(RuntimeError, match="weight_scales"):
+        other.load_state_dict(state)
+    assert other.load_state_dict(state, strict=False).missing_keys == ["weight_scales"]
+    with pytest.raises(ValueError, match="a multiple of 16"):
+        quern.nn.NVFP4Linear(24, 8)
+
+
+def test_quantize_model():
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.Linear(32, 16)), "c": nn.Linear(10, 3)})
+    quern.nvfp4.quantize_(model, lambda layer, name: name != "b.1" and layer.in_features == 32)
+    assert type(model["a"]) is quern.nn.NVFP4Linear and model["b"][0] is model["a"]
+    assert type(model["b"][1]) is nn.Linear and type(model["c"]) is nn.Linear
+    quern.nvfp4.quantize_(model)
+    assert type(model["b"][1]) is quern.nn.NVFP4Linear and type(model["c"]) is nn.Linear
+    with pytest.raises(TypeError, match="from_linear"):
+        quern.nvfp4.quantize_(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="a multiple of 16"):
+        quern.nvfp4.quantize_(nn.Sequential(nn.Linear(10, 3)), lambda layer, name: True)

@@ -289,7 +289,7 @@ static void globals_of_products(void **state)
     p.offsets[2] = p.offsets[3] = 4;
     in = product_of(&p, E);
     PUT_F32(&in, "A_global", p.global, E);
-    refuse("nvfp4-gemm", &in, "", "a_global has 1 dimensions and its shape does not say");
+    refuse("nvfp4-gemm", &in, "", "A_global has 1 dimensions and its shape does not say");
     run_op("nvfp4-gemm", &in, "row", "--a-global-per row");
     run_op("nvfp4-gemm", &in, "expert", "--a-global-per expert");
 }
@@ -318,7 +318,7 @@ static void globals_of_outputs(void **state)
     }
     in.count = own;
     PUT_F32(&in, "C_global", p.global, 2, 2);
-    refuse("nvfp4-gemm", &in, "--output nvfp4", "c_global has 2 dimensions");
+    refuse("nvfp4-gemm", &in, "--output nvfp4", "C_global has 2 dimensions");
     assert_null(strstr(output, ":  "));
 }
 

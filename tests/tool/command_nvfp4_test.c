@@ -295,7 +295,7 @@ static void repacked_weights_come_back(void **state)
     refuse("moe-prepack", "packed", "--inverse true", "the extents of B are needed");
     scales[5] = 0x80;
     assert_int_equal(quern_safetensors_save(path_of("in"), items, 2, NULL, 0), QUERN_OK);
-    refuse("moe-prepack", "in", "", "b_scales[5] is the scale byte 0x80");
+    refuse("moe-prepack", "in", "", "B_scales[5] is the scale byte 0x80");
 }
 
 int main(void)

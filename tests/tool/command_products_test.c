@@ -180,7 +180,7 @@ static void outputs_of_products(void **state)
     load("d", "C", QUERN_BF16, T * N, narrow);
     done("nvfp4-gemm", "p", "d", "--output f16");
     load("d", "C", QUERN_F16, T * N, narrow);
-    refused("nvfp4-gemm", "p", "--output nvfp4", "c_global is NULL");
+    refused("nvfp4-gemm", "p", "--output nvfp4", "C_global is NULL");
     SAVE("p", A_FLOATS, WEIGHTS, REST, tensor("C_global", &one, QUERN_F32, 0, 0, 0, 0));
     done("nvfp4-gemm", "p", "d", "--output nvfp4 --profile modelopt");
     assert_false(holds("d", "C"));
@@ -195,8 +195,8 @@ static void outputs_of_products(void **state)
     done("nvfp4-gemm", "p", "d", "");
     load("d", "C", QUERN_F32, T * N, sums);
     for (int i = 0; i < T * N; i++) assert_true(sums[i] == c[i] + old[i]);
-    refused("nvfp4-gemm", "p", "--output bf16", "c_old: dtype f32: output's bf16 is accepted");
-    refused("nvfp4-gemm", "p", "--activation swiglu", "c_old is given with an activation");
+    refused("nvfp4-gemm", "p", "--output bf16", "C: dtype f32: output's bf16 is accepted");
+    refused("nvfp4-gemm", "p", "--activation swiglu", "C is given with an activation");
     SAVE("p", A_FLOATS, WEIGHTS, REST, tensor("d_out", d_out, QUERN_F32, 2, T, I, 0));
     done("nvfp4-gemm", "p", "d", "--activation swiglu --limit 2 --alpha 1.702 --beta 1 --granularity 8");
     load("d", "C", QUERN_F32, T * I, h);
@@ -277,7 +277,7 @@ static void quantisers_and_their_names(void **state)
     done("nvfp4-fused-quantize", "x", "f", "--activation swiglu --limit 3 --granularity 4");
     assert_true(holds("f", "codes") && holds("f", "scales") && !holds("f", "gate_codes"));
     refused("nvfp4-fused-quantize", "x", "--limit -1", "limit is -1");
-    refused("nvfp4-fused-quantize", "x", "--granularity 3", "x.shape[1] is 32");
+    refused("nvfp4-fused-quantize", "x", "--granularity 3", "X.shape[1] is 32");
     SAVE("m", tensor("codes", mx, QUERN_U8, 2, 2, 16, 0),
          tensor("exponents", exponents, QUERN_U8, 2, 2, 1, 0));
     done("nvfp4-from-mxfp4", "m", "n", "");
@@ -291,7 +291,7 @@ static void quantisers_and_their_names(void **state)
     refused("nvfp4-from-mxfp4", "m", "", "exponents[1] is the scale byte 0xFF");
     x[N + 3] = -INFINITY;
     SAVE("x", tensor("X", x, QUERN_F32, 2, T, N, 0));
-    refused("nvfp4-quantize", "x", "", "x[35] (row 1, column 3) is -inf");
+    refused("nvfp4-quantize", "x", "", "X[35] (row 1, column 3) is -inf");
     global = 0;
     SAVE("x", tensor("X", gate, QUERN_F32, 2, T, I, 0), tensor("global", &global, QUERN_F32, 0, 0, 0, 0));
     refused("nvfp4-quantize", "x", "", "global[0] is 0");
@@ -321,7 +321,7 @@ static void globals_of_experts(void **state)
     refused("nvfp4-quantize", "x", "--global-per expert", "offsets[1] is 7: at most the 6 rows");
     ends[1] = 5;
     SAVE("w", tensor("W", w, QUERN_F32, 2, 40, N, 0));
-    refused("nvfp4-quantize", "w", "--layout weight", "x.shape[0] is 40");
+    refused("nvfp4-quantize", "w", "--layout weight", "W.shape[0] is 40");
 }
 
 int main(void)

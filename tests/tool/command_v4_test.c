@@ -208,7 +208,7 @@ static void mistakes_are_reported(void **state)
     write_index(&l);
     write_attention(&l, "core");
     expect(3, "run v4-index $DIR/index $DIR/none --top-k 4000", "top_k is 4000");
-    expect(3, "run v4-index $DIR/index $DIR/none --key-format fp8", "k has dtype f32: u8");
+    expect(3, "run v4-index $DIR/index $DIR/none --key-format fp8", "k_I has dtype f32: u8");
     expect(2, "run v4-index $DIR/index $DIR/none --key-format fp7", "fp7");
     expect(3, "run v4-index $DIR/core $DIR/none", "q_I");
     expect(3, "run v4-attention $DIR/core $DIR/none --window -3", "window is -3");

@@ -4,6 +4,7 @@
 #include "command.h"
 #include "job.h"
 #include "output.h"
+#include "tensor_names.h"
 #include "values.h"
 
 #include <quern/cuda.h>
@@ -171,8 +172,11 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
     quern_op_role roles[QUERN_OP_TENSORS_MAX];
     int code = open_inputs(j, file, without);
     if (code != EXIT_DONE) return code;
-    if (quern_op_follow(j->op->op, &j->params, &j->tensors) != QUERN_OK)
-        return fail(EXIT_INPUT, "the file holds %s; --without NAME leaves one out", quern_last_error(NULL));
+    if (quern_op_follow(j->op->op, &j->params, &j->tensors) != QUERN_OK) {
+        char sentence[512];
+        tensor_names_put(quern_last_error(NULL), sentence, sizeof sentence);
+        return fail(EXIT_INPUT, "the file holds %s; --without NAME leaves one out", sentence);
+    }
     if (j->set_params != NULL && (code = j->set_params(j)) != EXIT_DONE) return code;
     const quern_status status = quern_op_roles(j->op->op, QUERN_OP_FORWARD, &j->params, &j->tensors, roles);
     if (status != QUERN_OK) {

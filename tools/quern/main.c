@@ -3,6 +3,7 @@
 /* main.c - finds the verb and calls it. */
 #include "command.h"
 #include "output.h"
+#include "tensor_names.h"
 
 #include <quern/cuda.h>
 #include <quern/file.h>
@@ -68,8 +69,10 @@ int fail_status(quern_status status)
                                 [QUERN_ERR_FORMAT] = EXIT_INPUT,
                                 [QUERN_ERR_DEVICE] = EXIT_MACHINE,
                                 [QUERN_ERR_INTERNAL] = EXIT_DEFECT};
+    char sentence[4096];
+    tensor_names_put(reason(status), sentence, sizeof sentence);
     return fail((unsigned)status < sizeof codes / sizeof *codes ? codes[status] : EXIT_DEFECT, "%s",
-                reason(status));
+                sentence);
 }
 
 int fail_file(const char *path, quern_status status)

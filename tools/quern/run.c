@@ -7,6 +7,7 @@
 #include "job.h"
 #include "output.h"
 #include "scenario.h"
+#include "tensor_names.h"
 
 #include <jansson.h>
 #include <stdio.h>
@@ -180,6 +181,7 @@ static int run_subject(const subject *s, const any_params *params, const run_opt
     }
     job j;
     job_init(&j, s->op, params);
+    tensor_names_of(s->op, &j.params);
     j.aside =
         s->op->info.aside != NULL && (s->op->info.aside_valued ? options->aside : options->save_branches);
     j.device = machine->device;
@@ -191,6 +193,7 @@ static int run_subject(const subject *s, const any_params *params, const run_opt
     if (code == EXIT_DONE && machine->json) print_result(&j, s->name, ctx);
     if (code == EXIT_DONE) code = output_flush(code); /* a result that cannot be told is not written */
     if (code == EXIT_DONE) code = job_write(&j, s->name, out);
+    tensor_names_of(NULL, NULL);
     job_free(&j);
     quern_safetensors_close(file);
     quern_context_destroy(ctx);
