@@ -32,7 +32,7 @@ def any_of():
 
 faces = [quern.attention, quern.nsa, quern.nsa_compress, quern.nsa_select, quern.nsa_attend, quern.nsa_gate]
 faces += [dsv4.compress, dsv4.index, dsv4.attention, dsv4.layer, moe.route, moe.layer]
-faces += [getattr(nvfp4, name) for name in nvfp4.__all__]
+faces += [getattr(nvfp4, name) for name in nvfp4.__all__ if name != "quantize_"]  # which takes modules
 named = {"block_idx": quern.nsa_attend, "group_idx": quern.nsa_attend, "out": quern.attention}
 
 
