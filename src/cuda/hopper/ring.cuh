@@ -30,6 +30,44 @@ template <typename X, int N> __device__ __forceinline__ uint32_t stage_address(X
     return smem_address(stages) + stage * (uint32_t)sizeof(X);
 }
 
+/* A barrier a stage. */
+template <int STAGES> struct stage_barriers {
+    uint64_t of[STAGES];
+
+    /* As a ring's. */
+    __device__ __forceinline__ void init(uint32_t arrivals)
+    {
+        for (int i = 0; i < STAGES; i++) mbar_init(smem_address(&of[i]), arrivals);
+    }
+    __device__ __forceinline__ void wait(const ring_place<STAGES> &at)
+    {
+        mbar_wait(smem_address(of) + at.stage * 8, at.parity);
+    }
+    __device__ __forceinline__ bool test(const ring_place<STAGES> &at)
+    {
+        return mbar_test(smem_address(of) + at.stage * 8, at.parity);
+    }
+    /* The same of the stage's use before that; before its first a wait ends at once. */
+    __device__ __forceinline__ void wait_before(const ring_place<STAGES> &at)
+    {
+        mbar_wait(smem_address(of) + at.stage * 8, at.parity ^ 1);
+    }
+    __device__ __forceinline__ bool test_before(const ring_place<STAGES> &at)
+    {
+        return mbar_test(smem_address(of) + at.stage * 8, at.parity ^ 1);
+    }
+    __device__ __forceinline__ uint32_t expect(const ring_place<STAGES> &at, uint32_t bytes)
+    {
+        const uint32_t bar = smem_address(of) + at.stage * 8;
+        mbar_expect(bar, bytes);
+        return bar;
+    }
+    __device__ __forceinline__ void arrive(const ring_place<STAGES> &at)
+    {
+        mbar_arrive(smem_address(of) + at.stage * 8);
+    }
+};
+
 template <int STAGES> struct ring {
     uint64_t full[STAGES], free[STAGES];
 
@@ -50,12 +88,20 @@ template <int STAGES> struct ring {
     {
         mbar_wait(smem_address(full) + at.stage * 8, at.parity);
     }
-    /* One arrival, and `bytes` that copies will bring: the barrier that they name. */
+    __device__ __forceinline__ bool test_full(const ring_place<STAGES> &at)
+    {
+        return mbar_test(smem_address(full) + at.stage * 8, at.parity);
+    }
+    /* The barrier that copies into a stage name. */
+    __device__ __forceinline__ uint32_t barrier(const ring_place<STAGES> &at)
+    {
+        return smem_address(full) + at.stage * 8;
+    }
+    /* One arrival, and `bytes` that copies will bring. */
     __device__ __forceinline__ uint32_t expect(const ring_place<STAGES> &at, uint32_t bytes)
     {
-        const uint32_t bar = smem_address(full) + at.stage * 8;
-        mbar_expect(bar, bytes);
-        return bar;
+        mbar_expect(barrier(at), bytes);
+        return barrier(at);
     }
     __device__ __forceinline__ void give(const ring_place<STAGES> &at)
     {

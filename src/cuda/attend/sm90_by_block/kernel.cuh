@@ -29,7 +29,7 @@
 #define QUERN_CUDA_ATTEND_SM90_BY_BLOCK_KERNEL_CUH
 
 #include "attend/attend.cuh"
-#include "hopper/barrier.cuh"
+#include "hopper/ring.cuh"
 #include "common/launch.cuh"
 #include "hopper/tma_tiles.cuh"
 #include "hopper/wgmma.cuh"
@@ -49,10 +49,12 @@ struct maps {
     tma_tiles k, v;
 };
 
-/* Offsets into shared memory. */
-template <int D> struct layout {
-    static constexpr int TILE = KEYS * D * 2, Q_TILE = ROWS * D * 2;
-    static constexpr int K = 0, V = TILE, Q = V + TILE, FULL = Q + 2 * Q_TILE, BYTES = FULL + 8;
+template <int D> struct __align__(1024) shared
+{
+    typedef uint16_t panel_row[64];
+    panel_row k[D / 64][KEYS], v[D / 64][KEYS];
+    panel_row q[2][D / 64][ROWS]; /* of the tile in hand and of the next */
+    stage_barriers<1> full;       /* K and V */
 };
 
 /* The id of token `i` of an item; -1 behind its last. */
@@ -193,10 +195,11 @@ __device__ __forceinline__ int keys_left(const attend_kernel &a, const token_sli
     return id < 0 ? (int)KEYS : (seen < (int)a.sq.n_kv ? seen : (int)a.sq.n_kv) - key;
 }
 
-/* A tile of 64 rows: their partial results over 64 keys. `odd`: something in V was not finite. */
+/* A tile of 64 rows: their partial results over 64 keys. `clear`: V was cleared of what was not finite. */
 template <typename T, int D, int R>
 __device__ __forceinline__ void compute_rows(const attend_kernel &a, const token_slice &s, int32_t id,
-                                             int key, bool odd, uint32_t rows, uint32_t base)
+                                             int key, bool clear, uint32_t rows, uint32_t keys,
+                                             uint32_t values)
 {
     constexpr int NT = KEYS / 8, OT = D / 8;
     const int lane = threadIdx.x & 31;
@@ -209,7 +212,7 @@ __device__ __forceinline__ void compute_rows(const attend_kernel &a, const token
         own[h] = __shfl_sync(~0u, id, ((lane >> 2) + h * 8) / R);
         left[h] = keys_left(a, s, own[h], key);
     }
-    multiply_keys<T, D>(c, rows, base + layout<D>::K);
+    multiply_keys<T, D>(c, rows, keys);
     if (!__all_sync(~0u, left[0] >= KEYS && left[1] >= KEYS))
 #pragma unroll
         for (int i = 0; i < NT; i++)
@@ -217,8 +220,8 @@ __device__ __forceinline__ void compute_rows(const attend_kernel &a, const token
             for (int j = 0; j < 4; j++)
                 if (i * 8 + (lane & 3) * 2 + (j & 1) >= left[j >> 1]) c[i][j] = -INFINITY;
     attend_parts::softmax(c, r, shrink, a.scale_log2);
-    multiply_values<T, D>(o, c, base + layout<D>::V);
-    if (odd) add_nonfinite<T>(o, a, s, left, key);
+    multiply_values<T, D>(o, c, values);
+    if (clear) add_nonfinite<T>(o, a, s, left, key);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float sum = r.sum[h];
@@ -236,10 +239,10 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
                            const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
-    typedef layout<D> at;
     constexpr int TOKENS = ROWS / R, OF_WARP = 16 / R;
     extern __shared__ __align__(1024) char smem[];
-    const uint32_t base = smem_address(smem);
+    shared<D> &sm = *(shared<D> *)smem;
+    const uint32_t k = smem_address(sm.k), v = smem_address(sm.v);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int32_t items = *s.item_count;
     const block_item item = s.items[blockIdx.x]; /* or nothing that is read */
@@ -250,29 +253,29 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
     }
     const int key = item.block * KEYS;
     if (threadIdx.x == 0) {
-        mbar_init(base + at::FULL, 1);
+        sm.full.init(1);
         mbar_init_done();
-        mbar_expect(base + at::FULL, 2 * at::TILE);
-        tma_load_tile<D / 64, KEYS>(base + at::K, m.k, base + at::FULL, s.unit, key, s.view);
-        tma_load_tile<D / 64, KEYS>(base + at::V, m.v, base + at::FULL, s.unit, key, s.view);
+        const uint32_t full = sm.full.expect({}, sizeof sm.k + sizeof sm.v);
+        tma_load_tile<D / 64, KEYS>(k, m.k, full, s.unit, key, s.view);
+        tma_load_tile<D / 64, KEYS>(v, m.v, full, s.unit, key, s.view);
     }
     auto own_id = [&](int tile) { return id_of(s, item, tile * TOKENS + warp * OF_WARP + lane % OF_WARP); };
     int32_t id = own_id(0), id_next = own_id(1);
-    copy_rows<T, D, R>(a, s, id, base + at::Q);
-    bool odd = false;
+    copy_rows<T, D, R>(a, s, id, stage_address(sm.q, 0));
+    bool clear = false;
     for (int tile = 0; tile * TOKENS < item.count; tile++) {
-        const uint32_t rows = base + at::Q + (tile & 1) * at::Q_TILE;
+        const uint32_t rows = stage_address(sm.q, tile & 1);
         cp_async_commit();
         cp_async_wait<0>();
         async_fence();
         __syncthreads(); /* the rows are there; so is the barrier */
         if (tile == 0) {
-            mbar_wait(base + at::FULL, 0);
-            odd = clean_values<T, D>(smem + at::V);
+            sm.full.wait({});
+            clear = clean_values<T, D>((char *)sm.v);
         }
         const int32_t id_after = own_id(tile + 2);
-        copy_rows<T, D, R>(a, s, id_next, base + at::Q + ((tile & 1) ^ 1) * at::Q_TILE);
-        compute_rows<T, D, R>(a, s, id, key, odd, rows, base);
+        copy_rows<T, D, R>(a, s, id_next, stage_address(sm.q, (tile & 1) ^ 1));
+        compute_rows<T, D, R>(a, s, id, key, clear, rows, k, v);
         id = id_next;
         id_next = id_after;
     }
@@ -364,9 +367,9 @@ static quern_status run_slice(const attend_args *args, const attend_kernel &a, c
     if (status == QUERN_OK) status = tma_describe_tiles(&m.v, args->v, KEYS, D / 64);
     if (status == QUERN_OK && s.first)
         status = launch_shared({stream, NULL}, attend_by_block_blocks<T, D, R>, grid, 32 * WARPS,
-                               layout<D>::BYTES, name, a, s, m);
+                               sizeof(shared<D>), name, a, s, m);
     else if (status == QUERN_OK)
-        status = launch_behind(stream, attend_by_block_blocks<T, D, R>, grid, 32 * WARPS, layout<D>::BYTES,
+        status = launch_behind(stream, attend_by_block_blocks<T, D, R>, grid, 32 * WARPS, sizeof(shared<D>),
                                name, a, s, m);
     if (status != QUERN_OK) return status;
     return launch_behind(stream, attend_by_block_merge<T, D, R>, dim3(blocks_for(s.lists, MERGE_WARPS)),
