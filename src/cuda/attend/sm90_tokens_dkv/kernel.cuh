@@ -23,7 +23,7 @@
 #include "common/launch.cuh"
 
 #include "attend/backward/dkv.cuh"
-#include "hopper/barrier.cuh"
+#include "hopper/ring.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90/attend.cuh"
 
@@ -43,11 +43,19 @@ struct statistics {
     int32_t end[ROWS];                              /* of the keys that the row sees */
 };
 
-template <int DP> struct layout {
-    static constexpr int TILE = ROWS * DP * 2;
-    static constexpr int K = 0, V = K + KEYS * DP * 2, Q = V + KEYS * DP * 2, DO = Q + STAGES * TILE,
-                         STAT = DO + STAGES * TILE, BARS = STAT + STAGES * (int)sizeof(statistics);
-    static constexpr int FULL = BARS, FREE = FULL + 8 * STAGES, BYTES = FREE + 8 * STAGES;
+template <int DP> struct __align__(1024) shared
+{
+    typedef uint16_t panel_row[64];
+    panel_row k[DP / 64][KEYS], v[DP / 64][KEYS], q[STAGES][DP / 64][ROWS], d_o[STAGES][DP / 64][ROWS];
+    statistics stats[STAGES];
+    ring<STAGES> rows;
+
+    /* One thread. */
+    __device__ __forceinline__ void init()
+    {
+        rows.init(1 + WARP_ARRIVALS, 4 * WARP_ARRIVALS);
+        mbar_init_done();
+    }
 };
 
 /* The tokens that a block walks: those at [first, end) of `tiles`. */
@@ -73,9 +81,8 @@ __device__ __forceinline__ token_stream find_tokens(const attend_kernel &a, cons
 /* Copies the rows of the tokens, a lane each. A token past the end lies outside the tensor: zeros arrive. */
 template <int DP>
 __device__ __forceinline__ void feed(const attend_kernel &a, const key_block &b, const token_stream &x,
-                                     const maps &m, uint32_t base)
+                                     const maps &m, shared<DP> &s)
 {
-    typedef layout<DP> at;
     const int lane = threadIdx.x & 31, head0 = b.kvh * a.group;
     auto token_at = [&](int t) {
         const int i = x.first + t * x.a_stage + lane;
@@ -83,17 +90,18 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const key_block &b,
     };
     int token = token_at(0);
     for (int t = 0; t < x.steps; t++) {
-        const int stage = t % STAGES, next = token_at(t + 1);
-        const uint32_t full = base + at::FULL + 8 * stage, to = lane * a.hs * 128;
-        mbar_wait(base + at::FREE + 8 * stage, (t / STAGES & 1) ^ 1);
-        if (lane == 0) mbar_expect(full, 2 * at::TILE);
+        const auto at = ring_place<STAGES>::of(t);
+        const int next = token_at(t + 1);
+        const uint32_t to = lane * a.hs * 128, q = stage_address(s.q, at.stage) + to,
+                       d_o = stage_address(s.d_o, at.stage) + to;
+        s.rows.wait_free(at);
+        const uint32_t full = s.rows.barrier(at);
+        if (lane == 0) s.rows.expect(at, sizeof s.q[0] + sizeof s.d_o[0]);
         __syncwarp();
         if (lane < x.a_stage)
             for (int p = 0; p < DP / 64; p++) {
-                tma_load(base + at::Q + stage * at::TILE + p * ROWS * 128 + to, m.q, full, p * 64, head0,
-                         token, (int)b.seq.view_b);
-                tma_load(base + at::DO + stage * at::TILE + p * ROWS * 128 + to, m.d_o, full, p * 64, head0,
-                         token, (int)b.seq.view_b);
+                tma_load(q + p * ROWS * 128, m.q, full, p * 64, head0, token, (int)b.seq.view_b);
+                tma_load(d_o + p * ROWS * 128, m.d_o, full, p * 64, head0, token, (int)b.seq.view_b);
             }
         token = next;
     }
@@ -127,15 +135,14 @@ __device__ __forceinline__ two_rows fetch_rows(const attend_kernel &a, const key
 /* Fetches the rows' statistics, a stage ahead. */
 template <int DP>
 __device__ __forceinline__ void fetch(const attend_kernel &a, const key_block &b, const token_stream &x,
-                                      char *smem, uint32_t base)
+                                      shared<DP> &s)
 {
-    typedef layout<DP> at;
     const int lane = threadIdx.x & 31;
     two_rows r = fetch_rows(a, b, x, 0);
     for (int t = 0; t < x.steps; t++) {
-        const int stage = t % STAGES;
-        statistics *to = (statistics *)(smem + at::STAT) + stage;
-        mbar_wait(base + at::FREE + 8 * stage, (t / STAGES & 1) ^ 1);
+        const auto at = ring_place<STAGES>::of(t);
+        statistics *to = &s.stats[at.stage];
+        s.rows.wait_free(at);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             to->lse2[lane + h * 32] = r.lse2[h];
@@ -143,7 +150,7 @@ __device__ __forceinline__ void fetch(const attend_kernel &a, const key_block &b
             to->row_scale[lane + h * 32] = r.row_scale[h];
             to->end[lane + h * 32] = r.end[h];
         }
-        mbar_arrive(base + at::FULL + 8 * stage); /* each lane's, for what it wrote */
+        s.rows.give(at); /* each lane's, for what it wrote */
         r = fetch_rows(a, b, x, t + 1);
     }
 }
@@ -222,38 +229,37 @@ __device__ __forceinline__ void multiply(float (&c)[8][4], uint32_t a, uint32_t 
 }
 
 template <typename T, int DP>
-__device__ __forceinline__ void compute(const attend_kernel &a, const key_block &b, char *smem, uint32_t base)
+__device__ __forceinline__ void compute(const attend_kernel &a, const key_block &b, shared<DP> &sm)
 {
-    typedef layout<DP> at;
     constexpr int NT = ROWS / 8, OT = DP / 8;
     const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16 + (lane >> 2), key = b.key0 + row;
     const token_stream x = find_tokens<T>(a, b);
-    load_keys<T, KEYS, 128, DP / 8>(a, b, base + at::K, smem + at::K, base + at::V, smem + at::V);
+    const uint32_t k = smem_address(sm.k), v = smem_address(sm.v);
+    load_keys<T, KEYS, 128, DP / 8>(a, b, k, (char *)sm.k, v, (char *)sm.v);
     float dk[OT][4] = {}, dv[OT][4] = {};
     cp_async_commit();
     cp_async_wait<0>();
     async_fence();
     named_sync(1, 128);
     for (int t = 0; t < x.steps; t++) {
-        const int stage = t % STAGES;
-        const statistics *st = (const statistics *)(smem + at::STAT) + stage;
-        const uint32_t q = at::Q + stage * at::TILE, g = at::DO + stage * at::TILE;
+        const auto at = ring_place<STAGES>::of(t);
+        const statistics *st = &sm.stats[at.stage];
+        const uint32_t q = stage_address(sm.q, at.stage), g = stage_address(sm.d_o, at.stage);
         float s[NT][4], dp[NT][4];
         uint32_t fp[NT][2], fs[NT][2];
-        mbar_wait(base + at::FULL + 8 * stage, t / STAGES & 1);
+        sm.rows.wait_full(at);
         wg_start();
-        multiply<T, DP>(s, base + at::K, base + q);
-        multiply<T, DP>(dp, base + at::V, base + g);
+        multiply<T, DP>(s, k, q);
+        multiply<T, DP>(dp, v, g);
         wg_wait<0>(s);
         wg_wait<0>(dp);
         if (st->end[0] >= b.key_end) {
             find_gradients<T, true>(s, dp, st, a.scale_log2, key, fp, fs);
         } else {
             find_gradients<T, false>(s, dp, st, a.scale_log2, key, fp, fs);
-            guard<T, DP>(smem + q, smem + g, st, key, dk, dv);
+            guard<T, DP>((char *)sm.q[at.stage], (char *)sm.d_o[at.stage], st, key, dk, dv);
         }
-        const uint64_t tq = wg_fresh(wg_tile(base + q, ROWS * 128)),
-                       tg = wg_fresh(wg_tile(base + g, ROWS * 128));
+        const uint64_t tq = wg_fresh(wg_tile(q, ROWS * 128)), tg = wg_fresh(wg_tile(g, ROWS * 128));
         wg_start();
 #pragma unroll
         for (int kk = 0; kk < NT; kk += 2) {
@@ -268,7 +274,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const key_block 
         wg_commit();
         wg_wait<0>(dv);
         wg_wait<0>(dk);
-        mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
+        sm.rows.give_back(at); /* each lane's, for what it read */
     }
     store_keys<T, true, true, true, OT>(a, b, row, a.list_block, dk, dv);
 }
@@ -278,26 +284,20 @@ __global__ void __launch_bounds__(256, 2) attend_tokens_keys(const __grid_consta
                                                              int64_t pieces, const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
-    typedef layout<DP> at;
     extern __shared__ __align__(1024) char smem[];
-    const uint32_t base = smem_address(smem);
+    shared<DP> &s = *(shared<DP> *)smem;
     key_block b;
     if (!find_item<KEYS, true>(a, pieces, &b)) return;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++)
-            mbar_init(base + at::FULL + 8 * i, 1 + WARP_ARRIVALS),
-                mbar_init(base + at::FREE + 8 * i, 4 * WARP_ARRIVALS);
-        mbar_init_done();
-    }
+    if (threadIdx.x == 0) s.init();
     __syncthreads();
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (warp >= 4) {
         registers_down<FEED>();
-        if (warp == 4) feed<DP>(a, b, find_tokens<T>(a, b), m, base);
-        else if (warp == 5) fetch<DP>(a, b, find_tokens<T>(a, b), smem, base);
+        if (warp == 4) feed(a, b, find_tokens<T>(a, b), m, s);
+        else if (warp == 5) fetch(a, b, find_tokens<T>(a, b), s);
     } else {
         registers_up<COMPUTE>();
-        compute<T, DP>(a, b, smem, base);
+        compute<T>(a, b, s);
     }
 #endif
 }
@@ -313,7 +313,7 @@ static quern_status run(const attend_args *args, const attend_launch &l, cudaStr
     if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, a.hs, 1);
     if (status != QUERN_OK) return status;
     const dim3 grid((unsigned)inverse_items(args), 1, (unsigned)(a.list_block / KEYS));
-    return launch_shared({stream, NULL}, attend_tokens_keys<T, DP>, grid, 256, layout<DP>::BYTES,
+    return launch_shared({stream, NULL}, attend_tokens_keys<T, DP>, grid, 256, sizeof(shared<DP>),
                          "attend_backward_sm90_tokens by keys", a, pieces, m);
 }
 
