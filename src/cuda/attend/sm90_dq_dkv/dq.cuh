@@ -6,7 +6,7 @@
  * dK and dV are dkv.cuh's: two kernels compute S and dP twice (seven products for five), and
  * every sum has one owner and one order. One kernel has no room for dQ's tile beside dK and dV.
  *
- * Blocks, pieces and turns are the forward's (sm90_forward/kernel.cuh, sm90/work.cuh): a persistent block
+ * Blocks and pieces are the forward's (sm90_forward/kernel.cuh, sm90/work.cuh): a persistent block
  * owns 128 rows, 64 each of two computing warpgroups, and walks their keys from the last to the first. The
  * next tile's S and dP are issued behind this tile's dQ, so the tensor cores have work while dS is made of
  * the one warpgroup's or the other's.
@@ -25,6 +25,7 @@
 
 #include "attend/backward/params.cuh"
 #include "hopper/nonfinite.cuh"
+#include "hopper/ring.cuh"
 #include "common/launch.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90/attend.cuh"
@@ -33,7 +34,16 @@
 namespace sm90_rows
 {
 
-enum { STAGES = 2, GROUPS = 2, M = 64 * GROUPS, SEARCHERS = 2, CLEANING = 1, FEED = 40, COMPUTE = 232 };
+enum {
+    STAGES = 2,
+    PLANS = 2,
+    GROUPS = 2,
+    M = 64 * GROUPS,
+    SEARCHERS = 2,
+    CLEANING = 1,
+    FEED = 40,
+    COMPUTE = 232
+};
 
 struct maps {
     CUtensorMap q, d_o, k, v;
@@ -45,51 +55,58 @@ struct row_state {
     int32_t lo, hi;
 };
 
-/* Offsets into shared memory. */
-template <int DK, int DV> struct layout {
+template <int DK, int DV> struct __align__(1024) shared
+{
     static constexpr int KEYS = DV <= 128 ? 80 : 48;
-    static constexpr int Q = 0, DO = Q + M * DK * 2, K = DO + M * DV * 2, K_BYTES = KEYS * DK * 2,
-                         V_BYTES = KEYS * DV * 2;
-    static constexpr int V = K + STAGES * K_BYTES, BARS = V + STAGES * V_BYTES; /* 8 bytes each */
-    static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, FULL = Q_FREE + 8, FREE = FULL + 8 * STAGES,
-                         SEARCHED = FREE + 8 * STAGES;
-    static constexpr int TURN_FULL = SEARCHED + 8 * STAGES, TURN_FREE = TURN_FULL + 16;
-    /* [STAGES][SEARCHERS]: some rows do not see all keys: 1; and something in these is not finite: 3 */
-    static constexpr int FOUND = TURN_FREE + 16;
-    static constexpr int TURN = FOUND + 4 * STAGES * SEARCHERS; /* [2] plans */
-    static constexpr int ROW = TURN + 2 * (int)sizeof(work);    /* [M] */
-    static constexpr int BYTES = ROW + M * (int)sizeof(row_state);
-    static_assert(BYTES <= 227 * 1024, "more than a block can have");
+    typedef uint16_t panel_row[64];
+    panel_row q[DK / 64][M], d_o[DV / 64][M], k[STAGES][DK / 64][KEYS], v[STAGES][DV / 64][KEYS];
+    ring<1> queries; /* with dO */
+    ring<STAGES> keys;
+    stage_barriers<STAGES> searched;
+    ring<PLANS> plans;
+    int32_t found[STAGES][SEARCHERS]; /* some rows do not see all keys: 1; and something in them is not
+                                         finite: 3 */
+    work plan[PLANS];
+    row_state row[M];
+
+    /* One thread. */
+    __device__ __forceinline__ void init()
+    {
+        queries.init(1, 4 * GROUPS);
+        keys.init(1, 128 * GROUPS + SEARCHERS);
+        searched.init(SEARCHERS * WARP_ARRIVALS);
+        plans.init(1, (1 + SEARCHERS + 4 * GROUPS) * WARP_ARRIVALS);
+        mbar_init_done();
+    }
+
+    /* The plan of the block's n-th piece; it stays until all have given it back. */
+    __device__ __forceinline__ const work &wait_plan(int n)
+    {
+        const auto at = ring_place<PLANS>::of(n);
+        plans.wait_full(at);
+        return plan[at.stage];
+    }
+    /* Each lane's, for what it read. */
+    __device__ __forceinline__ void give_back_plan(int n)
+    {
+        plans.give_back(ring_place<PLANS>::of(n));
+    }
 };
 
+/* Warp 3 of the feeder: plans pieces, two ahead at most. The last plan has -1 queries. */
 template <int DK, int DV>
-__device__ __forceinline__ const work &wait_turn(char *smem, uint32_t base, int turn)
+__device__ __forceinline__ void plan_pieces(const attend_kernel &a, const work_plan &plan, shared<DK, DV> &s)
 {
-    typedef layout<DK, DV> at;
-    mbar_wait(base + at::TURN_FULL + 8 * (turn & 1), turn >> 1 & 1);
-    return ((const work *)(smem + at::TURN))[turn & 1];
-}
-
-template <int DK, int DV> __device__ __forceinline__ void free_turn(uint32_t base, int turn)
-{
-    mbar_arrive(base + layout<DK, DV>::TURN_FREE + 8 * (turn & 1)); /* each lane's, for what it read */
-}
-
-/* Warp 3 of the feeder: plans the turns, two ahead at most. The last plan has -1 queries. */
-template <int DK, int DV>
-__device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_plan &plan, char *smem,
-                                           uint32_t base)
-{
-    typedef layout<DK, DV> at;
     work w = {};
     int32_t index = (int32_t)blockIdx.x;
-    for (int turn = 0; w.queries >= 0; turn++) {
+    for (int n = 0; w.queries >= 0; n++) {
+        const auto at = ring_place<PLANS>::of(n);
         if (index < plan.total) find_work<false>(a, plan, index, &w);
         else w.queries = -1;
-        mbar_wait(base + at::TURN_FREE + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+        s.plans.wait_free(at);
         if ((threadIdx.x & 31) == 0) {
-            ((work *)(smem + at::TURN))[turn & 1] = w;
-            mbar_arrive(base + at::TURN_FULL + 8 * (turn & 1));
+            s.plan[at.stage] = w;
+            s.plans.give(at);
         }
         index = next_piece(plan);
     }
@@ -97,45 +114,40 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
 
 /* Warp 0 of the feeder: one thread copies. */
 template <int DK, int DV>
-__device__ __forceinline__ void feed(const attend_kernel &a, const work_plan &plan, const maps &m, char *smem,
-                                     uint32_t base)
+__device__ __forceinline__ void copy_tiles(const attend_kernel &a, const work_plan &plan, const maps &m,
+                                           shared<DK, DV> &s)
 {
-    typedef layout<DK, DV> at;
+    constexpr int KEYS = shared<DK, DV>::KEYS;
     const bool lead = (threadIdx.x & 31) == 0;
     int step = 0, used = 0; /* tiles and pieces so far */
-    for (int turn = 0;; turn++) {
-        const work &w = wait_turn<DK, DV>(smem, base, turn);
+    auto copy = [](auto &panels, const CUtensorMap &map, uint32_t full, int head, int row, int view) {
+        constexpr int PANELS = sizeof panels / sizeof *panels;
+#pragma unroll
+        for (int p = 0; p < PANELS; p++)
+            tma_load(smem_address(panels) + p * (uint32_t)sizeof *panels, map, full, p * 64, head, row, view);
+    };
+    for (int n = 0;; n++) {
+        const work &w = s.wait_plan(n);
         if (w.queries < 0) return;
-        const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
+        const int tiles = (w.slots + KEYS - 1) / KEYS;
         if (tiles > 0 && lead) {
-            mbar_wait(base + at::Q_FREE, (used & 1) ^ 1);
-            mbar_expect(base + at::Q_FULL, (DK + DV) / 64 * plan.queries * a.hs * 128);
-#pragma unroll
-            for (int p = 0; p < DK / 64; p++)
-                tma_load(base + at::Q + p * M * 128, m.q, base + at::Q_FULL, p * 64, w.head0, w.q0 + w.query,
-                         w.view);
-#pragma unroll
-            for (int p = 0; p < DV / 64; p++)
-                tma_load(base + at::DO + p * M * 128, m.d_o, base + at::Q_FULL, p * 64, w.head0,
-                         w.q0 + w.query, w.view);
+            const auto at = ring_place<1>::of(used);
+            s.queries.wait_free(at);
+            const uint32_t full = s.queries.expect(at, (DK + DV) / 64 * plan.queries * a.hs * 128);
+            copy(s.q, m.q, full, w.head0, w.q0 + w.query, w.view);
+            copy(s.d_o, m.d_o, full, w.head0, w.q0 + w.query, w.view);
             used++;
         }
         if (lead)
             for (int t = tiles - 1; t >= 0; t--, step++) {
-                const int stage = step % STAGES, key = w.k0 + w.base + t * at::KEYS;
-                const uint32_t full = base + at::FULL + 8 * stage;
-                mbar_wait(base + at::FREE + 8 * stage, (step / STAGES & 1) ^ 1);
-                mbar_expect(full, at::K_BYTES + at::V_BYTES);
-#pragma unroll
-                for (int p = 0; p < DK / 64; p++)
-                    tma_load(base + at::K + stage * at::K_BYTES + p * at::KEYS * 128, m.k, full, p * 64,
-                             w.kvh, key, w.view);
-#pragma unroll
-                for (int p = 0; p < DV / 64; p++)
-                    tma_load(base + at::V + stage * at::V_BYTES + p * at::KEYS * 128, m.v, full, p * 64,
-                             w.kvh, key, w.view);
+                const auto at = ring_place<STAGES>::of(step);
+                const int key = w.k0 + w.base + t * KEYS;
+                s.keys.wait_free(at);
+                const uint32_t full = s.keys.expect(at, sizeof s.k[0] + sizeof s.v[0]);
+                copy(s.k[at.stage], m.k, full, w.kvh, key, w.view);
+                copy(s.v[at.stage], m.v, full, w.kvh, key, w.view);
             }
-        free_turn<DK, DV>(base, turn);
+        s.give_back_plan(n);
     }
 }
 
@@ -156,36 +168,34 @@ __device__ __forceinline__ bool some_empty(const attend_kernel &a, const work &w
 /* Warps 1 and 2 of the feeder. They free every stage, so that the others neither overtake them nor are
  * overtaken. A searcher looks at half of a tile for one of its reasons, at all of it for the other. */
 template <typename T, int DK, int DV>
-__device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint32_t base)
+__device__ __forceinline__ void search_keys(const attend_kernel &a, shared<DK, DV> &s)
 {
-    typedef layout<DK, DV> at;
+    constexpr int KEYS = shared<DK, DV>::KEYS, BYTES = sizeof s.k[0];
     const int lane = threadIdx.x & 31, searcher = (threadIdx.x >> 5) - 1;
     int step = 0;
-    for (int turn = 0;; turn++) {
-        const work &w = wait_turn<DK, DV>(smem, base, turn);
+    for (int n = 0;; n++) {
+        const work &w = s.wait_plan(n);
         if (w.queries < 0) return;
-        const seen_tiles seen = find_seen<at::KEYS, false>(w);
+        const seen_tiles seen = find_seen<KEYS, false>(w);
         const bool empty = some_empty(a, w);
-        for (int t = (w.slots + at::KEYS - 1) / at::KEYS - 1; t >= 0; t--, step++) {
-            const int stage = step % STAGES;
-            mbar_wait(base + at::FULL + 8 * stage, step / STAGES & 1);
-            const bool whole = tile_seen<at::KEYS, false>(a, w, seen, NULL, t);
+        for (int t = (w.slots + KEYS - 1) / KEYS - 1; t >= 0; t--, step++) {
+            const auto at = ring_place<STAGES>::of(step);
+            s.keys.wait_full(at);
+            const bool whole = tile_seen<KEYS, false>(a, w, seen, NULL, t);
             uint32_t most = 0;
             if (!whole || empty) {
-                const char *tile = smem + at::K + stage * at::K_BYTES;
+                const char *tile = (const char *)s.k[at.stage];
                 const int first = empty ? 0 : searcher * 512, by = empty ? 512 : SEARCHERS * 512;
 #pragma unroll 4
-                for (int i = first + lane * 16; i < at::K_BYTES; i += by)
+                for (int i = first + lane * 16; i < BYTES; i += by)
                     most = largest_bits(most, *(const uint4 *)(tile + i));
             }
-            const bool odd = __any_sync(~0u, is_nonfinite<T>(most));
-            if (lane == 0)
-                ((int32_t *)(smem + at::FOUND))[stage * SEARCHERS + searcher] =
-                    (!whole || empty ? 1 : 0) | (odd ? 2 : 0);
-            mbar_arrive(base + at::SEARCHED + 8 * stage); /* each lane's, for what it read */
-            if (lane == 0) mbar_arrive(base + at::FREE + 8 * stage);
+            const bool found = __any_sync(~0u, is_nonfinite<T>(most));
+            if (lane == 0) s.found[at.stage][searcher] = (!whole || empty ? 1 : 0) | (found ? 2 : 0);
+            s.searched.arrive(at); /* each lane's, for what it read */
+            if (lane == 0) s.keys.give_back(at);
         }
-        free_turn<DK, DV>(base, turn);
+        s.give_back_plan(n);
     }
 }
 
@@ -287,28 +297,26 @@ __device__ __forceinline__ void rows_by_keys(float (&acc)[KEYS / 8][4], uint32_t
 
 /* A computing warpgroup. */
 template <typename T, int DK, int DV>
-__device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint32_t base, int group)
+__device__ __forceinline__ void compute(const attend_kernel &a, shared<DK, DV> &sm, int group)
 {
-    typedef layout<DK, DV> at;
-    constexpr int KEYS = at::KEYS, NT = KEYS / 8, OT = DK / 8;
+    typedef ring_place<STAGES> place_of;
+    constexpr int KEYS = shared<DK, DV>::KEYS, NT = KEYS / 8, OT = DK / 8;
     const int lane = threadIdx.x & 31, place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
-    const uint32_t rows_q = base + at::Q + group * 64 * 128, rows_do = base + at::DO + group * 64 * 128;
-    const row_state *rows = (const row_state *)(smem + at::ROW) + place;
+    const uint32_t rows_q = smem_address(sm.q) + group * 64 * 128,
+                   rows_do = smem_address(sm.d_o) + group * 64 * 128;
+    const row_state *rows = sm.row + place;
     int step = 0, used = 0;
-    auto arrive = [&](uint32_t bar) {
-        if (lane == 0) mbar_arrive(base + bar);
-    };
-    for (int turn = 0;; turn++) {
-        const work &w = wait_turn<DK, DV>(smem, base, turn);
+    for (int n = 0;; n++) {
+        const work &w = sm.wait_plan(n);
         if (w.queries < 0) return;
         const int tiles = (w.slots + KEYS - 1) / KEYS;
-        describe_rows(a, w, place & ~15, (row_state *)(smem + at::ROW));
+        describe_rows(a, w, place & ~15, sm.row);
         float dq[OT][4] = {}, s[NT][4], dp[NT][4];
         uint32_t ds[NT / 2][4];
         auto products = [&](int stage) {
             wg_start();
-            rows_by_keys<T, DK, KEYS>(s, rows_q, base + at::K + stage * at::K_BYTES);
-            rows_by_keys<T, DV, KEYS>(dp, rows_do, base + at::V + stage * at::V_BYTES);
+            rows_by_keys<T, DK, KEYS>(s, rows_q, stage_address(sm.k, stage));
+            rows_by_keys<T, DV, KEYS>(dp, rows_do, stage_address(sm.v, stage));
         };
         /* S becomes P while dP is under way. */
         auto probabilities = [&]() {
@@ -325,36 +333,36 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
             wg_wait<0>(dp);
         };
         if (tiles > 0) {
-            mbar_wait(base + at::Q_FULL, used++ & 1);
-            mbar_wait(base + at::FULL + 8 * (step % STAGES), step / STAGES & 1);
+            sm.queries.wait_full(ring_place<1>::of(used++));
+            sm.keys.wait_full(place_of::of(step));
             products(step % STAGES);
             probabilities();
         }
 #pragma unroll 1
         for (int t = tiles - 1; t >= 0; t--, step++) {
-            const int stage = step % STAGES, key0 = w.base + t * KEYS;
-            mbar_wait(base + at::SEARCHED + 8 * stage, step / STAGES & 1);
-            const int32_t *found = (const int32_t *)(smem + at::FOUND) + stage * SEARCHERS;
-            const int part = found[0] | found[1];
+            const auto at = place_of::of(step);
+            const int key0 = w.base + t * KEYS;
+            sm.searched.wait(at);
+            const int part = sm.found[at.stage][0] | sm.found[at.stage][1];
             if (part == 0) score_gradients<T, false>(s, dp, ds, rows, key0 + (lane & 3) * 2);
             else score_gradients<T, true>(s, dp, ds, rows, key0 + (lane & 3) * 2);
-            if (part & 2) clean_keys<T, DK, KEYS>(dq, smem + at::K + stage * at::K_BYTES, rows, key0);
-            const uint64_t k = wg_fresh(wg_tile(base + at::K + stage * at::K_BYTES, KEYS * 128));
+            if (part & 2) clean_keys<T, DK, KEYS>(dq, (char *)sm.k[at.stage], rows, key0);
+            const uint64_t k = wg_fresh(wg_tile(stage_address(sm.k, at.stage), KEYS * 128));
             wg_start();
 #pragma unroll
             for (int c = 0; c < KEYS; c += 16)
                 wg_rs_wide<T, DK, true, true>(dq, ds[c / 16], wg_further(k, c * 128));
             wg_commit();
             /* After the last tile the products are of what the stage holds, and nobody reads them. */
-            if (t > 0) mbar_wait(base + at::FULL + 8 * ((step + 1) % STAGES), (step + 1) / STAGES & 1);
+            if (t > 0) sm.keys.wait_full(place_of::of(step + 1));
             products((step + 1) % STAGES);
             wg_wait<2>(dq);
-            mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
+            sm.keys.give_back(at); /* each lane's, for what it read */
             probabilities();
         }
-        if (tiles > 0) arrive(at::Q_FREE);
+        if (tiles > 0 && lane == 0) sm.queries.give_back({});
         if (w.queries > 0) store_rows<T, OT>(dq, a, w, place);
-        free_turn<DK, DV>(base, turn);
+        sm.give_back_plan(n);
     }
 }
 
@@ -364,31 +372,19 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                               const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
-    typedef layout<DK, DV> at;
     extern __shared__ __align__(1024) char smem[];
-    const uint32_t base = smem_address(smem);
-    if (threadIdx.x == 0) {
-        mbar_init(base + at::Q_FULL, 1), mbar_init(base + at::Q_FREE, 4 * GROUPS);
-        for (int i = 0; i < STAGES; i++) {
-            mbar_init(base + at::FULL + 8 * i, 1);
-            mbar_init(base + at::FREE + 8 * i, 128 * GROUPS + SEARCHERS);
-            mbar_init(base + at::SEARCHED + 8 * i, SEARCHERS * WARP_ARRIVALS);
-        }
-        for (int i = 0; i < 2; i++)
-            mbar_init(base + at::TURN_FULL + 8 * i, 1),
-                mbar_init(base + at::TURN_FREE + 8 * i, (1 + SEARCHERS + 4 * GROUPS) * WARP_ARRIVALS);
-        mbar_init_done();
-    }
+    shared<DK, DV> &s = *(shared<DK, DV> *)smem;
+    if (threadIdx.x == 0) s.init();
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
         registers_down<FEED>();
-        if (warp == 0) feed<DK, DV>(a, plan, m, smem, base);
-        else if (warp <= SEARCHERS) search<T, DK, DV>(a, smem, base);
-        else plan_turns<DK, DV>(a, plan, smem, base);
+        if (warp == 0) copy_tiles(a, plan, m, s);
+        else if (warp <= SEARCHERS) search_keys<T>(a, s);
+        else plan_pieces(a, plan, s);
     } else {
         registers_up<COMPUTE>();
-        compute<T, DK, DV>(a, smem, base, group - 1);
+        compute<T>(a, s, group - 1);
     }
 #endif
 }
@@ -398,7 +394,8 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
                         void *workspace, cudaStream_t stream)
 {
     const attend_kernel &a = l.kernel;
-    work_plan plan = {0, 0, M / a.hs, 1, layout<DK, DV>::KEYS, NULL};
+    constexpr int KEYS = shared<DK, DV>::KEYS;
+    work_plan plan = {0, 0, M / a.hs, 1, KEYS, NULL};
     const int64_t pieces = piece_bound(args->seqs, plan.queries, 1), total = pieces * a.units;
     if (total == 0) return QUERN_OK;
     plan.pieces = (int32_t)pieces;
@@ -406,13 +403,13 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
     maps m;
     quern_status status = tma_describe(&m.q, args->q, a.hs, plan.queries);
     if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, a.hs, plan.queries);
-    if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, layout<DK, DV>::KEYS);
-    if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, layout<DK, DV>::KEYS);
+    if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, KEYS);
+    if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, KEYS);
     if (status == QUERN_OK) status = sm90_count_from_zero(total, device, workspace, stream, &plan.taken);
     if (status != QUERN_OK) return status;
     const unsigned blocks = (unsigned)(total < device.multiprocessors ? total : device.multiprocessors);
     return launch_shared({stream, NULL}, attend_backward_rows_sm90<T, DK, DV>, dim3(blocks),
-                         128 * (GROUPS + 1), layout<DK, DV>::BYTES, "attend_backward_rows_sm90", a, plan, m);
+                         128 * (GROUPS + 1), sizeof(shared<DK, DV>), "attend_backward_rows_sm90", a, plan, m);
 }
 
 } // namespace sm90_rows
