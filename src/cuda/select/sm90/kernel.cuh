@@ -15,7 +15,7 @@
  *
  * The feeding warp takes pieces (longest first, by a counter: no result depends on who computes them), leaves
  * their places in shared memory, and copies their rows and entries by TMA; rows of the next piece as soon as
- * all warps hold this one's. The warp beside it leaves notes for the next piece: the statistics of its rows
+ * all warps hold this one's. The warp beside it makes notes for the next piece: the statistics of its rows
  * and what its lists choose from.
  *
  * Registers at D = 128: Q 32, S 64 of 152. Shared memory: Q 48 KB, entries 96 KB. Limit: the tensor cores
@@ -25,7 +25,7 @@
 #define QUERN_CUDA_SELECT_SM90_KERNEL_CUH
 
 #include "select/lists.cuh"
-#include "hopper/barrier.cuh"
+#include "hopper/ring.cuh"
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 #include "common/fold.cuh"
@@ -34,7 +34,7 @@
 namespace sm90_select_softmax
 {
 
-enum { STEP = 128, MOST = SM90_SELECT_MOST };
+enum { STEP = 128, STAGES = 3, PLANS = 2, MOST = SM90_SELECT_MOST };
 
 /* Above D = 128 registers suffice for two warpgroups. */
 template <int DK> struct shape {
@@ -47,7 +47,7 @@ struct maps {
     CUtensorMap q, k;
 };
 
-/* One turn's piece of one sequence: `view` in dim 0 of the views, rows q0 ... and k0 ... in dim 1. */
+/* A piece of one sequence: `view` in dim 0 of the views, rows q0 ... and k0 ... in dim 1. */
 struct piece {
     int32_t view, q0, nq, k0, nk;
     int32_t unit, head0, kvh;
@@ -61,28 +61,46 @@ __device__ __forceinline__ sequence sequence_of(const piece &w)
     return {0, w.view, w.q0, w.nq, w.k0, w.nk};
 }
 
-/* LIST: rows of a list. Offsets into shared memory. */
-template <int DK, int LIST> struct layout {
-    static constexpr int ROWS = shape<DK>::ROWS, COMPUTING = shape<DK>::COMPUTING;
-    static constexpr int STAGES = 3, LISTS = 16 / LIST; /* LISTS: of a warp */
+/* What the lists of a warp hold, LISTS of them, and scores that they have not taken yet, behind older ones
+ * that their blocks overlap. */
+template <int LISTS, int SCORES> struct warp_lists {
+    uint32_t room[64];
+    uint32_t keys[LISTS][MOST];
+    int32_t indices[LISTS][MOST];
+    float scores[LISTS][SCORES];
+};
+
+/* LIST: rows of a list. */
+template <int DK, int LIST_ROWS> struct __align__(1024) shared
+{
+    static constexpr int LIST = LIST_ROWS, ROWS = shape<DK>::ROWS, COMPUTING = shape<DK>::COMPUTING,
+                         LISTS = 16 / LIST; /* of a warp */
     static constexpr int BATCH =
         LIST == 16 ? 4 : LIST / (DK <= 128 ? 2 : 4); /* steps whose scores a list takes at once */
     static constexpr int SCORES = SM90_SELECT_HISTORY + BATCH * STEP;
-    static constexpr int Q = 0, K = Q + ROWS * DK * 2, K_STAGE = STEP * DK * 2, BARS = K + STAGES * K_STAGE;
-    static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, K_FULL = Q_FREE + 8,
-                         K_FREE = K_FULL + 8 * STAGES, TURN_FULL = K_FREE + 8 * STAGES,
-                         TURN_FREE = TURN_FULL + 16;
-    static constexpr int NOTE_FULL = TURN_FREE + 16;
-    static constexpr int TURN = NOTE_FULL + 16;                                          /* [2] pieces */
-    static constexpr int LSE = TURN + 2 * (int)sizeof(piece), SEEN = LSE + 2 * ROWS * 4; /* [2][ROWS] each */
-    static constexpr int CONTEST = SEEN + 2 * ROWS * 4;                                  /* [2][lists] */
-    static constexpr int ROOM =
-        (CONTEST + 2 * COMPUTING * LISTS * (int)sizeof(contest) + 15) & ~15; /* [warps][64] */
-    static constexpr int KEYS_AT = ROOM + COMPUTING * 64 * 4;                /* [lists][MOST] */
-    static constexpr int INDICES = KEYS_AT + COMPUTING * LISTS * MOST * 4;
-    static constexpr int SCORES_AT = INDICES + COMPUTING * LISTS * MOST * 4; /* [lists][SCORES] */
-    static constexpr int BYTES = SCORES_AT + COMPUTING * LISTS * SCORES * 4;
-    static_assert(BYTES <= 227 * 1024, "more than a block can have");
+    typedef warp_lists<LISTS, SCORES> own_lists;
+
+    typedef uint16_t panel_row[64];
+    panel_row q[DK / 64][ROWS], k[STAGES][DK / 64][STEP];
+    ring<1> rows;
+    ring<STAGES> entries;
+    ring<PLANS> plans;
+    stage_barriers<PLANS> noted; /* what is noted about a plan's piece: */
+    piece plan[PLANS];
+    float lse2[PLANS][ROWS];
+    int32_t seen[PLANS][ROWS]; /* by query */
+    contest contests[PLANS][COMPUTING][LISTS];
+    __align__(16) own_lists lists[COMPUTING];
+
+    /* One thread. */
+    __device__ __forceinline__ void init()
+    {
+        rows.init(1, COMPUTING);
+        entries.init(1, COMPUTING);
+        plans.init(1, (COMPUTING + 1) * WARP_ARRIVALS);
+        noted.init(WARP_ARRIVALS);
+        mbar_init_done();
+    }
 };
 
 /* The sum of x over the lanes of a warp. */
@@ -174,12 +192,11 @@ __device__ __forceinline__ void pad_rest(const select_kernel &s)
 /* The feeding warp. */
 template <int DK, int LIST>
 __device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_plan &plan, const maps &m,
-                                     char *smem, uint32_t base)
+                                     shared<DK, LIST> &sm)
 {
-    typedef layout<DK, LIST> at;
     const bool lead = (threadIdx.x & 31) == 0;
     int32_t index = (int32_t)blockIdx.x;
-    int turn = 0, step = 0;
+    int n = 0, step = 0; /* pieces and steps so far */
     piece w = {};
     pad_rest(s);
     while (w.query >= 0) {
@@ -195,69 +212,67 @@ __device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_p
         } else {
             w.query = -1;
         }
-        mbar_wait(base + at::TURN_FREE + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+        const auto at = ring_place<PLANS>::of(n);
+        sm.plans.wait_free(at);
         if (lead) {
-            ((piece *)(smem + at::TURN))[turn & 1] = w;
-            mbar_arrive(base + at::TURN_FULL + 8 * (turn & 1));
+            sm.plan[at.stage] = w;
+            sm.plans.give(at);
         }
         if (w.query < 0) return;
         if (lead) {
-            mbar_wait(base + at::Q_FREE, (turn & 1) ^ 1);
-            mbar_expect(base + at::Q_FULL, DK / 64 * plan.queries * s.a.hs * 128);
+            const auto here = ring_place<1>::of(n);
+            sm.rows.wait_free(here);
+            const uint32_t rows_full = sm.rows.expect(here, DK / 64 * plan.queries * s.a.hs * 128);
             for (int p = 0; p < DK / 64; p++)
-                tma_load(base + at::Q + p * at::ROWS * 128, m.q, base + at::Q_FULL, p * 64, w.head0,
-                         w.q0 + w.query, w.view);
+                tma_load(stage_address(sm.q, p), m.q, rows_full, p * 64, w.head0, w.q0 + w.query, w.view);
             for (int t = 0; t < w.steps; t++, step++) {
-                const int stage = step % at::STAGES;
-                const uint32_t full = base + at::K_FULL + 8 * stage;
-                mbar_wait(base + at::K_FREE + 8 * stage, (step / at::STAGES & 1) ^ 1);
-                mbar_expect(full, at::K_STAGE);
+                const auto stage = ring_place<STAGES>::of(step);
+                sm.entries.wait_free(stage);
+                const uint32_t full = sm.entries.expect(stage, sizeof sm.k[0]);
                 for (int p = 0; p < DK / 64; p++)
-                    tma_load(base + at::K + stage * at::K_STAGE + p * STEP * 128, m.k, full, p * 64, w.kvh,
+                    tma_load(stage_address(sm.k, stage.stage) + p * STEP * 128, m.k, full, p * 64, w.kvh,
                              w.k0 + t * STEP, w.view);
             }
         }
         __syncwarp();
-        turn++;
+        n++;
     }
 }
 
-/* The warp that leaves notes on each piece: the lse of its rows, times log2 e, the end of what its queries
+/* The warp that makes notes on each piece: the lse of its rows, times log2 e, the end of what its queries
  * see, and what its lists choose from. It waits for its readers and arrives for what it reads itself, though
  * the feeder's waiting orders both: racecheck follows no chain of barriers. */
 template <int DK, int LIST>
-__device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_select_plan &plan, char *smem,
-                                            uint32_t base)
+__device__ __forceinline__ void make_notes(const select_kernel &s, const sm90_select_plan &plan,
+                                           shared<DK, LIST> &sm)
 {
-    typedef layout<DK, LIST> at;
     const attend_kernel &a = s.a;
     const int lane = threadIdx.x & 31;
-    for (int turn = 0;; turn++) {
-        const int slot = turn & 1;
-        mbar_wait(base + at::TURN_FULL + 8 * slot, turn >> 1 & 1);
-        const piece &w = ((const piece *)(smem + at::TURN))[slot];
+    for (int i = 0;; i++) {
+        const auto at = ring_place<PLANS>::of(i);
+        sm.plans.wait_full(at);
+        const piece &w = sm.plan[at.stage];
         if (w.query < 0) return;
-        mbar_wait(base + at::TURN_FREE + 8 * slot,
-                  (turn >> 1 & 1) ^ 1); /* ends at once: the feeder has waited */
-        float *const lse = (float *)(smem + at::LSE) + slot * at::ROWS;
-        int *const seen = (int *)(smem + at::SEEN) + slot * at::ROWS;
-        contest *const in = (contest *)(smem + at::CONTEST) + slot * at::COMPUTING * at::LISTS;
+        sm.plans.wait_free(at); /* ends at once: the feeder has waited */
+        float *const lse2 = sm.lse2[at.stage];
+        int32_t *const seen = sm.seen[at.stage];
+        contest *const in = sm.contests[at.stage][0];
         const int left = w.nq - w.query, queries = left < plan.queries ? left : plan.queries;
-        for (int r = lane; r < at::ROWS; r += 32) {
+        for (int r = lane; r < sm.ROWS; r += 32) {
             const int n = (int)quotient((uint32_t)r, a.by_hs);
-            lse[r] = n < queries
-                         ? 1.4426950408889634f *
-                               a.lse.p[(int64_t)w.view * a.lse.s[0] + (w.head0 + r - n * a.hs) * a.lse.s[1] +
-                                       ((int64_t)w.q0 + w.query + n) * a.lse.s[2]]
-                         : 0.0f;
+            lse2[r] = n < queries
+                          ? 1.4426950408889634f *
+                                a.lse.p[(int64_t)w.view * a.lse.s[0] + (w.head0 + r - n * a.hs) * a.lse.s[1] +
+                                        ((int64_t)w.q0 + w.query + n) * a.lse.s[2]]
+                          : 0.0f;
         }
         for (int n = lane; n < queries; n += 32) {
             int ignore;
             row_keys(a, sequence_of(w), w.query + n, &ignore, &seen[n]);
         }
         for (int l = lane; l * a.tile < queries; l += 32) in[l] = find_contest(s, w.nq, w.query + l * a.tile);
-        mbar_arrive(base + at::NOTE_FULL + 8 * slot);
-        mbar_arrive(base + at::TURN_FREE + 8 * slot);
+        sm.noted.arrive(at);
+        sm.plans.give_back(at);
     }
 }
 
@@ -307,70 +322,48 @@ __device__ __forceinline__ void exponentiate(float (&x)[16][4], float scale_log2
 }
 
 /* The notes about this lane's two rows: their statistics and what they see. */
-template <int DK, int LIST>
-__device__ __forceinline__ void read_notes(const attend_kernel &a, const char *smem, int slot, int row,
+template <typename S>
+__device__ __forceinline__ void read_notes(const attend_kernel &a, const S &sm, int plan, int row,
                                            int queries, float (&lse2)[2], int (&hi)[2])
 {
-    typedef layout<DK, LIST> at;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int r = row + h * 8, n = (int)quotient((uint32_t)r, a.by_hs);
-        lse2[h] = ((const float *)(smem + at::LSE))[slot * at::ROWS + r];
-        hi[h] = n < queries ? ((const int *)(smem + at::SEEN))[slot * at::ROWS + n] : 0;
+        lse2[h] = sm.lse2[plan][r];
+        hi[h] = n < queries ? sm.seen[plan][n] : 0;
     }
 }
 
-/* A warp's lists. */
-template <int DK, int LIST> struct own_lists {
-    const contest *in;
-    uint32_t *keys;
-    int32_t *indices;
-    uint32_t *room;
-    float *scores; /* of the first entry that they have not taken */
-
-    __device__ __forceinline__ own_lists(char *smem, int warp)
-    {
-        typedef layout<DK, LIST> at;
-        const int first = warp * at::LISTS;
-        in = (const contest *)(smem + at::CONTEST) + first;
-        keys = (uint32_t *)(smem + at::KEYS_AT) + first * MOST;
-        indices = (int32_t *)(smem + at::INDICES) + first * MOST;
-        room = (uint32_t *)(smem + at::ROOM) + warp * 64;
-        scores = (float *)(smem + at::SCORES_AT) + first * at::SCORES + SM90_SELECT_HISTORY;
-    }
-    __device__ __forceinline__ best_list best(int l) const
-    {
-        return {keys + l * MOST, indices + l * MOST, in[l].size};
-    }
-};
-
-/* Empties a warp's lists. */
-template <int DK, int LIST> __device__ __forceinline__ void empty_lists(const own_lists<DK, LIST> &x)
+template <int LISTS, int SCORES> __device__ __forceinline__ void empty_lists(warp_lists<LISTS, SCORES> &x)
 {
-    constexpr int LISTS = layout<DK, LIST>::LISTS, SCORES = layout<DK, LIST>::SCORES;
     const int lane = threadIdx.x & 31;
     for (int l = 0; l < LISTS; l++) {
-        x.keys[l * MOST + lane] = 0;
-        x.scores[l * SCORES - SM90_SELECT_HISTORY + lane] = 0.0f;
+        x.keys[l][lane] = 0;
+        x.scores[l][lane] = 0.0f;
     }
     __syncwarp();
 }
 
-/* A warp's `lists` lists take the scores of entries [e0, e0 + entries). */
-template <int DK, int LIST>
-__device__ __forceinline__ void take_scores(const select_kernel &s, const own_lists<DK, LIST> &x, int lists,
-                                            int e0, int entries)
+template <int LISTS, int SCORES>
+__device__ __forceinline__ best_list best_of(warp_lists<LISTS, SCORES> &x, const contest *in, int l)
 {
-    typedef layout<DK, LIST> at;
-    constexpr int FEW = at::BATCH > 1 ? at::BATCH / 2 : 1; /* steps */
+    return {x.keys[l], x.indices[l], in[l].size};
+}
+
+/* A warp's `lists` lists take the scores of entries [e0, e0 + entries). */
+template <int LISTS, int SCORES>
+__device__ __forceinline__ void take_scores(const select_kernel &s, warp_lists<LISTS, SCORES> &x,
+                                            const contest *in, int lists, int e0, int entries)
+{
+    constexpr int BATCH = (SCORES - SM90_SELECT_HISTORY) / STEP, FEW = BATCH > 1 ? BATCH / 2 : 1; /* steps */
     const int lane = threadIdx.x & 31;
     __syncwarp();
 #pragma unroll 1
     for (int l = 0; l < lists; l++) {
-        float *scores = x.scores + l * at::SCORES;
+        float *scores = x.scores[l] + SM90_SELECT_HISTORY;
         if (entries <= FEW * STEP)
-            close_many<FEW * STEP / 32, true>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
-        else close_many<at::BATCH * STEP / 32, true>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
+            close_many<FEW * STEP / 32, true>(s, in[l], best_of(x, in, l), e0, entries, scores, x.room);
+        else close_many<BATCH * STEP / 32, true>(s, in[l], best_of(x, in, l), e0, entries, scores, x.room);
         if (s.history == 0) continue;
         __syncwarp(); /* all have read the history */
         scores[lane - SM90_SELECT_HISTORY] = scores[lane + entries - SM90_SELECT_HISTORY];
@@ -380,42 +373,42 @@ __device__ __forceinline__ void take_scores(const select_kernel &s, const own_li
 
 /* A computing warpgroup. */
 template <typename T, int DK, int LIST>
-__device__ __forceinline__ void compute(const select_kernel &s, const sm90_select_plan &plan, char *smem,
-                                        uint32_t base, int group)
+__device__ __forceinline__ void compute(const select_kernel &s, const sm90_select_plan &plan,
+                                        shared<DK, LIST> &sm, int group)
 {
-    typedef layout<DK, LIST> at;
+    typedef shared<DK, LIST> memory;
     const attend_kernel &a = s.a;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row0 = group * 64 + warp * 16;
-    own_lists<DK, LIST> own(smem, group * 4 + warp);
-    const contest *const contests = own.in;
-    auto arrive = [&](uint32_t bar) {
+    auto &own = sm.lists[group * 4 + warp];
+    auto give_back = [&](auto &of, const auto &at) {
         __syncwarp();
-        if (lane == 0) mbar_arrive(base + bar);
+        if (lane == 0) of.give_back(at);
     };
     int step = 0;
-    for (int turn = 0;; turn++) {
-        mbar_wait(base + at::TURN_FULL + 8 * (turn & 1), turn >> 1 & 1);
-        const piece &w = ((const piece *)(smem + at::TURN))[turn & 1];
+    for (int n = 0;; n++) {
+        const auto at = ring_place<PLANS>::of(n);
+        sm.plans.wait_full(at);
+        const piece &w = sm.plan[at.stage];
         if (w.query < 0) return;
         float lse2[2], x[16][4];
         int hi[2];
         uint32_t q[DK / 16][4];
-        empty_lists<DK, LIST>(own);
-        own.in = contests + (turn & 1) * at::COMPUTING * at::LISTS;
+        empty_lists(own);
+        const contest *const in = sm.contests[at.stage][group * 4 + warp];
         const int left = w.nq - w.query, queries = left < plan.queries ? left : plan.queries;
         const int ahead = (queries + a.tile - 1) / a.tile - row0 / LIST;
-        const int lists = ahead < 0 ? 0 : ahead < at::LISTS ? ahead : at::LISTS;
-        mbar_wait(base + at::NOTE_FULL + 8 * (turn & 1), turn >> 1 & 1);
-        read_notes<DK, LIST>(a, smem, turn & 1, row0 + (lane >> 2), queries, lse2, hi);
-        mbar_wait(base + at::Q_FULL, turn & 1);
+        const int lists = ahead < 0 ? 0 : ahead < memory::LISTS ? ahead : memory::LISTS;
+        sm.noted.wait(at);
+        read_notes(a, sm, at.stage, row0 + (lane >> 2), queries, lse2, hi);
+        sm.rows.wait_full(ring_place<1>::of(n));
 #pragma unroll
-        for (int c = 0; c < DK / 16; c++) load_a<at::ROWS>(q[c], base + at::Q, row0, c * 16, lane);
-        arrive(at::Q_FREE);
+        for (int c = 0; c < DK / 16; c++) load_a<memory::ROWS>(q[c], smem_address(sm.q), row0, c * 16, lane);
+        give_back(sm.rows, ring_place<1>{});
         const int steps = w.steps;
         for (int t = 0; t < steps; t++, step++) {
-            const int stage = step % at::STAGES;
-            const uint32_t k = base + at::K + stage * at::K_STAGE;
-            mbar_wait(base + at::K_FULL + 8 * stage, step / at::STAGES & 1);
+            const auto stage = ring_place<STAGES>::of(step);
+            const uint32_t k = stage_address(sm.k, stage.stage);
+            sm.entries.wait_full(stage);
             wg_start();
 #pragma unroll
             for (int c = 0; c < DK; c += 16) {
@@ -425,18 +418,18 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
             }
             wg_commit();
             wg_wait<0>(x);
-            arrive(at::K_FREE + 8 * stage);
-            const int e0 = t * STEP, held = t % at::BATCH;
+            give_back(sm.entries, stage);
+            const int e0 = t * STEP, held = t % memory::BATCH;
             exponentiate(x, a.scale_log2, lse2, hi, e0,
                          __all_sync(~0u, e0 + STEP <= hi[0] && e0 + STEP <= hi[1]));
-            sum_rows<LIST, at::SCORES>(x, own.scores + held * STEP);
-            if (held == at::BATCH - 1 || t + 1 == steps)
-                take_scores<DK, LIST>(s, own, lists, e0 - held * STEP, (held + 1) * STEP);
+            sum_rows<LIST, memory::SCORES>(x, own.scores[0] + SM90_SELECT_HISTORY + held * STEP);
+            if (held == memory::BATCH - 1 || t + 1 == steps)
+                take_scores(s, own, in, lists, e0 - held * STEP, (held + 1) * STEP);
         }
         const int row = w.list_row + row0 / LIST;
         for (int l = 0; l < lists; l++)
-            if (row + l < s.list_rows) write_blocks(s, own.in[l], own.best(l), w.view, w.unit, row + l);
-        mbar_arrive(base + at::TURN_FREE + 8 * (turn & 1));
+            if (row + l < s.list_rows) write_blocks(s, in[l], best_of(own, in, l), w.view, w.unit, row + l);
+        sm.plans.give_back(at);
     }
 }
 
@@ -446,29 +439,19 @@ __global__ void __launch_bounds__(shape<DK>::THREADS_ALL, 1)
                         const __grid_constant__ sm90_select_plan plan, const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
-    typedef layout<DK, LIST> at;
     extern __shared__ __align__(1024) char smem[];
-    const uint32_t base = smem_address(smem);
-    if (threadIdx.x == 0) {
-        mbar_init(base + at::Q_FULL, 1), mbar_init(base + at::Q_FREE, at::COMPUTING);
-        for (int i = 0; i < at::STAGES; i++)
-            mbar_init(base + at::K_FULL + 8 * i, 1), mbar_init(base + at::K_FREE + 8 * i, at::COMPUTING);
-        for (int i = 0; i < 2; i++)
-            mbar_init(base + at::TURN_FULL + 8 * i, 1),
-                mbar_init(base + at::NOTE_FULL + 8 * i, WARP_ARRIVALS),
-                mbar_init(base + at::TURN_FREE + 8 * i, (at::COMPUTING + 1) * WARP_ARRIVALS);
-        mbar_init_done();
-    }
+    shared<DK, LIST> &sm = *(shared<DK, LIST> *)smem;
+    if (threadIdx.x == 0) sm.init();
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
     if (group == shape<DK>::GROUPS) {
         registers_down<shape<DK>::FEED>();
-        if (warp == 0) feed<DK, LIST>(s, plan, m, smem, base);
-        if (warp == 1) leave_notes<DK, LIST>(s, plan, smem, base);
+        if (warp == 0) feed(s, plan, m, sm);
+        if (warp == 1) make_notes(s, plan, sm);
     } else {
         registers_up<shape<DK>::COMPUTE>();
-        compute<T, DK, LIST>(s, plan, smem, base, group);
+        compute<T>(s, plan, sm, group);
     }
 #endif
 }
@@ -492,7 +475,7 @@ static quern_status launch(const select_kernel &s, const sm90_select_call &call)
     if (status != QUERN_OK) return status;
     const unsigned blocks = (unsigned)(total < call.multiprocessors ? total : call.multiprocessors);
     return launch_shared({call.stream, NULL}, select_softmax_sm90<T, DK, LIST>, dim3(blocks),
-                         shape<DK>::THREADS_ALL, layout<DK, LIST>::BYTES, "select", s, plan, m);
+                         shape<DK>::THREADS_ALL, sizeof(shared<DK, LIST>), "select", s, plan, m);
 }
 
 template <typename T, int DK> static quern_status run(const select_kernel &s, const sm90_select_call &call)
