@@ -167,8 +167,8 @@ __device__ __forceinline__ void score_step(const select_kernel &s, const list_ru
                                            const int (&seen)[LISTS])
 {
     typedef shape<CHUNKS> sh;
-    constexpr int AT_ONCE = (LISTS > 1 ? 2 : 4) / (VEC ? 1 : 2), /* chunks; single loads take more registers */
-        GROUPS = THREADS / LANES;
+    /* Chunks in flight; loads of single elements take more registers. */
+    constexpr int AT_ONCE = (LISTS > 1 ? 2 : 4) / (VEC ? 1 : 2), GROUPS = THREADS / LANES;
     const attend_kernel &a = s.a;
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, nk = (int)run.seq.nk;
     float mean[LISTS][CHUNKS][CHUNK];
