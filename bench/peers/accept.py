@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+import experts
 from measure import BF16, act, cudnn, empty, fail, failures, graph_us, line, ms
 from quern import Quern
 
@@ -285,6 +286,7 @@ for part in (
     lambda: layer("NSA 64/4, 64k, tile 128, mean_logit", 65536, 64, 4, (3, 3), tile=128, metric=1),
     lambda: layer("NSA 64/4, 64k, T 1, softmax", 65536, 64, 4, (2, 2)),
     lambda: layer("NSA 8/2, 1M, tile256 preset", 1 << 20, 8, 2, (12,), False, preset="tile256"),
+    lambda: experts.memory(quern),
 ):
     try:
         part()

@@ -1,17 +1,18 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""What attention must reach on one H200: dense beside cuDNN, NSA's stages, whole layers beside cuDNN's dense
-attention, and short sequences in graphs. Medians of CUDA events, dense attention in turns with cuDNN's,
-random data; "smooth" data moves from one random vector to the next over 512 tokens. Operations: 4 D a pair of
-query and key that see each other, 10 D in the backward. usage: hopper.py LIBQUERN QUERN_ACCEPT_PARTS names
-the parts to run (all)"""
+"""What attention and experts must reach on one H200: dense beside cuDNN, NSA's stages, whole layers beside
+cuDNN's dense attention, and short sequences in graphs. Medians of CUDA events, dense attention in turns
+with cuDNN's, random data; "smooth" data moves from one random vector to the next over 512 tokens.
+Operations: 4 D a pair of query and key that see each other, 10 D in the backward. usage: hopper.py
+LIBQUERN QUERN_ACCEPT_PARTS names the parts to run (all)"""
 
 import os
 import sys
 
 import torch
 
-from measure import act, beside_cudnn, cudnn, empty, fail, failures, graph_of, graph_us, in_turns, line, ms
+import experts
+from measure import act, attempt, beside_cudnn, cudnn, empty, failures, graph_of, graph_us, in_turns, line, ms
 from quern import Quern
 
 quern = Quern(sys.argv[1])
@@ -346,14 +347,8 @@ def short():
         )
 
 
-def attempt(function, *arguments, **options):
-    try:
-        function(*arguments, **options)
-    except (RuntimeError, torch.OutOfMemoryError) as error:
-        fail(f"{arguments[0] if arguments else ''}: {str(error)[:200]}")
-
-
 parts = dict(dense=dense, stages=stages, copies=copies, short=short, layers=layers, longest=longest)
+parts["moe"] = lambda: experts.moe(quern)
 for part in os.environ.get("QUERN_ACCEPT_PARTS", " ".join(parts)).split():
     attempt(parts[part])
     torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""What the programs beside this share: random data, medians of CUDA events with the L2 cache written over
-before each repetition, cuDNN's attention, and the lines of a report."""
+"""What the programs beside this share: random data, medians of CUDA events with other data read into the L2
+cache before each repetition, cuDNN's attention, and the lines of a report."""
 
 import statistics
 
@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BF16 = torch.bfloat16
 torch.manual_seed(1)
-flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+flush = torch.zeros(64 << 20, device="cuda")
 _failed = 0
 
 
@@ -23,7 +23,7 @@ def empty(*shape, dtype=BF16):
 
 
 def once(function):
-    flush.zero_()
+    flush.sum()  # not written: what is measured would write the lines back
     a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     a.record()
     function()
@@ -69,6 +69,21 @@ def graph_us(function, calls=20):
     return ms(graph_of(function, calls)) * 1e3 / calls
 
 
+def kernel_us(function, calls=5):
+    """Microseconds of each kernel of a call, by name, as its calls follow one another."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+    return {
+        event.key.split("(")[0].removeprefix("void "): event.device_time_total / calls
+        for event in seen.key_averages()
+        if event.device_time_total > 0
+    }
+
+
 def line(what, target, measured, unit, most=False):
     global _failed
     good = measured <= target if most else measured >= target
@@ -85,6 +100,13 @@ def fail(why):
     global _failed
     _failed += 1
     print(f"FAIL    {why}", flush=True)
+
+
+def attempt(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        fail(f"{arguments[0] if arguments else ''}: {str(error)[:200]}")
 
 
 def failures():

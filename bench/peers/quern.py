@@ -6,7 +6,7 @@ import ctypes as c
 
 import torch
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3, torch.uint8: 4}
 
 
 class Tensor(c.Structure):
@@ -146,11 +146,21 @@ class Quern:
             self.ops[name] = Op(self, name)
         return self.ops[name]
 
+    def params(self, name, **values):
+        return Params(self.op(name), **values)
+
     def nsa_params(self, preset=None, **values):
         return Params(self.op("nsa"), preset, **values)
 
     def attention_params(self):
         return Params(self.op("attention"))
+
+    def repacked_bytes(self, n, k):
+        """Of a weight [k, n] in NVFP4 as the GPU repacks it."""
+        size = c.c_int64()
+        shape = c.c_int64(n), c.c_int64(k)
+        self._check(self.lib.quern_nvfp4_repacked_bytes(self.ctx, 1, 0, *shape, c.byref(size)))
+        return size.value
 
     def call(self, name, params, **tensors):
         """A function of no arguments that runs quern_<name> on the current stream; the workspace is taken
