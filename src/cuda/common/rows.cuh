@@ -22,6 +22,25 @@ template <typename T> static inline T *room_at(void *workspace)
     return workspace != NULL ? (T *)arena_on(workspace).base : NULL;
 }
 
+/* Quotients by one number, of numbers below 2^31 without a division. */
+struct divider {
+    int64_t by;
+    uint32_t factor, shift;
+
+    __device__ __forceinline__ int64_t of(int64_t n) const
+    {
+        return n <= INT32_MAX ? (int64_t)((uint64_t)(uint32_t)n * factor >> shift) : n / by;
+    }
+};
+
+static inline divider divider_by(int64_t by)
+{
+    divider d = {by > 0 ? by : 1, 0, 31};
+    while (d.shift < 62 && (int64_t)1 << (d.shift - 31) < d.by) d.shift++;
+    d.factor = (uint32_t)((((uint64_t)1 << d.shift) + (uint64_t)d.by - 1) / (uint64_t)d.by);
+    return d;
+}
+
 /* Bytes of an element, of the dtypes that stages have. */
 static inline int64_t bytes_of(quern_dtype dtype)
 {
@@ -75,6 +94,12 @@ static inline rows_view rows_view_of(const quern_tensor &t)
         v.stride[v.ndim - 1] = t.strides[i];
     }
     return v;
+}
+
+/* Whether each row begins where the one before it ends. */
+static inline bool rows_follow(const rows_view &v, int64_t columns)
+{
+    return v.ndim == 0 || (v.ndim == 1 && v.stride[0] == columns);
 }
 
 /* Whether each row of `t` starts at a multiple of `bytes`. */

@@ -21,6 +21,14 @@ __device__ __forceinline__ float swiglu_of(const swiglu_rule &rule, float g, flo
     return __fdividef((g * factor) * (u * factor), fmaf(r, r, 1.0f));
 }
 
+/* The same of a gate and an up that the limit has clamped, where |alpha g| is at most SWIGLU_NEAR. slope:
+ * -alpha log2(e). */
+static constexpr float SWIGLU_NEAR = 40.0f;
+__device__ __forceinline__ float swiglu_near(float slope, float beta, float g, float u)
+{
+    return __fdividef(g, 1.0f + exp2_fast(slope * g)) * (u + beta);
+}
+
 /* Gradients of gate and up; d is that of SwiGLU. Beyond the limit they are 0. */
 __device__ __forceinline__ void swiglu_gradient(const swiglu_rule &rule, float d, float g, float u, float *dg,
                                                 float *du)

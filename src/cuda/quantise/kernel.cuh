@@ -4,16 +4,20 @@
  * kernel.cuh - the quantisers' kernels.
  *
  * Activations: a thread has a block of 16 values of a row, two 16-byte loads in 16 bits, and stores 8 bytes
- * of codes and a scale. Weights, whose blocks lie along K: a thread has 16 rows of one or two columns.
+ * of codes and a scale; it loads the next block before it makes this one's codes. Weights, whose blocks lie
+ * along K: a thread has 16 rows of one or two columns.
  *
  * A global of a tensor or an expert is known after a pass of its own, which finds the largest magnitude: as
- * integers the bits of magnitudes have a maximum that no order changes. A row's global takes no such pass: a
- * block of threads finds it and quantises the row, which L2 still holds.
+ * integers the bits of magnitudes have a maximum that no order changes. Of a tensor that pass leaves a number
+ * a block of threads; each block of the second takes the largest of them, and begins with the values that the
+ * first saw last, which L2 still holds. A row's global takes no such pass: a warp or a block of threads holds
+ * the row.
  *
  * A value that is not finite counts as 0, a given global that is none makes its blocks zeros; both set their
  * bit.
  *
- * Limit: x read once (twice where the global is computed), 9/16 byte a value written.
+ * Limit: x read once (twice where a tensor's or an expert's global is computed), 9/16 byte a value written.
+ * The instructions are 14 a value, of which memory's rate allows 24.
  */
 #ifndef QUERN_CUDA_QUANTISE_KERNEL_CUH
 #define QUERN_CUDA_QUANTISE_KERNEL_CUH
@@ -26,22 +30,24 @@ struct quantise_params {
     rows_view x, codes, scales, given, global;
     int64_t rows, columns, blocks; /* rows of codes; blocks of a row */
     int64_t x_rows;
+    divider by_blocks;
     const int32_t *slots;
     int32_t slots_a_row;
     expert_ends ends;
     int64_t expert_rows; /* of a stack without offsets */
     quantise_global per;
     quantise_profile profile;
-    bool reciprocal, wide, wide_codes;
+    bool reciprocal, wide, wide_codes, flat; /* flat: one global, no padding, no strides */
     const float *globals; /* where `given` or the results stand */
-    uint32_t *largest;    /* [globals], workspace */
+    uint32_t *largest;    /* of each global, or of each block of threads: workspace */
+    int32_t parts;        /* how many of these a tensor has; 0: its global is not computed here */
     int32_t *status;
     int64_t global_count;
     /* Weights [E, K, N]: strides of a matrix and of a row. */
     int64_t k, x_s[2], codes_s[2], scales_s[2];
 };
 
-enum { QUANTISE_THREADS = 256 };
+enum { QUANTISE_THREADS = 256, QUANTISE_PARTS = 1024, QUANTISE_HELD = 2 /* blocks of a row, of a thread */ };
 
 /* The row of x behind a row of codes; -1 where no expert has it, or its slot is none of x. */
 __device__ __forceinline__ int64_t source_row(const quantise_params &a, int64_t row)
@@ -80,105 +86,195 @@ __device__ __forceinline__ void store_block(const quantise_params &a, int64_t ro
 }
 
 /* Quantises a block, faults included. */
-template <fp4_kind KIND>
+template <fp4_kind KIND, bool TINY>
 __device__ __forceinline__ fp4_block checked_block(const quantise_params &a, float global,
                                                    float (&x)[FP4_BLOCK])
 {
     bool bad;
     const float largest = largest_finite(x, &bad);
     if (bad) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
-    if (is_global(global)) return quantise_block<KIND>(global, a.reciprocal, x, largest);
+    if (is_global(global)) return quantise_block<KIND, TINY>(global, a.reciprocal, x, largest);
     raise_status(a.status, QUERN_STATUS_BAD_GLOBAL);
     return {{0, 0}, 0};
+}
+
+/* The largest of a group of threads' numbers; all of them get it. A group is a warp or the block. */
+template <int GROUP> __device__ __forceinline__ uint32_t group_largest(uint32_t x)
+{
+    __shared__ uint32_t warps[32];
+    x = __reduce_max_sync(~0u, x);
+    if constexpr (GROUP == 32) return x;
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    return __reduce_max_sync(~0u, threadIdx.x % 32 < GROUP / 32 ? warps[threadIdx.x % 32] : 0);
+}
+
+/* The global of a tensor from what find_largest left. */
+__device__ __forceinline__ float global_of_parts(const quantise_params &a)
+{
+    uint32_t most = 0;
+    for (int i = threadIdx.x; i < a.parts; i += QUANTISE_THREADS) most = max(most, a.largest[i]);
+    const float g = global_from_largest(a.profile, __uint_as_float(group_largest<QUANTISE_THREADS>(most)));
+    if (blockIdx.x == 0 && threadIdx.x == 0) *a.global.row<float>(0) = g;
+    return g;
+}
+
+/* Item i of a grid's, the last first where a pass over x came before. */
+__device__ __forceinline__ int64_t item_of(const quantise_params &a, int64_t i, int64_t all)
+{
+    return a.parts > 0 ? all - 1 - i : i;
 }
 
 template <typename T, fp4_kind KIND>
 __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(const __grid_constant__ quantise_params a)
 {
-    const int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x;
+    const int64_t all = a.rows * a.blocks, step = (int64_t)gridDim.x * QUANTISE_THREADS;
     a.ends.check(a.status);
-    if (i >= a.rows * a.blocks) return;
-    const int64_t row = a.blocks <= INT32_MAX && i <= UINT32_MAX ? (uint32_t)i / (uint32_t)a.blocks
-                                                                 : i / a.blocks,
-                  block = i - row * a.blocks;
-    const int64_t expert = expert_of_row(a, row), from = source_row(a, row);
-    fp4_block b = {{0, 0}, 0};
-    if (expert < a.ends.experts || a.ends.end == NULL) {
-        float x[FP4_BLOCK];
-        if (from >= 0) {
-            load_block(x, a.x.row<const T>(from), block * FP4_BLOCK, a.columns, a.wide);
-            const rows_view &g = a.given.p != NULL ? a.given : a.global;
-            b = checked_block<KIND>(a, global_of_row(a, g, row, expert), x);
-        } else if (block == 0) {
-            raise_status(a.status, QUERN_STATUS_BAD_ID);
-        }
-    }
-    store_block(a, row, block, b);
-}
-
-/* The largest of a block of threads' numbers; all threads get it. */
-__device__ __forceinline__ uint32_t block_largest(uint32_t x)
-{
-    __shared__ uint32_t warps[32];
-    x = __reduce_max_sync(~0u, x);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    return __reduce_max_sync(~0u, threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0);
-}
-
-/* A global a row, computed: a block of threads a row. */
-template <typename T, fp4_kind KIND>
-__global__ void __launch_bounds__(QUANTISE_THREADS)
-    quantise_whole_rows(const __grid_constant__ quantise_params a)
-{
-    const int64_t row = blockIdx.x, from = source_row(a, row);
-    a.ends.check(a.status);
-    const bool used = from >= 0 && (a.ends.end == NULL || row < a.ends.end_of(a.ends.experts - 1));
-    uint32_t most = 0;
-    for (int64_t block = threadIdx.x; used && block < a.blocks; block += QUANTISE_THREADS) {
-        float x[FP4_BLOCK];
-        load_block(x, a.x.row<const T>(from), block * FP4_BLOCK, a.columns, a.wide);
-        bool bad;
-        most = max(most, __float_as_uint(largest_finite(x, &bad)));
-    }
-    const float g = global_from_largest(a.profile, __uint_as_float(block_largest(most)));
-    if (threadIdx.x == 0 && used) *a.global.row<float>(row) = g;
-    for (int64_t block = threadIdx.x; block < a.blocks; block += QUANTISE_THREADS) {
+    float g = 0.0f;
+    if (a.parts > 0) g = global_of_parts(a);
+    for (int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x; i < all; i += step) {
+        const int64_t item = item_of(a, i, all), row = a.by_blocks.of(item), block = item - row * a.blocks,
+                      expert = expert_of_row(a, row);
+        const bool used = a.ends.end == NULL || expert < a.ends.experts;
+        const int64_t from = used ? source_row(a, row) : -1;
         fp4_block b = {{0, 0}, 0};
-        if (used) {
+        if (from >= 0) {
+            raw_block<T> raw;
             float x[FP4_BLOCK];
-            load_block(x, a.x.row<const T>(from), block * FP4_BLOCK, a.columns, a.wide);
-            b = checked_block<KIND>(a, g, x);
+            raw.load(a.x.row<const T>(from), block * FP4_BLOCK, a.columns, a.wide);
+            raw.values(x);
+            if (a.parts == 0) g = global_of_row(a, a.given.p != NULL ? a.given : a.global, row, expert);
+            b = checked_block<KIND, sizeof(T) == 4>(a, g, x);
+        } else if (used && block == 0) {
+            raise_status(a.status, QUERN_STATUS_BAD_ID);
         }
         store_block(a, row, block, b);
     }
 }
 
-/* The largest magnitude of each expert's rows of x, or of all. */
+/* One global, and tensors whose blocks follow one another in memory: block i of each. */
+template <typename T, fp4_kind KIND>
+__global__ void __launch_bounds__(QUANTISE_THREADS) quantise_flat(const __grid_constant__ quantise_params a)
+{
+    const int64_t all = a.rows * a.blocks, step = (int64_t)gridDim.x * QUANTISE_THREADS;
+    int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x;
+    raw_block<T> next;
+    if (i < all) next.load((const T *)a.x.p, item_of(a, i, all) * FP4_BLOCK, INT64_MAX, true);
+    const float g = a.parts > 0 ? global_of_parts(a) : *(const float *)a.given.p;
+    for (; i < all; i += step) {
+        float x[FP4_BLOCK];
+        next.values(x);
+        if (i + step < all)
+            next.load((const T *)a.x.p, item_of(a, i + step, all) * FP4_BLOCK, INT64_MAX, true);
+        const fp4_block b = checked_block<KIND, sizeof(T) == 4>(a, g, x);
+        const int64_t item = item_of(a, i, all);
+        __stcs((uint2 *)a.codes.p + item, make_uint2(b.codes[0], b.codes[1]));
+        ((uint8_t *)a.scales.p)[item] = (uint8_t)b.scale;
+    }
+}
+
+/* A global a row, computed: a warp or a block of threads a row, QUANTISE_HELD blocks of which a thread holds;
+ * of longer rows it reads the others again. */
+template <typename T, fp4_kind KIND, int GROUP>
+__global__ void __launch_bounds__(QUANTISE_THREADS)
+    quantise_whole_rows(const __grid_constant__ quantise_params a)
+{
+    const int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / GROUP;
+    const int lane = threadIdx.x % GROUP;
+    a.ends.check(a.status);
+    if (row >= a.rows) return;
+    const int64_t from = source_row(a, row);
+    const bool used = from >= 0 && (a.ends.end == NULL || row < a.ends.end_of(a.ends.experts - 1));
+    const T *values = a.x.row<const T>(used ? from : 0);
+    raw_block<T> held[QUANTISE_HELD];
+    uint32_t most = 0;
+    bool bad;
+#pragma unroll
+    for (int h = 0; h < QUANTISE_HELD; h++)
+        if (used && lane + h * GROUP < a.blocks)
+            held[h].load(values, (int64_t)(lane + h * GROUP) * FP4_BLOCK, a.columns, a.wide);
+#pragma unroll
+    for (int h = 0; h < QUANTISE_HELD; h++) {
+        float x[FP4_BLOCK];
+        if (!used || lane + h * GROUP >= a.blocks) break;
+        held[h].values(x);
+        most = max(most, __float_as_uint(largest_finite(x, &bad)));
+    }
+    for (int64_t block = lane + QUANTISE_HELD * GROUP; used && block < a.blocks; block += GROUP) {
+        raw_block<T> raw;
+        float x[FP4_BLOCK];
+        raw.load(values, block * FP4_BLOCK, a.columns, a.wide);
+        raw.values(x);
+        most = max(most, __float_as_uint(largest_finite(x, &bad)));
+    }
+    const float g = global_from_largest(a.profile, __uint_as_float(group_largest<GROUP>(most)));
+    if (lane == 0 && used) *a.global.row<float>(row) = g;
+#pragma unroll
+    for (int h = 0; h < QUANTISE_HELD; h++) {
+        fp4_block b = {{0, 0}, 0};
+        if (lane + h * GROUP >= a.blocks) break;
+        if (used) {
+            float x[FP4_BLOCK];
+            held[h].values(x);
+            b = checked_block<KIND, sizeof(T) == 4>(a, g, x);
+        }
+        store_block(a, row, lane + h * GROUP, b);
+    }
+    for (int64_t block = lane + QUANTISE_HELD * GROUP; block < a.blocks; block += GROUP) {
+        fp4_block b = {{0, 0}, 0};
+        if (used) {
+            raw_block<T> raw;
+            float x[FP4_BLOCK];
+            raw.load(values, block * FP4_BLOCK, a.columns, a.wide);
+            raw.values(x);
+            b = checked_block<KIND, sizeof(T) == 4>(a, g, x);
+        }
+        store_block(a, row, block, b);
+    }
+}
+
+/* The largest magnitude of each expert's rows of x, or what a block of threads saw. Each thread has four
+ * blocks of values under way. */
 template <typename T>
 __global__ void __launch_bounds__(QUANTISE_THREADS) find_largest(const __grid_constant__ quantise_params a)
 {
+    enum { AHEAD = 4 };
     const int64_t all = a.x_rows * a.blocks, step = (int64_t)gridDim.x * QUANTISE_THREADS;
+    const bool by_expert = a.per == QUANTISE_GLOBAL_EXPERT, bounded = a.ends.end != NULL;
     uint32_t most = 0;
-    for (int64_t first = (int64_t)blockIdx.x * QUANTISE_THREADS; first < all; first += step) {
-        const int64_t i = first + threadIdx.x, row = i / a.blocks;
-        const int64_t expert = i < all ? expert_of_row(a, row) : 0;
-        uint32_t bits = 0;
-        if (i < all && (a.ends.end == NULL || expert < a.ends.experts)) {
-            float x[FP4_BLOCK];
-            load_block(x, a.x.row<const T>(row), (i - row * a.blocks) * FP4_BLOCK, a.columns, a.wide);
-            bool bad;
-            bits = __float_as_uint(largest_finite(x, &bad));
+    for (int64_t first = (int64_t)blockIdx.x * QUANTISE_THREADS; first < all; first += AHEAD * step) {
+        raw_block<T> raw[AHEAD];
+        int64_t row[AHEAD];
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            const int64_t i = first + n * step + threadIdx.x;
+            row[n] = i >= all ? -1 : a.flat ? 0 : a.by_blocks.of(i);
+            if (i < all)
+                raw[n].load(a.x.row<const T>(row[n]), (i - row[n] * a.blocks) * FP4_BLOCK,
+                            a.flat ? INT64_MAX : a.columns, a.wide);
         }
-        if (a.per == QUANTISE_GLOBAL_EXPERT) {
-            if (bits > 0) atomicMax(a.largest + expert, bits);
-        } else {
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            const int64_t expert = row[n] >= 0 && (by_expert || bounded) ? expert_of_row(a, row[n]) : -1;
+            const bool counts = row[n] >= 0 && (!bounded || expert < a.ends.experts);
+            uint32_t bits = 0;
+            if (counts) {
+                float x[FP4_BLOCK];
+                bool bad;
+                raw[n].values(x);
+                bits = __float_as_uint(largest_finite(x, &bad));
+            }
             most = max(most, bits);
+            if (!by_expert) continue;
+            int same;
+            __match_all_sync(~0u, counts ? (int)expert : -1, &same);
+            if (same) bits = __reduce_max_sync(~0u, bits);
+            if (counts && bits > 0 && (!same || threadIdx.x % 32 == 0)) atomicMax(a.largest + expert, bits);
         }
     }
-    if (a.per == QUANTISE_GLOBAL_EXPERT) return;
-    most = block_largest(most);
-    if (threadIdx.x == 0) atomicMax(a.largest, most);
+    if (by_expert) return;
+    most = group_largest<QUANTISE_THREADS>(most);
+    if (threadIdx.x == 0) a.largest[blockIdx.x] = most;
 }
 
 /* V columns of 16 rows of a weight: one block each. */
@@ -221,7 +317,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
     fp4_block b[V];
 #pragma unroll
     for (int v = 0; v < V; v++) {
-        b[v] = checked_block<KIND>(a, g, x[v]);
+        b[v] = checked_block<KIND, sizeof(T) == 4>(a, g, x[v]);
     }
     uint8_t *codes = (uint8_t *)a.codes.p + at.e * a.codes_s[0] + at.block * 8 * a.codes_s[1] + at.n,
             *scales = (uint8_t *)a.scales.p + at.e * a.scales_s[0] + at.block * a.scales_s[1] + at.n;
@@ -257,55 +353,89 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
         }
     }
     if (a.per == QUANTISE_GLOBAL_EXPERT) return;
-    most = block_largest(most);
+    most = group_largest<QUANTISE_THREADS>(most);
     if (threadIdx.x == 0) atomicMax(a.largest, most);
 }
 
 /* One function a dtype: all that a call launches. */
-quern_status quantise_f32(const quantise_params &a, fp4_kind kind, bool columns, bool computed, int sms,
+quern_status quantise_f32(quantise_params a, fp4_kind kind, bool columns, bool computed, int sms,
                           cudaStream_t stream);
-quern_status quantise_bf16(const quantise_params &a, fp4_kind kind, bool columns, bool computed, int sms,
+quern_status quantise_bf16(quantise_params a, fp4_kind kind, bool columns, bool computed, int sms,
                            cudaStream_t stream);
-quern_status quantise_f16(const quantise_params &a, fp4_kind kind, bool columns, bool computed, int sms,
+quern_status quantise_f16(quantise_params a, fp4_kind kind, bool columns, bool computed, int sms,
                           cudaStream_t stream);
 /* Writes the globals, as given or from the largest magnitudes. */
 quern_status write_globals(const quantise_params &a, cudaStream_t stream);
+/* Sets the largest magnitudes to 0. */
+quern_status clear_largest(const quantise_params &a, cudaStream_t stream);
 
 #define FP4_KINDS(F)                                                                                         \
     F(FP4_RNE) F(FP4_HALF_STEPS) F(FP4_FOUR_OVER_SIX) F(FP4_SEARCH) F(FP4_MODELOPT) F(FP4_COMPRESSED)
 
+/* The pass that finds the largest magnitudes, and what makes globals of them. */
 template <typename T>
-static quern_status quantise_as(const quantise_params &a, fp4_kind kind, bool columns, bool computed, int sms,
+static quern_status find_globals(quantise_params &a, bool columns, bool pairs, int64_t all, int sms,
+                                 cudaStream_t stream)
+{
+    enum { AHEAD = 4 };
+    if (!columns && a.per == QUANTISE_GLOBAL_TENSOR) {
+        const int64_t seen = a.x_rows * a.blocks, most = QUANTISE_PARTS;
+        a.parts =
+            (int32_t)(seen < most * QUANTISE_THREADS * AHEAD ? blocks_for(seen, QUANTISE_THREADS * AHEAD)
+                                                             : most);
+        if (a.parts == 0) a.parts = 1;
+        find_largest<T><<<(unsigned)a.parts, QUANTISE_THREADS, 0, stream>>>(a);
+        return LAUNCHED("quantise, largest");
+    }
+    const int64_t seen = columns ? all : a.x_rows * a.blocks;
+    const unsigned most = (unsigned)sms * 8,
+                   grid = seen / QUANTISE_THREADS < most ? blocks_for(seen, QUANTISE_THREADS) : most;
+    quern_status status = clear_largest(a, stream);
+    if (status == QUERN_OK && seen > 0) {
+        if (pairs) find_largest_columns<T, 2><<<grid, QUANTISE_THREADS, 0, stream>>>(a);
+        else if (columns) find_largest_columns<T, 1><<<grid, QUANTISE_THREADS, 0, stream>>>(a);
+        else find_largest<T><<<grid, QUANTISE_THREADS, 0, stream>>>(a);
+        status = LAUNCHED("quantise, largest");
+    }
+    return status == QUERN_OK ? write_globals(a, stream) : status;
+}
+
+template <typename T, fp4_kind KIND>
+static void launch_kind(const quantise_params &a, bool columns, bool pairs, bool whole, int64_t all, int sms,
+                        cudaStream_t stream)
+{
+    enum { THREADS = QUANTISE_THREADS, RESIDENT = 5 };
+    if (whole && a.rows > 0) {
+        if (a.blocks <= 32 * QUANTISE_HELD)
+            quantise_whole_rows<T, KIND, 32><<<blocks_for(a.rows, THREADS / 32), THREADS, 0, stream>>>(a);
+        else if (a.blocks <= 128 * QUANTISE_HELD)
+            quantise_whole_rows<T, KIND, 128><<<(unsigned)a.rows, 128, 0, stream>>>(a);
+        else quantise_whole_rows<T, KIND, THREADS><<<(unsigned)a.rows, THREADS, 0, stream>>>(a);
+    } else if (pairs && all > 0) {
+        quantise_columns<T, KIND, 2><<<blocks_for(all, THREADS), THREADS, 0, stream>>>(a);
+    } else if (columns && all > 0) {
+        quantise_columns<T, KIND, 1><<<blocks_for(all, THREADS), THREADS, 0, stream>>>(a);
+    } else if (all > 0 || a.parts > 0) {
+        const int64_t most = (int64_t)sms * RESIDENT, need = (all + THREADS - 1) / THREADS;
+        const int64_t grid = need < 1 ? 1 : need < most || a.parts == 0 ? need : most;
+        if (a.flat) quantise_flat<T, KIND><<<(unsigned)grid, THREADS, 0, stream>>>(a);
+        else quantise_rows<T, KIND><<<(unsigned)grid, THREADS, 0, stream>>>(a);
+    }
+}
+
+template <typename T>
+static quern_status quantise_as(quantise_params a, fp4_kind kind, bool columns, bool computed, int sms,
                                 cudaStream_t stream)
 {
     const bool pairs = columns && a.wide;
     const int64_t all = columns ? a.rows * (pairs ? a.columns / 2 : a.columns) : a.rows * a.blocks;
     const bool whole = computed && a.per == QUANTISE_GLOBAL_ROW;
     if (computed && !whole) {
-        const int64_t seen = columns ? all : a.x_rows * a.blocks;
-        const unsigned most = (unsigned)sms * 8,
-                       grid = seen / QUANTISE_THREADS < most ? blocks_for(seen, QUANTISE_THREADS) : most;
-        if (seen > 0) {
-            if (pairs) find_largest_columns<T, 2><<<grid, QUANTISE_THREADS, 0, stream>>>(a);
-            else if (columns) find_largest_columns<T, 1><<<grid, QUANTISE_THREADS, 0, stream>>>(a);
-            else find_largest<T><<<grid, QUANTISE_THREADS, 0, stream>>>(a);
-        }
-        const quern_status status = write_globals(a, stream);
+        const quern_status status = find_globals<T>(a, columns, pairs, all, sms, stream);
         if (status != QUERN_OK) return status;
     }
 #define LAUNCH(KIND)                                                                                         \
-    if (kind == KIND) {                                                                                      \
-        if (whole && a.rows > 0)                                                                             \
-            quantise_whole_rows<T, KIND><<<(unsigned)a.rows, QUANTISE_THREADS, 0, stream>>>(a);              \
-        else if (pairs && all > 0)                                                                           \
-            quantise_columns<T, KIND, 2>                                                                     \
-                <<<blocks_for(all, QUANTISE_THREADS), QUANTISE_THREADS, 0, stream>>>(a);                     \
-        else if (columns && all > 0)                                                                         \
-            quantise_columns<T, KIND, 1>                                                                     \
-                <<<blocks_for(all, QUANTISE_THREADS), QUANTISE_THREADS, 0, stream>>>(a);                     \
-        else if (all > 0)                                                                                    \
-            quantise_rows<T, KIND><<<blocks_for(all, QUANTISE_THREADS), QUANTISE_THREADS, 0, stream>>>(a);   \
-    }
+    if (kind == KIND) launch_kind<T, KIND>(a, columns, pairs, whole, all, sms, stream);
     FP4_KINDS(LAUNCH)
 #undef LAUNCH
     return LAUNCHED("quantise");

@@ -26,6 +26,13 @@ quern_status write_globals(const quantise_params &a, cudaStream_t stream)
     return LAUNCHED("quantise, globals");
 }
 
+quern_status clear_largest(const quantise_params &a, cudaStream_t stream)
+{
+    if (a.global_count == 0) return QUERN_OK;
+    const cudaError_t code = cudaMemsetAsync(a.largest, 0, (size_t)a.global_count * sizeof(uint32_t), stream);
+    return code == cudaSuccess ? QUERN_OK : cuda_report(code, "quantise, clearing");
+}
+
 /* Whether a pass over all of x finds the globals. */
 static bool needs_largest(const quantise_args *args)
 {
@@ -34,7 +41,8 @@ static bool needs_largest(const quantise_args *args)
 
 static size_t quantise_any_bytes(const stage_exec *, const quantise_args *args)
 {
-    return needs_largest(args) ? room_for((size_t)rows_of(args->global) * sizeof(uint32_t)) : 0;
+    const int64_t globals = rows_of(args->global), parts = QUANTISE_PARTS;
+    return needs_largest(args) ? room_for((size_t)(globals > parts ? globals : parts) * sizeof(uint32_t)) : 0;
 }
 
 static void describe_weight(quantise_params &a, const quantise_args *args)
@@ -74,12 +82,16 @@ static quantise_params params_of(const quantise_args *args, void *workspace)
     a.rows = present(args->slots) ? args->slots.shape[0] : a.x_rows;
     a.columns = columns_of(x);
     a.blocks = (a.columns + FP4_BLOCK - 1) / FP4_BLOCK;
+    a.by_blocks = divider_by(a.blocks);
     a.slots = (const int32_t *)args->slots.data;
     a.slots_a_row = args->slots_a_row > 0 ? (int32_t)args->slots_a_row : 1;
     a.ends = expert_ends_of(args->offsets, a.rows);
     a.expert_rows = x.ndim == 3 ? x.shape[1] : 1;
     a.wide = rows_aligned(x, 16);
     a.wide_codes = rows_aligned(args->codes, 8);
+    a.flat = a.per == QUANTISE_GLOBAL_TENSOR && a.slots == NULL && !present(args->offsets) && a.wide &&
+             a.wide_codes && a.columns == a.blocks * FP4_BLOCK && rows_follow(a.x, a.columns) &&
+             rows_follow(a.codes, a.blocks * 8) && rows_follow(a.scales, a.blocks);
     return a;
 }
 
@@ -94,11 +106,6 @@ static quern_status quantise_any_run(const stage_exec *exec, const quantise_args
     if (!computed) {
         const quern_status status = write_globals(a, stream);
         if (status != QUERN_OK) return status;
-    }
-    if (needs_largest(args) && a.global_count > 0) {
-        const cudaError_t code =
-            cudaMemsetAsync(a.largest, 0, (size_t)a.global_count * sizeof(uint32_t), stream);
-        if (code != cudaSuccess) return cuda_report(code, "quantise, clearing");
     }
     const quern_dtype dtype = args->x.dtype;
     auto run = dtype == QUERN_F32 ? quantise_f32 : dtype == QUERN_BF16 ? quantise_bf16 : quantise_f16;

@@ -382,6 +382,58 @@ static void nonfinite_values_are_refused(void **state)
 
 #endif
 
+/* Globals for which many numbers of 8 bits are the middle of two codes, and the f32 numbers beside them. */
+static void values_between_codes(void **state)
+{
+    enum { T = 48, D = 512 };
+    static const int64_t shape[] = {T, D}, codes_shape[] = {T, D / 2}, scales_shape[] = {T, D / 16};
+    static const float globals[] = {0.01f, 0x1p-8f, 4.5f / 2688, 5.25f / 2688, 4.875f / 2688};
+    static const quern_nvfp4_profile profiles[] = {QUERN_NVFP4_PROFILE_RNE, QUERN_NVFP4_PROFILE_MODELOPT,
+                                                   QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS};
+    test_random random = {test_seed("values_between_codes", 8)};
+    (void)state;
+    for (int trial = 0; trial < 30; trial++) {
+        quern_context *ctx = test_context(quern_cpu_level_detect(), 2);
+        test_tensor x = test_tensor_make(&random, trial % 2 ? QUERN_F16 : QUERN_BF16, 2, shape,
+                                         TEST_CONTIGUOUS),
+                    codes = test_tensor_make(&random, QUERN_U8, 2, codes_shape, TEST_CONTIGUOUS),
+                    scales = test_tensor_make(&random, QUERN_U8, 2, scales_shape, TEST_CONTIGUOUS);
+        quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
+        quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
+        float global = globals[trial % 5];
+        if (trial / 5 % 3 > 0) global = nextafterf(global, trial / 5 % 3 == 1 ? 0.0f : 1.0f);
+        p.profile = profiles[trial % 3];
+        if (p.profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS) global = 1 / global;
+        const quern_tensor given = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
+        test_tensor_normal(&x, &random, 1);
+        double *values = test_tensor_get(&x);
+        for (int i = 0; i < T * D; i++) values[i] = rint(values[i] * 64) / 64; /* of 8 bits in f16, too */
+        test_tensor_set(&x, values);
+        t.x = &x.view;
+        t.given_global = &given;
+        t.codes = &codes.view;
+        t.scales = &scales.view;
+        if (quantize(ctx, &p, &t) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+        double *stored = test_tensor_get(&x);
+        const uint8_t *got = codes.view.data, *bytes = scales.view.data;
+        for (int b = 0; b < T * D / 16; b++) {
+            float block[16];
+            uint8_t expected[16];
+            for (int i = 0; i < 16; i++) block[i] = (float)stored[16 * b + i];
+            const int scale =
+                oracle_nvfp4_block((oracle_profile)p.profile, ORACLE_SCALES_RNE, global, block, expected);
+            if (bytes[b] != scale)
+                fail_msg("trial %d block %d: scale %d, expected %d", trial, b, bytes[b], scale);
+            for (int i = 0; i < 8; i++)
+                if (got[8 * b + i] != (expected[2 * i] | expected[2 * i + 1] << 4))
+                    fail_msg("trial %d block %d: byte %d is %d", trial, b, i, got[8 * b + i]);
+        }
+        free(values), free(stored);
+        test_tensor_free(&x), test_tensor_free(&codes), test_tensor_free(&scales);
+        quern_context_destroy(ctx);
+    }
+}
+
 /* Rows past the last expert's are left out, so fewer rows are cut into pieces than the workspace is for. */
 static void wide_rows_of_few(void **state)
 {
@@ -508,6 +560,7 @@ int main(void)
         cmocka_unit_test(golden_vectors),
         cmocka_unit_test(random_cases),
         cmocka_unit_test(dequantized_values),
+        cmocka_unit_test(values_between_codes),
         cmocka_unit_test(wide_rows_of_few),
 #ifndef QUERN_TEST_GPU
         cmocka_unit_test(nonfinite_values_are_refused),

@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "quantise/kernel.cuh"
 
-quern_status quantise_f32(const quantise_params &a, fp4_kind kind, bool columns, bool computed, int sms,
+quern_status quantise_f32(quantise_params a, fp4_kind kind, bool columns, bool computed, int sms,
                           cudaStream_t stream)
 {
     return quantise_as<float>(a, kind, columns, computed, sms, stream);
