@@ -2,19 +2,20 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * combine.cu - sorted rows back to their tokens: one kernel inverts the permutation, one sums a token's rows
- * in slot order, four columns a thread. A slot that no row holds counts as 0. Limit: y read once.
+ * in slot order, four columns a thread. A short permutation is inverted by each block for itself. A slot that
+ * no row holds counts as 0. Limit: y read once.
  */
 #include "common/launch.cuh"
 #include "common/rows.cuh"
 #include "variants.cuh"
 
-enum { THREADS = 256, COLUMNS = 4 };
+enum { THREADS = 256, COLUMNS = 4, FEW = 1024 /* slots that a block inverts */ };
 
 struct combine_params {
     const float *y, *weights, *plus, *plus_too;
     int64_t y_s, weights_s, plus_s, plus_too_s;
     const int32_t *permutation;
-    int32_t *row_of; /* [slots], workspace; -1: no row */
+    int32_t *row_of; /* [slots], workspace; -1: no row. NULL: few */
     rows_view out;
     int64_t tokens, per, slots, columns;
     bool wide, wide_out;
@@ -40,16 +41,31 @@ __device__ __forceinline__ void add_columns(const combine_params &a, float (&sum
     for (int c = 0; c < COLUMNS; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(w, v[c]));
 }
 
+/* Rows of few slots into shared memory. */
+__device__ __forceinline__ void invert_few(const combine_params &a, int32_t *row_of)
+{
+    for (int i = threadIdx.x; i < a.slots; i += THREADS) row_of[i] = -1;
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.slots; i += THREADS) {
+        const int32_t slot = __ldg(a.permutation + i);
+        if (slot >= 0 && slot < a.slots) row_of[slot] = i;
+    }
+    __syncthreads();
+}
+
 template <typename T>
 __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ combine_params a)
 {
+    __shared__ int32_t few[FEW];
     const int64_t per_row = (a.columns + COLUMNS - 1) / COLUMNS,
                   i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int32_t *row_of = a.row_of != NULL ? a.row_of : few;
+    if (a.row_of == NULL) invert_few(a, few);
     if (i >= a.tokens * per_row) return;
     const int64_t token = i / per_row, c = (i - token * per_row) * COLUMNS, left = a.columns - c;
     float sum[COLUMNS] = {};
     for (int64_t j = 0; j < a.per; j++) {
-        const int32_t row = __ldg(a.row_of + token * a.per + j);
+        const int32_t row = row_of[token * a.per + j];
         const float w = a.weights != NULL ? __ldg(a.weights + token * a.weights_s + j) : 1.0f;
         if (row >= 0) add_columns(a, sum, a.y + row * a.y_s + c, w, left, a.wide);
     }
@@ -69,7 +85,8 @@ __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ combi
 
 static size_t combine_any_bytes(const stage_exec *, const combine_args *args)
 {
-    return room_for((size_t)args->permutation.shape[0] * sizeof(int32_t));
+    const int64_t slots = args->permutation.shape[0];
+    return slots > FEW ? room_for((size_t)slots * sizeof(int32_t)) : 0;
 }
 
 static const float *floats(const quern_tensor &t)
@@ -89,7 +106,7 @@ static quern_status combine_any_run(const stage_exec *exec, const combine_args *
                               args->plus.strides[0],
                               args->plus_too.strides[0],
                               (const int32_t *)args->permutation.data,
-                              room_at<int32_t>(workspace),
+                              args->permutation.shape[0] > FEW ? room_at<int32_t>(workspace) : NULL,
                               rows_view_of(args->out),
                               rows_of(args->out),
                               args->per,
@@ -99,7 +116,7 @@ static quern_status combine_any_run(const stage_exec *exec, const combine_args *
                               rows_aligned(args->out, COLUMNS * bytes_of(args->out.dtype))};
     const int64_t n = a.tokens * ((a.columns + COLUMNS - 1) / COLUMNS);
     if (n == 0) return QUERN_OK;
-    if (a.slots > 0) {
+    if (a.row_of != NULL) {
         const cudaError_t code = cudaMemsetAsync(a.row_of, 0xff, (size_t)a.slots * sizeof(int32_t), stream);
         if (code != cudaSuccess) return cuda_report(code, "combine, clearing");
         invert<<<blocks_for(a.slots, THREADS), THREADS, 0, stream>>>(a);

@@ -75,15 +75,12 @@ __device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *
     __syncwarp();
 }
 
-__global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_constant__ route_params a)
+/* A token's experts and their weights; a warp calls, with three rows of shared memory. */
+__device__ __forceinline__ void choose_for(const route_params &a, int64_t token, float *scores)
 {
-    extern __shared__ float room[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *scores = room + warp * 3 * a.experts;
+    const int lane = threadIdx.x % 32;
     uint32_t *rank = (uint32_t *)scores + a.experts;
     int32_t *list = (int32_t *)rank + a.experts;
-    const int64_t token = (int64_t)blockIdx.x * ROUTE_WARPS + warp;
-    if (token >= a.tokens) return;
     make_scores(a, token, scores);
     if (a.table == NULL) {
         for (int32_t e = lane; e < a.experts; e += 32)
@@ -102,6 +99,15 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_const
         a.weights[token * a.weights_s + j] = (a.renormalize ? s / (sum + 1e-20f) : s) * a.scale;
         a.chosen[token * a.chosen_s + j] = list[j] >= 0 ? list[j] : 0;
     }
+    __syncwarp();
+}
+
+__global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_constant__ route_params a)
+{
+    extern __shared__ float room[];
+    const int warp = threadIdx.x / 32;
+    const int64_t token = (int64_t)blockIdx.x * ROUTE_WARPS + warp;
+    if (token < a.tokens) choose_for(a, token, room + warp * 3 * a.experts);
 }
 
 __device__ __forceinline__ int32_t expert_of_slot(const route_params &a, int64_t slot)
@@ -148,6 +154,21 @@ __global__ void __launch_bounds__(ROUTE_MOST_EXPERTS) route_scan(const __grid_co
     }
 }
 
+/* Slots from `first` on to their rows, in order; a warp calls. own: where its next slot of an expert goes. */
+__device__ __forceinline__ void place_slots(const route_params &a, int64_t first, int64_t count, int32_t *own)
+{
+    const int lane = threadIdx.x % 32;
+    const int64_t end = min(a.tokens * a.top_k, first + count);
+    for (int64_t s = first; s < end; s += 32) {
+        const int32_t e = s + lane < end ? expert_of_slot(a, s + lane) : -1;
+        const unsigned same = __match_any_sync(~0u, e), below = same & ((1u << lane) - 1);
+        if (e >= 0) a.permutation[own[e] + __popc(below)] = (int32_t)(s + lane);
+        __syncwarp();
+        if (e >= 0 && below == 0) own[e] += __popc(same);
+        __syncwarp();
+    }
+}
+
 __global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_constant__ route_params a)
 {
     extern __shared__ int32_t at[]; /* [warps][E]: where a warp's next slot of an expert goes */
@@ -169,14 +190,39 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_consta
         }
     }
     __syncthreads();
-    for (int64_t s = first; s < slots && s < first + PER_WARP; s += 32) {
-        const int32_t e = s + lane < slots ? expert_of_slot(a, s + lane) : -1;
-        const unsigned same = __match_any_sync(~0u, e), below = same & ((1u << lane) - 1);
-        if (e >= 0) a.permutation[own[e] + __popc(below)] = (int32_t)(s + lane);
-        __syncwarp();
-        if (e >= 0 && below == 0) own[e] += __popc(same);
-        __syncwarp();
+    place_slots(a, first, PER_WARP, own);
+}
+
+/* All of it for few tokens, in one block. */
+__global__ void __launch_bounds__(ROUTE_THREADS) route_few(const __grid_constant__ route_params a)
+{
+    extern __shared__ float room[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t slots = a.tokens * a.top_k;
+    int32_t *counts = (int32_t *)room, before = 0;
+    for (int64_t token = warp; token < a.tokens; token += ROUTE_WARPS)
+        choose_for(a, token, room + warp * 3 * a.experts);
+    __syncthreads();
+    for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS) counts[e] = 0;
+    __syncthreads();
+    for (int64_t s = threadIdx.x; s < slots; s += ROUTE_THREADS) atomicAdd(&counts[expert_of_slot(a, s)], 1);
+    __syncthreads();
+    if (warp > 0) return;
+    for (int32_t first = 0; first < a.experts; first += 32) {
+        const int32_t e = first + lane, own = e < a.experts ? counts[e] : 0;
+        int32_t end = own;
+        for (int apart = 1; apart < 32; apart *= 2) {
+            const int32_t lower = __shfl_up_sync(~0u, end, apart);
+            if (lane >= apart) end += lower;
+        }
+        if (e < a.experts) {
+            a.offsets[e] = before + end;
+            counts[e] = before + end - own;
+        }
+        before += __shfl_sync(~0u, end, 31);
     }
+    __syncwarp();
+    place_slots(a, 0, slots, counts);
 }
 
 route_params route_params_of(const route_args *args)
@@ -260,6 +306,8 @@ static quern_status route_any_run(const stage_exec *exec, const route_args *args
     if (a.experts == 0) return QUERN_OK;
     quern_status status = QUERN_OK;
     if (a.own != NULL) status = route_make_logits(to, a);
+    if (status == QUERN_OK && a.tokens <= ROUTE_FEW && a.tokens > 0)
+        return launch_shared(to, route_few, dim3(1), ROUTE_THREADS, 3 * ROUTE_WARPS * row, "route, few", a);
     if (status == QUERN_OK)
         status = launch_shared(to, route_choose, dim3(blocks_for(a.tokens, ROUTE_WARPS)), ROUTE_THREADS,
                                3 * ROUTE_WARPS * row, "route, choose", a);

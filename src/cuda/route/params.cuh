@@ -7,7 +7,7 @@
  * that nothing changes. choose: a warp a token, its scores in shared memory; the best of them k times over,
  * ties to the lowest expert. sort: a counting sort of the slots by expert in chunks: count, scan, place. A
  * slot's rank in its chunk follows from counts of its warp's earlier slots and of the warps before, so the
- * order is that of the slots.
+ * order is that of the slots. For few tokens one block does all three, as each launch takes longer.
  *
  * An id without a row in the table, or a row with an entry that is no expert, gives that slot expert 0 and
  * weight 0.
@@ -24,6 +24,7 @@ enum {
     ROUTE_WARPS = ROUTE_THREADS / 32,
     ROUTE_TILE = 4,     /* tokens, and experts, of a warp that makes logits */
     ROUTE_CHUNK = 2048, /* slots */
+    ROUTE_FEW = 16,     /* tokens for which one block does it all */
     ROUTE_MOST_EXPERTS = 1024
 };
 
