@@ -23,7 +23,8 @@ for program in build/gpu/tests/gpu_*_test; do
         programs+=("$program")
         [[ ${program##*/gpu_} =~ ^nsa_(property|fused|nonfinite|causality|determinism)_test$ ]] &&
             programs+=("$program@attend_gate_sm90")
-        [[ ${program##*/gpu_} =~ ^nvfp4_(gemm|fused_gemm)_test$ ]] && programs+=("$program@grouped_gemm_any")
+        [[ ${program##*/gpu_} =~ ^nvfp4_(gemm|fused_gemm)_test$ ]] &&
+            programs+=("$program@grouped_gemm_any" "$program@grouped_gemm_backward_any")
     done
 done
 for program in "${programs[@]}"; do

@@ -26,7 +26,11 @@ struct gemm_params {
     int64_t tokens;
     expert_ends ends;
     weight_source b;
-    const void *a; /* [tokens][a_stride], bf16 or f16; `parts` of them, each b.units * 64 columns, for f32 */
+    /* What is summed is `units` of 64, the results are `panels` of 64, of which `width` columns are real: K
+     * and N of B, or under `turned`, where B's columns are summed, N and K. */
+    int32_t units, panels, width;
+    bool turned;
+    const void *a; /* [tokens][a_stride], bf16 or f16; `parts` of them, each units * 64 columns, for f32 */
     int64_t a_stride;
     int32_t parts;
     const float *a_global, *b_global; /* NULL: 1 */
@@ -34,6 +38,7 @@ struct gemm_params {
     quantise_global a_per;
     int32_t b_parts; /* 2: gate and up have globals of their own, by runs of */
     int32_t run;
+    bool b_larger; /* the larger of the two counts for all columns */
     const void *bias;
     quern_dtype bias_dtype;
     int64_t bias_stride;
@@ -132,10 +137,13 @@ struct column_terms {
 __device__ __forceinline__ column_terms column_terms_of(const gemm_params &p, int32_t expert, int column)
 {
     column_terms t = {1.0f, 0.0f};
-    if (column >= p.b.n) return t;
-    if (p.b_global != NULL)
-        t.global = checked_global(
-            p, __ldg(p.b_global + expert * p.b_global_expert + (p.b_parts == 2 ? column / p.run % 2 : 0)));
+    if (column >= p.width) return t;
+    if (p.b_global != NULL) {
+        const float *of = p.b_global + expert * p.b_global_expert;
+        const bool two = p.b_parts == 2;
+        t.global = checked_global(p, __ldg(of + (two && !p.b_larger ? column / p.run % 2 : 0)));
+        if (two && p.b_larger) t.global = fmaxf(t.global, checked_global(p, __ldg(of + 1)));
+    }
     if (p.bias != NULL) t.bias = load_any(p.bias, p.bias_dtype, expert * p.bias_stride + column);
     return t;
 }
@@ -151,7 +159,7 @@ __device__ __forceinline__ float finished(const gemm_params &p, float sum, float
 /* Zeros in the rows past the last expert's; all threads of a grid call. */
 __device__ __forceinline__ void finish_tail(const gemm_params &p)
 {
-    const int64_t first = p.ends.end_of(p.ends.experts - 1), width = p.swiglu ? p.b.n / 2 : p.b.n;
+    const int64_t first = p.ends.end_of(p.ends.experts - 1), width = p.swiglu ? p.width / 2 : p.width;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (p.tokens - first) * width;
          i += (int64_t)gridDim.x * blockDim.x)
         store_any(p.c, p.c_dtype, (first + i / width) * p.c_stride + i % width, 0.0f);

@@ -112,12 +112,15 @@ gemm_plan gemm_plan_of(const stage_exec *exec, const grouped_gemm_args *args, in
     p.b = weight_source_of(args->b_repacked, args->b_codes, args->b_scales, args->k_major, args->order,
                            args->n, args->k);
     p.b.status = exec->status;
+    p.units = p.b.units;
+    p.panels = p.b.panels;
+    p.width = p.b.n;
     const bool floats = present(args->a), wide = floats && args->a.dtype == QUERN_F32;
     plan.f16_product = floats && args->a.dtype == QUERN_F16;
     p.parts = wide ? 3 : 1;
     plan.ready = !floats || wide || !rows_aligned(args->a, alignment);
     /* The workspace may not depend on where tensors stand, so there is always room. */
-    p.a_stride = (int64_t)p.parts * p.b.units * UNIT;
+    p.a_stride = (int64_t)p.parts * p.units * UNIT;
     p.a = arena_take(&room, (size_t)(args->tokens * p.a_stride) * sizeof(bf16));
     if (!plan.ready) {
         p.a = args->a.data;
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(THREADS) make_ready(const __grid_constant__ re
 
 quern_status gemm_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan)
 {
-    const int64_t columns = (int64_t)plan.p.b.units * UNIT, n = args->tokens * (columns / TOGETHER);
+    const int64_t columns = (int64_t)plan.p.units * UNIT, n = args->tokens * (columns / TOGETHER);
     if (!plan.ready || n == 0) return QUERN_OK;
     ready_params a = {};
     a.tokens = args->tokens;

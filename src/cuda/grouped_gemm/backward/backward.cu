@@ -11,27 +11,12 @@
  * decoding is repeated for each 64 tokens.
  */
 #include "grouped_gemm/any/kernel.cuh"
+#include "grouped_gemm/backward/params.cuh"
 #include "variants.cuh"
 
 using namespace any_gemm;
 
 enum { READY_THREADS = 256 };
-
-struct backward_params {
-    int64_t tokens, width, stride; /* width: of a part, whole panels */
-    expert_ends ends;
-    weight_source b;
-    bf16 *d; /* [tokens][parts][width] */
-    int32_t parts;
-    const void *d_c;
-    quern_dtype d_c_dtype, d_a_dtype;
-    int64_t d_c_stride, d_a_stride;
-    void *d_a;
-    const float *a_global, *b_global;
-    int64_t a_global_stride, b_global_expert;
-    quantise_global a_per;
-    int32_t b_parts, run;
-};
 
 __device__ __forceinline__ float b_global_of(const backward_params &a, int32_t expert, int part)
 {
@@ -155,7 +140,7 @@ __global__ void __launch_bounds__(THREADS)
         store_any(a.d_a, a.d_a_dtype, (first + i / a.b.k) * a.d_a_stride + i % a.b.k, 0.0f);
 }
 
-static backward_params params_of(const grouped_gemm_args *args, void *workspace)
+backward_params backward_params_of(const grouped_gemm_args *args, void *workspace)
 {
     backward_params a = {};
     a.tokens = args->tokens;
@@ -181,29 +166,22 @@ static backward_params params_of(const grouped_gemm_args *args, void *workspace)
     return a;
 }
 
-static bool grouped_gemm_backward_any_supports(const stage_exec *exec, const grouped_gemm_args *args,
-                                               char why[STAGE_WHY_BYTES])
+bool gradient_takes(const grouped_gemm_args *args, char why[STAGE_WHY_BYTES])
 {
     grouped_gemm_args floats = *args;
     floats.int8 = false; /* the gradient is straight through */
-    return gemm_takes(&floats, why) &&
-           shared_fits(exec, sizeof(backward_shared), "the grouped product's gradient", why);
+    return gemm_takes(&floats, why);
 }
 
-static size_t grouped_gemm_backward_any_bytes(const stage_exec *, const grouped_gemm_args *args)
+size_t gradient_bytes(const stage_exec *, const grouped_gemm_args *args)
 {
-    const backward_params a = params_of(args, NULL);
+    const backward_params a = backward_params_of(args, NULL);
     return room_for((size_t)(a.tokens * a.stride) * sizeof(bf16));
 }
 
-static quern_status grouped_gemm_backward_any_run(const stage_exec *exec, const grouped_gemm_args *args,
-                                                  void *workspace)
+gemm_params gradient_terms(const stage_exec *exec, const grouped_gemm_args *args, const backward_params &a)
 {
-    enum { BLOCKS_A_MULTIPROCESSOR = 4 };
-    const backward_params a = params_of(args, workspace);
     gemm_params p = {};
-    const launcher to = {(cudaStream_t)exec->stream, NULL};
-    if (args->tokens == 0 || args->k == 0) return QUERN_OK;
     p.tokens = a.tokens;
     p.ends = a.ends;
     p.b = a.b;
@@ -213,15 +191,36 @@ static quern_status grouped_gemm_backward_any_run(const stage_exec *exec, const 
         p.a_global = (const float *)args->a_global.data;
         p.a_global_stride = args->a_global.shape[0] > 1 ? args->a_global.strides[0] : 0;
     }
-    const quern_status status =
-        launch_shared(to, ready_gradient, dim3(blocks_for(a.tokens * a.width, READY_THREADS)), READY_THREADS,
-                      0, "grouped_gemm_backward, ready", a);
+    return p;
+}
+
+quern_status gradient_ready(const stage_exec *exec, const backward_params &a)
+{
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, ready_gradient,
+                         dim3(blocks_for(a.tokens * a.width, READY_THREADS)), READY_THREADS, 0,
+                         "grouped_gemm_backward, ready", a);
+}
+
+static bool grouped_gemm_backward_any_supports(const stage_exec *exec, const grouped_gemm_args *args,
+                                               char why[STAGE_WHY_BYTES])
+{
+    return gradient_takes(args, why) &&
+           shared_fits(exec, sizeof(backward_shared), "the grouped product's gradient", why);
+}
+
+static quern_status grouped_gemm_backward_any_run(const stage_exec *exec, const grouped_gemm_args *args,
+                                                  void *workspace)
+{
+    enum { BLOCKS_A_MULTIPROCESSOR = 4 };
+    const backward_params a = backward_params_of(args, workspace);
+    if (args->tokens == 0 || args->k == 0) return QUERN_OK;
+    const quern_status status = gradient_ready(exec, a);
     if (status != QUERN_OK) return status;
-    return launch_shared(to, gradient_of_a,
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, gradient_of_a,
                          dim3((unsigned)exec->multiprocessors * BLOCKS_A_MULTIPROCESSOR), THREADS,
-                         sizeof(backward_shared), "grouped_gemm_backward", a, p);
+                         sizeof(backward_shared), "grouped_gemm_backward", a, gradient_terms(exec, args, a));
 }
 
 extern const variant<grouped_gemm_args> grouped_gemm_backward_any = {
-    "grouped_gemm_backward_any", grouped_gemm_backward_any_supports, grouped_gemm_backward_any_bytes,
+    "grouped_gemm_backward_any", grouped_gemm_backward_any_supports, gradient_bytes,
     grouped_gemm_backward_any_run};

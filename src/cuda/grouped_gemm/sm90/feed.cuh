@@ -16,13 +16,13 @@ struct stage_units {
 };
 template <int TOKENS> __device__ __forceinline__ stage_units units_at(const gemm_params &p, int step)
 {
-    const int across = (p.b.units + form<TOKENS>::UNITS - 1) / form<TOKENS>::UNITS, part = step / across,
+    const int across = (p.units + form<TOKENS>::UNITS - 1) / form<TOKENS>::UNITS, part = step / across,
               unit = (step - part * across) * form<TOKENS>::UNITS;
-    return {unit, min((int)form<TOKENS>::UNITS, p.b.units - unit), (part * p.b.units + unit) * UNIT};
+    return {unit, min((int)form<TOKENS>::UNITS, p.units - unit), (part * p.units + unit) * UNIT};
 }
 template <int TOKENS> __device__ __forceinline__ int steps_of(const gemm_params &p)
 {
-    return p.parts * ((p.b.units + form<TOKENS>::UNITS - 1) / form<TOKENS>::UNITS);
+    return p.parts * ((p.units + form<TOKENS>::UNITS - 1) / form<TOKENS>::UNITS);
 }
 
 template <int TOKENS>
@@ -31,6 +31,22 @@ __device__ __forceinline__ void copy_tokens(const CUtensorMap &a, shared<TOKENS>
 {
     for (int i = 0; i < u.count; i++)
         tma_load(smem_address(m.a[stage][i]), a, bar, u.column + i * UNIT, 0, (int)t.row0, 0);
+}
+
+/* A panel's units of a stage, which follow one another unless the weights are turned. */
+template <int UNITS>
+__device__ __forceinline__ void copy_weights(const gemm_params &p, char (&to)[UNITS][UNIT_BYTES],
+                                             int32_t expert, int panel, const stage_units &u, uint32_t bar)
+{
+    const uint8_t *from = p.b.repacked + expert * p.b.repacked_expert;
+    if (!p.turned) {
+        bulk_load(smem_address(to), from + ((int64_t)panel * p.units + u.unit) * UNIT_BYTES,
+                  (uint32_t)(u.count * UNIT_BYTES), bar);
+        return;
+    }
+    for (int i = 0; i < u.count; i++)
+        bulk_load(smem_address(to[i]), from + ((int64_t)(u.unit + i) * p.panels + panel) * UNIT_BYTES,
+                  UNIT_BYTES, bar);
 }
 
 /* Repacked weights: all by one thread. */
@@ -42,17 +58,13 @@ __device__ __forceinline__ void feed_repacked(const gemm_params &p, const CUtens
     const int steps = steps_of<TOKENS>(p);
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
-        const int panels = min((int)form<TOKENS>::GROUPS, p.b.panels - t.panel);
+        const int panels = min((int)form<TOKENS>::GROUPS, p.panels - t.panel);
         for (int step = 0; step < steps; step++) {
             const stage_units u = units_at<TOKENS>(p, step);
             m.stages.wait_free(at);
             const uint32_t bar = smem_address(&m.stages.full[at.stage]);
             mbar_expect(bar, (uint32_t)(u.count * (TOKENS * 128 + panels * UNIT_BYTES)));
-            for (int g = 0; g < panels; g++)
-                bulk_load(smem_address(m.b[at.stage][g]),
-                          p.b.repacked + t.expert * p.b.repacked_expert +
-                              ((int64_t)(t.panel + g) * p.b.units + u.unit) * UNIT_BYTES,
-                          (uint32_t)(u.count * UNIT_BYTES), bar);
+            for (int g = 0; g < panels; g++) copy_weights(p, m.b[at.stage][g], t.expert, t.panel + g, u, bar);
             copy_tokens(a, m, t, u, at.stage, bar);
             at.advance();
         }
@@ -68,7 +80,7 @@ __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtens
     const int steps = steps_of<TOKENS>(p), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
-        const int panels = min((int)form<TOKENS>::GROUPS, p.b.panels - t.panel);
+        const int panels = min((int)form<TOKENS>::GROUPS, p.panels - t.panel);
         for (int step = 0; step < steps; step++) {
             const stage_units u = units_at<TOKENS>(p, step);
             m.stages.wait_free(at);
@@ -80,7 +92,9 @@ __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtens
             for (int g = 0; g < panels; g++)
 #pragma unroll 1
                 for (int i = 0; i < u.count; i++) {
-                    const unit_part w = gather_unit(p.b, t.expert, t.panel + g, u.unit + i, warp, lane);
+                    const int panel = t.panel + g, unit = u.unit + i;
+                    const unit_part w = gather_unit(p.b, t.expert, p.turned ? unit : panel,
+                                                    p.turned ? panel : unit, warp, lane);
                     char *to = m.b[at.stage][g][i];
                     *(uint4 *)(to + threadIdx.x * 16) =
                         make_uint4(w.codes[0], w.codes[1], w.codes[2], w.codes[3]);

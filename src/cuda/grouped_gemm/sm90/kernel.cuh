@@ -14,9 +14,40 @@ struct unit_operand {
     uint32_t step[UNIT_STEPS][4];
 };
 
-template <typename T> __device__ __forceinline__ void decode_unit(unit_operand &w, const char *unit)
+/* Eight rows of eight 16-bit numbers, two a lane, become columns. */
+__device__ __forceinline__ uint32_t turned(uint32_t x)
+{
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+/* The unit with its rows of K as the operand's: step j sums over columns 16 j on, of which a warp takes its
+ * own 16 of K. So it reads one word in four of all lanes, and of their scales. */
+template <typename T> __device__ __forceinline__ void decode_turned(unit_operand &w, const char *unit)
+{
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const char *codes = unit + lane * 16 + warp * 4,
+               *scales = unit + UNIT_CODES + lane / 4 * 8 + warp / 2 * 4;
+#pragma unroll
+    for (int j = 0; j < UNIT_STEPS; j++) {
+        uint32_t x[4];
+        decode_step<T>(x, *(const uint32_t *)(codes + j * 512), *(const uint32_t *)(scales + j * 64), warp);
+        w.step[j][0] = turned(x[0]);
+        w.step[j][1] = turned(x[2]);
+        w.step[j][2] = turned(x[1]);
+        w.step[j][3] = turned(x[3]);
+    }
+}
+
+template <typename T, bool TURNED>
+__device__ __forceinline__ void decode_unit(unit_operand &w, const char *unit)
 {
     const int thread = threadIdx.x % 128;
+    if constexpr (TURNED) {
+        decode_turned<T>(w, unit);
+        return;
+    }
     const uint4 codes = *(const uint4 *)(unit + thread * 16);
     const uint2 scales = *(const uint2 *)(unit + UNIT_CODES + thread / 4 * 8);
     decode_step<T>(w.step[0], codes.x, scales.x, 0);
@@ -55,12 +86,12 @@ template <int TOKENS> struct stage_walk {
 
 /* Sums of a tile. The products of a unit run while the next is decoded, so two operands take turns; the units
  * that are left over where a part of K ends wait for each other. */
-template <typename T, int TOKENS>
+template <typename T, int TOKENS, bool TURNED>
 __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_params &p, shared<TOKENS> &m,
                                          stage_walk<TOKENS> &walk, int group)
 {
     enum { UNITS = form<TOKENS>::UNITS, TURN = UNITS > 1 ? UNITS : 2 };
-    const int turns = p.b.units / TURN, rest = p.b.units % TURN;
+    const int turns = p.units / TURN, rest = p.units % TURN;
     unit_operand w[2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i++)
@@ -72,7 +103,7 @@ __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_p
 #pragma unroll
             for (int i = 0; i < TURN; i++) {
                 if (i % UNITS == 0) m.stages.wait_full(walk.at);
-                decode_unit<T>(w[i % 2], m.b[walk.at.stage][group][i % UNITS]);
+                decode_unit<T, TURNED>(w[i % 2], m.b[walk.at.stage][group][i % UNITS]);
                 multiply_unit<T, TOKENS>(c, w[i % 2], m.a[walk.at.stage][i % UNITS]);
                 wg_wait<1>(c);
                 if (i % UNITS == 0) walk.begun(m);
@@ -81,7 +112,7 @@ __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_p
         }
         for (int i = 0; i < rest; i++) {
             if (i == 0) m.stages.wait_full(walk.at);
-            decode_unit<T>(w[0], m.b[walk.at.stage][group][i]);
+            decode_unit<T, TURNED>(w[0], m.b[walk.at.stage][group][i]);
             multiply_unit<T, TOKENS>(c, w[0], m.a[walk.at.stage][i]);
             wg_wait<0>(c);
             if (i == 0) walk.begun(m);
@@ -183,32 +214,32 @@ __device__ __forceinline__ void store_tile(float (&c)[TOKENS / 8][4], const gemm
                                            const tile_place &t, int group, char *room)
 {
     const int first = (t.panel + group) * UNIT + threadIdx.x / 32 % 4 * 16;
-    if (first >= p.b.n) return;
+    if (first >= p.width) return;
     const int half = p.swiglu ? 2 : 1;
-    const warp_place w = {t.expert, t.rows, t.row0, first / half, p.b.n / half};
+    const warp_place w = {t.expert, t.rows, t.row0, first / half, p.width / half};
     finish_sums<T, TOKENS>(c, p, w, first);
     if constexpr (TOKENS > 8)
-        if (first + 16 <= p.b.n && p.c_wide && p.c_dtype != QUERN_F32) {
+        if (first + 16 <= p.width && p.c_wide && p.c_dtype != QUERN_F32) {
             store_rows<TOKENS>(c, p, w, room);
             return;
         }
     store_elements<TOKENS>(c, p, w);
 }
 
-template <typename T, int TOKENS>
+template <typename T, int TOKENS, bool TURNED>
 __device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m, int group)
 {
     const int32_t tiles = m.tiles.first[p.ends.experts];
     stage_walk<TOKENS> walk;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[TOKENS / 8][4];
-        sum_tile<T, TOKENS>(c, p, m, walk, group);
+        sum_tile<T, TOKENS, TURNED>(c, p, m, walk, group);
         store_tile<T, TOKENS>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
                               m.out[threadIdx.x / 32 - 4]);
     }
 }
 
-template <typename T, int TOKENS>
+template <typename T, int TOKENS, bool TURNED>
 __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
     grouped_gemm_sm90(const __grid_constant__ gemm_params p, const __grid_constant__ CUtensorMap a)
 {
@@ -219,7 +250,7 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
         m.stages.init(p.b.repacked != NULL ? 1 : 129, form<TOKENS>::GROUPS * 128);
         mbar_init_done();
     }
-    make_tiles(m.tiles, p, TOKENS, (p.b.panels + form<TOKENS>::GROUPS - 1) / form<TOKENS>::GROUPS);
+    make_tiles(m.tiles, p, TOKENS, (p.panels + form<TOKENS>::GROUPS - 1) / form<TOKENS>::GROUPS);
     finish_tail(p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
@@ -228,15 +259,15 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
         else if (threadIdx.x == 0) feed_repacked(p, a, m);
     } else {
         if constexpr (TOKENS >= 128) registers_up<MANY_REGISTERS>();
-        multiply<T, TOKENS>(p, m, role - 1);
+        multiply<T, TOKENS, TURNED>(p, m, role - 1);
     }
 #endif
 }
 
-template <typename T, int TOKENS>
+template <typename T, int TOKENS, bool TURNED = false>
 static quern_status launch_kernel(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a)
 {
-    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS>,
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS, TURNED>,
                          dim3((unsigned)exec->multiprocessors * form<TOKENS>::BLOCKS), form<TOKENS>::THREADS,
                          sizeof(shared<TOKENS>), "grouped_gemm", p, a);
 }

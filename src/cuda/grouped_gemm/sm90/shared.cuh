@@ -10,6 +10,9 @@
  *   multiply  warpgroups of 64 columns each: a lane reads its 16 bytes of codes and 8 of scales of a unit,
  *             decodes them into the products' first operand while the products of the unit before run
  *
+ * The gradient of A is the same product by turned weights: B's columns are summed, a warpgroup has 64 of K,
+ * and fragments are transposed once they are decoded.
+ *
  * TOKENS, 8 to 256, is the width of the products. Decoding a unit takes 90 instructions a warp; products of
  * TOKENS / 2 clocks for each 16 of K run beside it. Up to 64 tokens four warpgroups a multiprocessor hide the
  * decoding's latency, in two blocks or in one, and a stage holds several units, since a wait takes as long as
@@ -56,9 +59,11 @@ template <int TOKENS> struct shared {
     tile_list tiles;
 };
 
-/* A specialisation an instance. */
+/* A specialisation an instance; of the gradient, turned weights. */
 template <typename T, int TOKENS>
 quern_status launch(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
+template <int TOKENS>
+quern_status launch_gradient(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
 
 } // namespace sm90_gemm
 
