@@ -23,7 +23,7 @@ _NAMES = ("kind", "dtype", "sequences", "capacity", "dim", "window", "ratio", "i
 _NAMES += ("format", "key_format", "page", "pages")
 _FIELDS_OF = struct.Struct(f"{len(_NAMES)}q")
 _SAVED = b"quern-layer-2"
-FORMATS = ("rows", "fp8", "fp8_power", "fp4", "row584")  # The order of quern_dsv4_format.
+FORMATS = ("rows", "fp8", "fp8-power", "fp4", "row584")  # The order of quern_dsv4_format.
 RESULTS = tuple(field for field, t in _FIELDS.items() if t.results[0] and field != "out")
 
 
@@ -40,10 +40,11 @@ def tensors_of(x: Any, cos_sin: Any, weights: Mapping[str, Any]) -> dict[str, An
 
 
 def format_of(name: str) -> int:
-    """The number of a format."""
-    if name not in FORMATS:
+    """The number of a format; as everywhere a name may have underscores for hyphens."""
+    spelt = name.replace("_", "-") if isinstance(name, str) else name
+    if spelt not in FORMATS:
         raise ValueError(f"format is '{name}': {', '.join(FORMATS)} are accepted")
-    return FORMATS.index(name)
+    return FORMATS.index(spelt)
 
 
 def settings_of(kind: str, window: int, top_k: int, eps: float) -> tuple[tuple[str, Any], ...]:
@@ -95,7 +96,7 @@ class Cache:
     entries, the indexer's keys, the compressors' states.
 
     kind, window, top_k and eps are those of layer(). ring: tokens of a sequence that can be taken back, at
-    most 8. format "rows" or "row584": of raw rows and entries; key_format "rows", "fp8", "fp8_power" or
+    most 8. format "rows" or "row584": of raw rows and entries; key_format "rows", "fp8", "fp8-power" or
     "fp4": of the indexer's keys. dtype: of rows that have no format, "float32", "bfloat16" or "float16",
     x's where it is not said. page with `pages`: entries and keys stand in so many pages of `page` slots,
     which add_pages() gives to sequences; 0: they are contiguous.

@@ -74,7 +74,7 @@ def compress(
     CSA: proj [.., T, 4C] with columns C_a, Z_a, C_b, Z_b, b_a and b_b [r, C]. HCA, without b_b: proj [.., T,
     2C] with columns C, Z, b_a [r, C]. Or x [.., T, Dm] and w [Dm, 4C or 2C] instead of proj. ratio 0: the
     rows of b_a. prev_b [.., r, 2C]: C_b and Z_b of the block before. norm_weight [C]; cos_sin [P, R], see
-    rope_table(). format "rows": in proj's dtype; "fp8", "fp8_power", "fp4", "row584": bytes. Varlen, with
+    rope_table(). format "rows": in proj's dtype; "fp8", "fp8-power", "fp4", "row584": bytes. Varlen, with
     cu_seqlens int32 [B+1]: proj [T, ·] → out [T // r, C]; start_tokens, start_positions, block_counts,
     has_prev int32 [B].
 

@@ -116,7 +116,7 @@ STORED = {
     "bfloat16": ({"dtype": torch.bfloat16}, 1e-2),
     "row584": ({"format": "row584"}, 1e-1),
     "fp8 keys": ({"key_format": "fp8"}, 2e-6),  # every entry is chosen, whatever its key
-    "power keys": ({"key_format": "fp8_power"}, 2e-6),
+    "power keys": ({"key_format": "fp8-power"}, 2e-6),
     "all": ({"format": "row584", "key_format": "fp4", "ring": 4}, 1e-1),
 }
 

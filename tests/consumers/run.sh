@@ -99,8 +99,16 @@ needs_onednn "$dir/build/hello_static"
 # The short examples, and a model for the one that reads one: four experts in bf16, and the same in NVFP4.
 cmake -S "$root/examples/short" -B "$dir/short" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
 cmake --build "$dir/short"
-"$dir/short/pool"
-"$dir/short/train"
+for program in pool train decode layer; do "$dir/short/$program"; done
+# What needs a GPU is compiled where CUDA's toolkit is, and not run.
+if command -v nvcc >/dev/null; then
+    toolkit=$(realpath "$(nvcc --dryrun -c none.cu 2>&1 | sed -n 's/^#$ TOP=//p')")
+    cmake -S "$root/examples/cuda" -B "$dir/cuda" -DCMAKE_PREFIX_PATH="$prefix" -DCUDAToolkit_ROOT="$toolkit" >/dev/null
+    cmake --build "$dir/cuda"
+fi
+for program in "$root"/examples/{hello,short,cuda,python}/*.{c,py}; do
+    [[ ! -e $program ]] || [[ $(wc -l <"$program") -le 120 ]] || fail "$program is longer than 120 lines"
+done
 header="" at=0
 for part in {0..3}.{gate,up,down}; do
     header+=",\"model.layers.0.mlp.experts.${part}_proj.weight\":{\"dtype\":\"BF16\",\"shape\":[64,64],"
