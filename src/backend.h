@@ -25,6 +25,7 @@
 #include "stages/convert.h"
 #include "stages/copy_rows.h"
 #include "stages/dequantise.h"
+#include "stages/e4m3.h"
 #include "stages/expert_sums.h"
 #include "stages/from_mxfp4.h"
 #include "stages/fused_quantise.h"
@@ -97,7 +98,10 @@
     FORWARD(decode, decode)                                                                                  \
     FORWARD(nsa_decode, nsa_decode)                                                                          \
     FORWARD(block_index, block_index)                                                                        \
-    FORWARD(index_loss, index_loss)
+    FORWARD(index_loss, index_loss)                                                                          \
+    FORWARD(e4m3_gemm, e4m3_gemm)                                                                            \
+    FORWARD(e4m3_round, e4m3_round)                                                                          \
+    FORWARD(e4m3_weights, e4m3_weights)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -137,7 +141,10 @@
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)                                                                                \
     F(block_index, BLOCK_INDEX)                                                                              \
-    F(index_loss, INDEX_LOSS)
+    F(index_loss, INDEX_LOSS)                                                                                \
+    F(e4m3_gemm, E4M3_GEMM)                                                                                  \
+    F(e4m3_round, E4M3_ROUND)                                                                                \
+    F(e4m3_weights, E4M3_WEIGHTS)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

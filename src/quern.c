@@ -5,6 +5,7 @@
 #include "cpu/cpu.h"
 #include "dsv4/call.h"
 #include "dsv4/layer.h"
+#include "linear/linear.h"
 #include "moe/call.h"
 #include "nsa/call.h"
 #include "nvfp4/call.h"
@@ -33,6 +34,9 @@ const op_family *const quern_families[] = {
     &moe_prepack_family,
     &moe_family,
     &moe_route_family,
+    &linear_family, /* projections */
+    &rms_norm_family,
+    &rope_family,
     NULL,
 };
 

@@ -66,7 +66,13 @@ typedef enum quern_operation {
     QUERN_OP_MOE_BACKWARD = 97,
     QUERN_OP_MOE_ROUTE = 98,
     QUERN_OP_MOE_ROUTE_BACKWARD = 99,
-    QUERN_OP_MOE_PREPACK = 100
+    QUERN_OP_MOE_PREPACK = 100,
+    QUERN_OP_LINEAR_FORWARD = 112,
+    QUERN_OP_LINEAR_BACKWARD = 113,
+    QUERN_OP_RMS_NORM_FORWARD = 114,
+    QUERN_OP_RMS_NORM_BACKWARD = 115,
+    QUERN_OP_ROPE_FORWARD = 116,
+    QUERN_OP_ROPE_BACKWARD = 117
 } quern_operation;
 
 typedef struct quern_plan quern_plan;

@@ -10,6 +10,7 @@ from . import dsv4, moe, nvfp4
 from ._attention import attention
 from ._caches import KVCache, NSACache
 from ._checkpoint import Checkpoint, load_nvfp4
+from ._linear import linear, rms_norm, rope
 from ._lists import block_mask, convert_blocks
 from ._nsa import nsa
 from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_index, nsa_index_loss, nsa_select
@@ -41,6 +42,7 @@ __all__ = [
     "block_mask",
     "convert_blocks",
     "dsv4",
+    "linear",
     "load_nvfp4",
     "moe",
     "nsa",
@@ -51,4 +53,6 @@ __all__ = [
     "nsa_index_loss",
     "nsa_select",
     "nvfp4",
+    "rms_norm",
+    "rope",
 ]

@@ -454,6 +454,66 @@ def moe_layer(near, exact):
         near(out, want, BOUND)
 
 
+# ---- projections and rows ----
+
+
+def same_gradients(near, got, want, given, exactly):
+    d = torch.randn(got.shape)
+    exact = torch.autograd.grad(want, exactly, d.double())
+    for a, b in zip(torch.autograd.grad(got, given, d), exact):
+        near(a, b, 1e-5)
+
+
+@case("linear")
+def linear(near, exact):
+    torch.manual_seed(12)
+    for groups in (1, 2):
+        shapes = ((9, 64), (40, 64 // groups), (40,))
+        given = [torch.randn(*shape).requires_grad_() for shape in shapes]
+        exactly = [t.detach().double().requires_grad_() for t in given]
+        got, want = quern.linear(*given, groups=groups), exact(*exactly, groups=groups)
+        near(got, want, BOUND)
+        same_gradients(near, got, want, given, exactly)
+        x, n, k = given[0].detach(), 40, 64 // groups
+        bytes_ = torch.randint(0, 127, (n, k), dtype=torch.uint8)
+        for scale in (torch.rand(2, k // 32 or 1), torch.tensor([120], dtype=torch.uint8)):
+            values = reference.fp8_weight(bytes_, scale, 32)
+            got = quern.linear(x, bytes_, w_scale=scale, block=32, groups=groups)
+            near(got, exact(x.double(), values, groups=groups), BOUND)
+        codes, scales, one = nvfp4.quantize(torch.randn(n, k))
+        values = reference.nvfp4.dequantize(codes, scales, one, columns=k).double()
+        packed = {"w_codes": codes, "w_scales": scales, "w_global": one}
+        near(quern.linear(x, **packed, groups=groups), exact(x.double(), values, groups=groups), BOUND)
+        rounded = quern.linear(x, **packed, groups=groups, a8="fp8")
+        near(rounded, exact(x.double(), values, groups=groups), 0.1)
+
+
+@case("rms-norm")
+def rms_norm(near, exact):
+    torch.manual_seed(13)
+    given = [torch.randn(9, 64).requires_grad_(), torch.randn(64).requires_grad_()]
+    exactly = [t.detach().double().requires_grad_() for t in given]
+    got, want = quern.rms_norm(*given, eps=1e-3), exact(*exactly, eps=1e-3)
+    near(got, want, BOUND)
+    same_gradients(near, got, want, given, exactly)
+
+
+@case("rope")
+def rope(near, exact):
+    torch.manual_seed(14)
+    x, table = torch.randn(9, 3, 24).requires_grad_(), dsv4.rope_table(20, 8, like=torch.empty(0))
+    x_exact = x.detach().double().requires_grad_()
+    positions = torch.randint(0, 20, (9,), dtype=torch.int32)
+    counted = torch.arange(5, 14)
+    for inverse in (False, True):
+        got = quern.rope(x, table, positions=positions, inverse=inverse)
+        want = exact(x_exact, table.double(), positions, inverse)
+        near(got, want, BOUND)
+        same_gradients(near, got, want, [x], [x_exact])
+        got = quern.rope(x, table, start_abs_pos=5, inverse=inverse)
+        near(got, exact(x_exact, table.double(), counted, inverse), BOUND)
+
+
 # ---- all of them ----
 
 

@@ -82,6 +82,11 @@ static quern_status say(const char *name, int64_t shown, const stage_fault *faul
         return error_set(bad, "%s[%lld] is %g: a global above 0 and finite is accepted", name,
                          (long long)shown, number_at(t, fault->index));
     case QUERN_STATUS_BAD_SCALE:
+        if (t->dtype == QUERN_F32)
+            return error_set(bad,
+                             "%s[%lld] is the scale %g: a finite one by which no weight exceeds f32 is "
+                             "accepted",
+                             name, (long long)shown, number_at(t, fault->index));
         return error_set(bad, "%s[%lld] is the scale byte 0x%02X: 0x%02X to 0x%02X are accepted", name,
                          (long long)shown, (unsigned)integer_at(t, fault->index), (unsigned)fault->least,
                          (unsigned)fault->most);

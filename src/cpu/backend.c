@@ -3,6 +3,7 @@
 /* backend.c - the CPU's rows of the stage table. */
 #include "cpu/cpu.h"
 
+#include "cpu/e4m3/stages.h"
 #include "cpu/gemm.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/grouped_dense/stages.h"
@@ -78,6 +79,9 @@ const quern_backend quern_backend_cpu = {
     .decode = {NULL, cpu_decode_workspace, cpu_decode, NULL},
     .block_index = {NULL, cpu_block_index_workspace, cpu_block_index, cpu_block_index_kernel},
     .index_loss = {NULL, cpu_index_loss_workspace, cpu_index_loss, cpu_index_loss_kernel},
+    .e4m3_gemm = {NULL, cpu_e4m3_gemm_workspace, cpu_e4m3_gemm, cpu_e4m3_gemm_kernel},
+    .e4m3_round = {NULL, cpu_e4m3_round_workspace, cpu_e4m3_round, NULL},
+    .e4m3_weights = {NULL, NULL, cpu_e4m3_weights, NULL},
     .nsa_decode = {NULL, cpu_nsa_decode_workspace, cpu_nsa_decode, NULL},
     .attend_mqa_forward = {cpu_attend_mqa_supports, cpu_attend_mqa_workspace, cpu_attend_mqa,
                            cpu_attend_mqa_kernel},

@@ -6,6 +6,7 @@
 #include "core/cpu_features.h"
 #include "core/error.h"
 #include "cpu/attend_mqa/mqa_kernels.h"
+#include "cpu/e4m3/e4m3_kernels.h"
 #include "cpu/gemm4/gemm4_kernels.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
@@ -152,6 +153,7 @@ typedef struct level_tables {
     indexer_kernels indexer;
     gemm4_kernels gemm4;
     mqa_kernels mqa;
+    e4m3_kernels e4m3;
 } level_tables;
 
 static level_tables tables[LEVEL_NUMBERS];
@@ -182,6 +184,7 @@ static void make_tables(const cpu_level *level)
     override(&t->indexer, own->indexer, sizeof t->indexer);
     override(&t->gemm4, own->gemm4, sizeof t->gemm4);
     override(&t->mqa, own->mqa, sizeof t->mqa);
+    override(&t->e4m3, own->e4m3, sizeof t->e4m3);
     t->attention.rows = t->nsa.rows = t->pool.rows = &t->rows;
     kernels[level->value] = (cpu_kernels){.rows = &t->rows,
                                           .formats = &t->formats,
@@ -191,7 +194,8 @@ static void make_tables(const cpu_level *level)
                                           .pool = &t->pool,
                                           .indexer = &t->indexer,
                                           .gemm4 = &t->gemm4,
-                                          .mqa = &t->mqa};
+                                          .mqa = &t->mqa,
+                                          .e4m3 = &t->e4m3};
 }
 
 static void make_all(void)

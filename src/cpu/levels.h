@@ -18,6 +18,7 @@ typedef struct cpu_kernels {
     const struct indexer_kernels *indexer;
     const struct gemm4_kernels *gemm4;
     const struct mqa_kernels *mqa;
+    const struct e4m3_kernels *e4m3;
 } cpu_kernels;
 
 /* The tables of a level, with what it inherits; those of the first level where this build lacks its code. */

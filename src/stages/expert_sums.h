@@ -14,8 +14,8 @@
 
 typedef struct expert_sums_args {
     quern_tensor x;               /* f32, f16, bf16 [R, C] */
-    quern_tensor offsets;         /* i32 [E]: where each expert's rows end */
-    quern_tensor permutation;     /* i32 [R]: which slot a row holds */
+    quern_tensor offsets;         /* i32 [E]: where each expert's rows end; absent: expert 0 has all rows */
+    quern_tensor permutation;     /* i32 [R]: which slot a row holds; for weights and d_weights */
     quern_tensor weights;         /* f32 [T, R / T] by slot; absent: 1 */
     quern_tensor sums;            /* f32 [E, C], or absent */
     quern_tensor bias, d_weights; /* [E, C], f32 [T, R / T]; or absent */

@@ -7,6 +7,7 @@
 #include <quern/cuda.h>
 #include <quern/dsv4.h>
 #include <quern/dsv4_layer.h>
+#include <quern/linear.h>
 #include <quern/moe.h>
 #include <quern/nsa.h>
 #include <quern/nvfp4.h>
@@ -46,6 +47,12 @@ int main(void)
     CHECK(quern_dsv4_layer_tensors, QUERN_DSV4_LAYER_TENSORS_INIT);
     CHECK(quern_dsv4_layer_cache_params, QUERN_DSV4_LAYER_CACHE_PARAMS_INIT);
     CHECK(quern_dsv4_layer_rows, QUERN_DSV4_LAYER_ROWS_INIT);
+    CHECK(quern_linear_params, QUERN_LINEAR_PARAMS_INIT);
+    CHECK(quern_linear_tensors, QUERN_LINEAR_TENSORS_INIT);
+    CHECK(quern_rms_norm_params, QUERN_RMS_NORM_PARAMS_INIT);
+    CHECK(quern_rms_norm_tensors, QUERN_RMS_NORM_TENSORS_INIT);
+    CHECK(quern_rope_params, QUERN_ROPE_PARAMS_INIT);
+    CHECK(quern_rope_tensors, QUERN_ROPE_TENSORS_INIT);
     CHECK(quern_moe_route_params, QUERN_MOE_ROUTE_PARAMS_INIT);
     CHECK(quern_moe_route_tensors, QUERN_MOE_ROUTE_TENSORS_INIT);
     CHECK(quern_moe_prepack_params, QUERN_MOE_PREPACK_PARAMS_INIT);

@@ -8,6 +8,7 @@
 #include <quern/cuda.h>
 #include <quern/dsv4_layer.h>
 #include <quern/nsa.h>
+#include <quern/linear.h>
 #include <quern/moe.h>
 #include <quern/nvfp4.h>
 #include <quern/plan.h>
@@ -103,6 +104,12 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_OP_MOE_ROUTE, 98);
     assert_int_equal(QUERN_OP_MOE_ROUTE_BACKWARD, 99);
     assert_int_equal(QUERN_OP_MOE_PREPACK, 100);
+    assert_int_equal(QUERN_OP_LINEAR_FORWARD, 112);
+    assert_int_equal(QUERN_OP_LINEAR_BACKWARD, 113);
+    assert_int_equal(QUERN_OP_RMS_NORM_FORWARD, 114);
+    assert_int_equal(QUERN_OP_RMS_NORM_BACKWARD, 115);
+    assert_int_equal(QUERN_OP_ROPE_FORWARD, 116);
+    assert_int_equal(QUERN_OP_ROPE_BACKWARD, 117);
 }
 
 static void faults_are_pinned_and_have_names(void **unused)
@@ -201,6 +208,12 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_moe_prepack_tensors), 32);
     assert_int_equal(sizeof(quern_moe_route_params), 32);
     assert_int_equal(sizeof(quern_moe_route_tensors), 120);
+    assert_int_equal(sizeof(quern_linear_params), 32);
+    assert_int_equal(sizeof(quern_linear_tensors), 104);
+    assert_int_equal(sizeof(quern_rms_norm_params), 16);
+    assert_int_equal(sizeof(quern_rms_norm_tensors), 56);
+    assert_int_equal(sizeof(quern_rope_params), 24);
+    assert_int_equal(sizeof(quern_rope_tensors), 56);
 }
 
 #define ENDS(type, last) assert_int_equal(offsetof(type, last) + sizeof((type){0}.last), sizeof(type))
@@ -236,6 +249,9 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_nvfp4_interleave_params, granularity);
     ENDS(quern_nvfp4_gemm_params, reserved);
     ENDS(quern_moe_route_params, route_scale);
+    ENDS(quern_linear_params, reserved);
+    ENDS(quern_rms_norm_params, reserved);
+    ENDS(quern_rope_params, reserved);
     ENDS(quern_moe_prepack_params, reserved);
     ENDS(quern_moe_params, shared_intermediate);
 }

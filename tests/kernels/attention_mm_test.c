@@ -18,6 +18,7 @@
 typedef struct product {
     int64_t m, n, k;
     bool transposed, accumulate; /* transposed: A stands k-major */
+    bool scaled;                 /* each column of the product by a factor of its own */
     test_layout layout;          /* TEST_STRIDED: gaps between the rows of A, B and C */
 } product;
 
@@ -62,8 +63,26 @@ static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, 
     return test_tensor_make(random, dtype, 2, shape, layout);
 }
 
+/* The product that x names: A, B and, of a scaled one, the columns' factors. */
+static void multiply(const attention_kernels *kernels, bool pairs, const product *x, const test_tensor *a,
+                     const test_tensor *b, const float *scale, const test_tensor *c, bool accumulate)
+{
+    const int64_t a_s = a->view.strides[0], row = x->transposed ? 1 : a_s, k = x->transposed ? a_s : 1;
+    if (x->scaled)
+        (pairs ? kernels->mm_scaled_bf16 : kernels->mm_scaled_f32)(
+            x->m, x->n, x->k, a->view.data, row, k, b->view.data, b->view.strides[0], scale, c->view.data,
+            c->view.strides[0], accumulate);
+    else
+        (pairs ? kernels->mm_bf16 : kernels->mm_f32)(x->m, x->n, x->k, a->view.data, row, k, b->view.data,
+                                                     b->view.strides[0], c->view.data, c->view.strides[0],
+                                                     accumulate);
+}
+
 static void check_product(const attention_kernels *kernels, bool pairs, const product *x, test_random *random)
 {
+    const char *name = x->scaled ? (pairs ? "mm_scaled_bf16" : "mm_scaled_f32")
+                       : pairs   ? "mm_bf16"
+                                 : "mm_f32";
     const quern_dtype words = pairs ? QUERN_I32 : QUERN_F32;
     test_tensor a = x->transposed ? matrix(random, words, x->k, x->m, x->layout)
                                   : matrix(random, words, x->m, x->k, x->layout);
@@ -73,10 +92,9 @@ static void check_product(const attention_kernels *kernels, bool pairs, const pr
     fill(&b, pairs, random);
     if (x->accumulate) test_tensor_normal(&c, random, 1);
     double *old = test_tensor_get(&c);
-    (pairs ? kernels->mm_bf16
-           : kernels->mm_f32)(x->m, x->n, x->k, a.view.data, x->transposed ? 1 : a.view.strides[0],
-                              x->transposed ? a.view.strides[0] : 1, b.view.data, b.view.strides[0],
-                              c.view.data, c.view.strides[0], x->accumulate);
+    float *scale = malloc((size_t)(x->n + 1) * sizeof *scale);
+    for (int64_t j = 0; j < x->n; j++) scale[j + 1] = x->scaled ? (float)test_random_normal(random) : 1.0f;
+    multiply(kernels, pairs, x, &a, &b, scale + 1, &c, x->accumulate);
     test_tensor_check_unchanged(&a, "A");
     test_tensor_check_unchanged(&b, "B");
     test_tensor_check_guards(&c, "C");
@@ -89,27 +107,24 @@ static void check_product(const attention_kernels *kernels, bool pairs, const pr
                 for (int half = 0; half <= pairs; half++) {
                     const double term =
                         (x->transposed ? value_at(&a, pairs, p, i, half) : value_at(&a, pairs, i, p, half)) *
-                        value_at(&b, pairs, p, j, half);
+                        value_at(&b, pairs, p, j, half) * (double)scale[j + 1];
                     sum += term;
                     size += fabs(term);
                 }
             }
-            const double bound = test_kernel_bound("attention", pairs ? "mm_bf16" : "mm_f32", kernels->level,
-                                                   (double)(x->k * (1 + pairs)), 0) *
-                                 size;
+            const double bound =
+                test_kernel_bound("attention", name, kernels->level, (double)(x->k * (1 + pairs)), 0) * size;
             if (!(fabs(out[i * x->n + j] - sum) <= bound))
                 fail_msg("%s %s: m %lld n %lld k %lld%s%s %s: C[%lld][%lld] is %.9g, expected %.9g",
-                         quern_cpu_level_name(kernels->level), pairs ? "mm_bf16" : "mm_f32", (long long)x->m,
-                         (long long)x->n, (long long)x->k, x->transposed ? " transposed" : "",
+                         quern_cpu_level_name(kernels->level), name, (long long)x->m, (long long)x->n,
+                         (long long)x->k, x->transposed ? " transposed" : "",
                          x->accumulate ? " accumulate" : "", test_layout_name(x->layout), (long long)i,
                          (long long)j, out[i * x->n + j], sum);
         }
     }
-    TEST_TIME("attention", pairs ? "mm_bf16" : "mm_f32", kernels->level, x->m * x->n * x->k * (1 + pairs),
-              (pairs ? kernels->mm_bf16
-                     : kernels->mm_f32)(x->m, x->n, x->k, a.view.data, x->transposed ? 1 : a.view.strides[0],
-                                        x->transposed ? a.view.strides[0] : 1, b.view.data, b.view.strides[0],
-                                        c.view.data, c.view.strides[0], false));
+    TEST_TIME("attention", name, kernels->level, x->m * x->n * x->k * (1 + pairs),
+              multiply(kernels, pairs, x, &a, &b, scale + 1, &c, false));
+    free(scale);
     free(old);
     free(out);
     test_tensor_free(&a);
@@ -141,13 +156,14 @@ static void all_sizes(const attention_kernels *kernels, bool pairs, test_random 
                                    depths[d],
                                    test_random_one_in(random, 2),
                                    test_random_one_in(random, 2),
+                                   test_random_one_in(random, 2),
                                    (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1)};
                 check_product(kernels, pairs, &x, random);
             }
         }
     }
-    for (int i = 0; i < 4; i++) {
-        const product whole = {96, kernels->panel, 128, i & 1, i & 2, TEST_CONTIGUOUS};
+    for (int i = 0; i < 8; i++) {
+        const product whole = {96, kernels->panel, 128, i & 1, i & 2, i & 4, TEST_CONTIGUOUS};
         check_product(kernels, pairs, &whole, random);
     }
 }

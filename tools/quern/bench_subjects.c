@@ -29,6 +29,11 @@ static const bench_extent experts[] = {{"experts", "E", 0, MOST, "E"},
                                        {"width", "N", 0, MOST, "N"},
                                        {"depth", "K", 0, MOST, "K"},
                                        {NULL, NULL, 0, 0, NULL}};
+static const bench_extent projections[] = {
+    {"projections", "G", 1, MOST, "weights [N, K], one beside another"},
+    {"width", "N", 1, MOST, "N"},
+    {"depth", "K", 1, MOST, "K"},
+    {NULL, NULL, 0, 0, NULL}};
 static const bench_extent compressor[] = {
     {"width", "C", 1, MOST, "C"},
     {"hidden", "Dm", 0, MOST, "Dm: from hidden states; 0: from projections"},
@@ -135,6 +140,15 @@ static const input_row gemm_inputs[] = {{"A", "T K", NORMAL, "values"},
                                         {"C_global", "", SMALL, "needed"},
                                         {"d_out", "T out", NORMAL, "backward"},
                                         END};
+static const input_row linear_inputs[] = {{"x", "n G*K", NORMAL, NULL},
+                                          {"W", "G*N K", NORMAL, "floats"},
+                                          {"W", "G*N K", CODES_FP8, "fp8"},
+                                          {"W_scale", "blocks_N blocks_K", POWERS, "fp8"},
+                                          {"W_codes", "G*N K/2", CODES, "nvfp4"},
+                                          {"W_scales", "G*N K/16", SCALES, "nvfp4"},
+                                          {"W_global", "", SMALL, "nvfp4"},
+                                          {"d_out", "n G*N", NORMAL, "backward"},
+                                          END};
 static const input_row quantize_inputs[] = {{"X", "T K", NORMAL, NULL}, END};
 static const input_row fused_inputs[] = {{"X", "T 2*K", NORMAL, NULL}, {"gate_global", "", SMALL, NULL}, END};
 static const input_row dequantize_inputs[] = {
@@ -407,6 +421,19 @@ const bench_subject bench_subjects[] = {
      .peer = &peer_experts,
      .example = "--n 1,256 --svg gemm.svg",
      .all = {"--n 1,64 --dtype bf16 --experts 4 --rounds 3", NULL}},
+    {.name = "linear",
+     .help = "n rows times each of several weights [N, K], in floats, FP8 or NVFP4 as they are stored",
+     .op = "linear",
+     .n = "1,256",
+     .dtype = QUERN_BF16,
+     .extents = projections,
+     .extent = {8, 4096, 4096},
+     .choices = {{"weights", weight_words, "of the projections"}},
+     .follow = {{"groups", "G"}},
+     .count = bench_count_linear,
+     .inputs = linear_inputs,
+     .work = {{LIMIT_PRODUCTS, "2 n G N K", "weight G N K"}, {LIMIT_PRODUCTS, "2 n G N K", "weight G N K"}},
+     .example = "--weights fp8 --n 1,256"},
     {.name = "nvfp4-quantize",
      .help = "X [n, K] with a computed global: read twice",
      .op = "nvfp4-quantize",

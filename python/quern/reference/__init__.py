@@ -12,6 +12,7 @@ Memory grows with N²; use it up to a few thousand tokens.
 
 from . import dsv4, moe, nvfp4
 from ._attention import attention, masked_attention, window_mask
+from ._linear import fp8_weight, linear, rms_norm, rope
 from ._nsa import attend, combine, compress, gate, gates_of, nsa
 from ._nsa_select import chosen_blocks, convert_blocks, index, index_loss, listed, select, select_groups
 
@@ -20,6 +21,7 @@ OPERATIONS = {
     "attention": attention,
     "csa-compress": dsv4.compress,
     "hca-compress": dsv4.compress,
+    "linear": linear,
     "moe": moe.layer,
     "moe-prepack": nvfp4.prepack,
     "moe-route": moe.route,
@@ -40,6 +42,8 @@ OPERATIONS = {
     "nvfp4-interleave": nvfp4.interleave,
     "nvfp4-quantize": nvfp4.quantize,
     "nvfp4-swizzle": nvfp4.swizzle,
+    "rms-norm": rms_norm,
+    "rope": rope,
     "v4-attention": dsv4.attention,
     "v4-index": dsv4.index,
     "v4-layer": dsv4.layer,
@@ -55,15 +59,19 @@ __all__ = [
     "compress",
     "convert_blocks",
     "dsv4",
+    "fp8_weight",
     "gate",
     "gates_of",
     "index",
     "index_loss",
+    "linear",
     "listed",
     "masked_attention",
     "moe",
     "nsa",
     "nvfp4",
+    "rms_norm",
+    "rope",
     "select",
     "select_groups",
     "window_mask",

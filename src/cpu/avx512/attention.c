@@ -24,5 +24,6 @@ static inline vec step_f32(vec acc, vec a, vec b)
 const attention_kernels attention_kernels_avx512 = {.level = QUERN_CPU_LEVEL_AVX512,
                                                     .panel = PANEL,
                                                     .mm_f32 = mm_f32,
+                                                    .mm_scaled_f32 = mm_scaled_f32,
                                                     ATTENTION_ROW_KERNELS,
                                                     ATTENTION_BACKWARD_ROW_KERNELS};

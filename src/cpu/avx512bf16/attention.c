@@ -29,12 +29,21 @@ static inline vec step_bf16(vec acc, vec a, vec b)
 static void mm_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
                     int64_t ldb, float *c, int64_t ldc, bool accumulate)
 {
-    mm_any(true, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+    mm_any(true, m, n, k, a, a_row, a_k, b, ldb, NULL, c, ldc, accumulate);
+}
+
+static void mm_scaled_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
+                           const void *b, int64_t ldb, const float *scale, float *c, int64_t ldc,
+                           bool accumulate)
+{
+    if (scale != NULL) mm_any(true, m, n, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate);
 }
 
 const attention_kernels attention_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL_AVX512BF16,
                                                         .panel = PANEL,
                                                         .mm_bf16 = mm_bf16,
+                                                        .mm_scaled_f32 = mm_scaled_f32,
+                                                        .mm_scaled_bf16 = mm_scaled_bf16,
                                                         .mm_across_bf16 = mm_across_bf16,
                                                         .score_rows_bf16 = score_rows_bf16,
                                                         .add_values_bf16 = add_values_bf16,

@@ -64,12 +64,18 @@ typedef struct softmax_backward_tile {
 typedef void mm_kernel(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
                        const void *b, int64_t ldb, float *c, int64_t ldc, bool accumulate);
 
+typedef void mm_scaled_kernel(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
+                              const void *b, int64_t ldb, const float *scale, float *c, int64_t ldc,
+                              bool accumulate);
+
 typedef struct attention_kernels {
     quern_cpu_level level;
     const row_kernels *rows;
     int32_t panel; /* columns of a panel, a multiple of 16; n of a product is at most this */
     /* C[m][n] (+)= A B. The caller pads n to a multiple of 16. */
     mm_kernel *mm_f32, *mm_bf16; /* mm_bf16 is NULL where the level has no bf16 dot product */
+    /* C[i][j] (+)= (A B)[i][j] scale[j], with one rounding where the level has FMA. */
+    mm_scaled_kernel *mm_scaled_f32, *mm_scaled_bf16;
     /* c[i][j] = a[i] . b[j] for up to ACROSS_ROWS rows of a and the rows of b, whose dim is even, in place.
      * The bits are those of mm_bf16 over pieces of ACROSS_DEPTH, each added to c. lda counts elements. NULL
      * where mm_bf16 is. */

@@ -12,7 +12,8 @@
  * then runs at 0.98 of the FMA peak.
  *
  * The including file defines vec, ROWS, VECTORS, broadcast(), step_f32(acc, a, b) and, where the level has
- * it, step_bf16; `pairs` picks one at compile time. It gets mm_f32().
+ * it, step_bf16; `pairs` picks one at compile time. It gets mm_f32() and mm_scaled_f32(), whose sums take their
+ * column's factor as they are added to C. (They test the factors' address, so that the compiler knows it.)
  */
 #ifndef QUERN_CPU_ATTENTION_MM_H
 #define QUERN_CPU_ATTENTION_MM_H
@@ -22,8 +23,8 @@
 enum { VEC_LANES = sizeof(vec) / 4 };
 
 MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int64_t k, const float *a,
-                        int64_t a_row, int64_t a_k, const float *b, int64_t ldb, float *c, int64_t ldc,
-                        bool accumulate)
+                        int64_t a_row, int64_t a_k, const float *b, int64_t ldb, const float *scale, float *c,
+                        int64_t ldc, bool accumulate)
 {
     vec acc[ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -52,45 +53,48 @@ MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int
         __asm__("" : "+r"(c));
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) {
-            if (accumulate) {
-                vec old;
-                memcpy(&old, c + j * VEC_LANES, sizeof old);
-                acc[i][j] += old;
-            }
+            vec old = {0}, by;
+            if (accumulate) memcpy(&old, c + j * VEC_LANES, sizeof old);
+            if (scale != NULL) {
+                memcpy(&by, scale + j * VEC_LANES, sizeof by);
+                if (accumulate) acc[i][j] = step_f32(old, acc[i][j], by);
+                else acc[i][j] *= by;
+            } else if (accumulate) acc[i][j] += old;
             memcpy(c + j * VEC_LANES, &acc[i][j], sizeof(vec));
         }
     }
 }
 
 MM_INLINE void mm_columns(const bool pairs, const int vectors, int64_t m, int64_t k, const float *a,
-                          int64_t a_row, int64_t a_k, const float *b, int64_t ldb, float *c, int64_t ldc,
-                          bool accumulate)
+                          int64_t a_row, int64_t a_k, const float *b, int64_t ldb, const float *scale,
+                          float *c, int64_t ldc, bool accumulate)
 {
     /* Eight rows are two blocks of four: two rows alone wait for their sums. */
     for (; m >= ROWS && m != 8; m -= ROWS, a += ROWS * a_row, c += ROWS * ldc)
-        mm_block(pairs, ROWS, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+        mm_block(pairs, ROWS, vectors, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate);
     for (; m >= 4; m -= 4, a += 4 * a_row, c += 4 * ldc)
-        mm_block(pairs, 4, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+        mm_block(pairs, 4, vectors, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate);
     if (m >= 2) {
-        mm_block(pairs, 2, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+        mm_block(pairs, 2, vectors, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate);
         m -= 2;
         a += 2 * a_row;
         c += 2 * ldc;
     }
-    if (m == 1) mm_block(pairs, 1, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+    if (m == 1) mm_block(pairs, 1, vectors, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate);
 }
 
 /* n columns, n <= VECTORS vectors. */
 MM_INLINE void mm_any(const bool pairs, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
-                      int64_t a_k, const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
+                      int64_t a_k, const float *b, int64_t ldb, const float *scale, float *c, int64_t ldc,
+                      bool accumulate)
 {
     switch ((n + VEC_LANES - 1) / VEC_LANES) {
-    case 1: mm_columns(pairs, 1, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
-    case 2: mm_columns(pairs, 2, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
+    case 1: mm_columns(pairs, 1, m, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate); break;
+    case 2: mm_columns(pairs, 2, m, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate); break;
     case 3:
-        mm_columns(pairs, 3 < VECTORS ? 3 : VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+        mm_columns(pairs, 3 < VECTORS ? 3 : VECTORS, m, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate);
         break;
-    case 4: mm_columns(pairs, VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
+    case 4: mm_columns(pairs, VECTORS, m, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate); break;
     default: break;
     }
 }
@@ -98,7 +102,14 @@ MM_INLINE void mm_any(const bool pairs, int64_t m, int64_t n, int64_t k, const f
 static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
                    int64_t ldb, float *c, int64_t ldc, bool accumulate)
 {
-    mm_any(false, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+    mm_any(false, m, n, k, a, a_row, a_k, b, ldb, NULL, c, ldc, accumulate);
+}
+
+static void mm_scaled_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
+                          const void *b, int64_t ldb, const float *scale, float *c, int64_t ldc,
+                          bool accumulate)
+{
+    if (scale != NULL) mm_any(false, m, n, k, a, a_row, a_k, b, ldb, scale, c, ldc, accumulate);
 }
 
 #endif

@@ -49,7 +49,7 @@ static void sum_task(void *arg, int64_t index, int32_t thread)
 {
     const sums_job *job = arg;
     const expert_sums_args *args = job->args;
-    const int32_t *ends = args->offsets.data;
+    const int32_t all = (int32_t)args->x.shape[0], *ends = args->offsets.ndim > 0 ? args->offsets.data : &all;
     const int64_t expert = index / job->strips, column = index % job->strips * STRIP,
                   left = job->columns - column;
     const int64_t n = left < STRIP ? left : STRIP;
@@ -94,7 +94,7 @@ quern_status cpu_expert_sums(const stage_exec *exec, const expert_sums_args *arg
                     .strips = (columns + STRIP - 1) / STRIP,
                     .per = tokens > 0 ? rows / tokens : 1,
                     .scratch = workspace};
-    if (args->sums.ndim > 0) parallel_for(exec, args->offsets.shape[0] * job.strips, sum_task, &job);
+    if (args->sums.ndim > 0) parallel_for(exec, args->sums.shape[0] * job.strips, sum_task, &job);
     if (args->bias.ndim > 0 && args->d_weights.ndim > 0) parallel_for(exec, rows, product_task, &job);
     return QUERN_OK;
 }

@@ -1,0 +1,27 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* e4m3_kernels.h - the tile kernels of products with e4m3 weights. They get pointers and sizes; they never
+ * validate, allocate or start threads. */
+#ifndef QUERN_CPU_E4M3_KERNELS_H
+#define QUERN_CPU_E4M3_KERNELS_H
+
+#include <quern/quern.h>
+
+/* Rows of codes, `stride` bytes apart, of which `depth` codes each become rows of a panel. */
+typedef struct e4m3_rows {
+    const uint8_t *codes;
+    int64_t stride, rows, depth;
+    int64_t ahead; /* bytes from here to what is read later, which is prefetched into L2; 0: nothing is */
+} e4m3_rows;
+
+typedef struct e4m3_kernels {
+    quern_cpu_level level;
+    /* to[k][j] = the value of code k of row j, for all k and for j < panel, a multiple of 16; 0 past the last
+     * row. */
+    void (*panel_f32)(const e4m3_rows *rows, int32_t panel, float *to);
+    /* The same in words of two bf16 values, k and k + 1; 0 past an odd depth. NULL where the level has no
+     * bf16 dot product. */
+    void (*panel_bf16)(const e4m3_rows *rows, int32_t panel, uint32_t *to);
+} e4m3_kernels;
+
+#endif

@@ -1,0 +1,208 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* schema.c - the description of projections: their tensors, parameters, and what follows from them. */
+#include "core/error.h"
+#include "linear/linear.h"
+
+#include <stddef.h>
+
+static const op_tensor tensors[] = {
+    {"x", "x", OP_ACTIVATION, OP_NONE, {LIN_T, LIN_GK}, {0}},
+    {"w", "W", OP_ANY, OP_NONE, {LIN_GN, LIN_K}, {0}},
+    {"w_scale", "W_scale", OP_ANY, OP_NONE, {LIN_SCALE}, {0}},
+    {"w_codes", "W_codes", OP_CODES, OP_NONE, {LIN_GN, OP_HALF + LIN_K}, {0}},
+    {"w_scales", "W_scales", OP_SCALE, OP_NONE, {LIN_GN, OP_SIXTEENTH + LIN_K}, {0}},
+    {"w_global", "W_global", OP_GLOBAL, OP_NONE, {0}, {0}},
+    {"bias", "bias", OP_WEIGHT, OP_NONE, {LIN_GN}, {0}},
+    {"y", "y", OP_ACTIVATION, OP_NONE, {LIN_T, LIN_GN}, {0}},
+    {"d_y", "d_out", OP_ACTIVATION, L(y), {LIN_T, LIN_GN}, {0}},
+    {"d_x", "dx", OP_ACTIVATION, L(x), {LIN_T, LIN_GK}, {0}},
+    {"d_w", "dW", OP_F32, L(w), {LIN_GN, LIN_K}, {0}},
+    {"d_bias", "dbias", OP_F32, L(bias), {LIN_GN}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == LINEAR_TENSORS, "a row a tensor");
+
+static const char *const a8_words[] = {"none", "fp8", NULL};
+#define AT(member) offsetof(quern_linear_params, member)
+static const op_param params[] = {
+    {"block", AT(block), OP_INTEGER, 32, 128, NULL, "rows and columns of W that share a scale: 128 or 32"},
+    {"groups", AT(groups), OP_INTEGER, 1, INT32_MAX, NULL, "parts of x's columns, each with rows of W"},
+    {"a8", AT(a8), OP_CHOICE, 0, QUERN_LINEAR_A8_FP8, a8_words,
+     "x is rounded to FP8, by row and 128 columns"},
+};
+#undef AT
+static const quern_linear_params defaults = QUERN_LINEAR_PARAMS_INIT;
+static const char *const operations[] = {"linear_forward", "linear_backward"};
+static const char *const symbols[] = {
+    "", [LIN_T] = "T", [LIN_N] = "N", [LIN_K] = "K", [LIN_GN] = "GN", [LIN_GK] = "GK", NULL};
+static const char *const leads[] = {"|ceil(GN/b) ceil(K/b)"};
+static const op_entry ops[] = {
+    {.name = "linear",
+     .help = "y = x W^T + bias, W in floats, FP8 with W_scale, or NVFP4; with d_out also the backward",
+     .forward = LINEAR_FORWARD,
+     .backward = LINEAR_BACKWARD},
+};
+
+static quern_linear_params *params_of(op_call *call)
+{
+    return &((linear_call *)call)->params;
+}
+
+static quern_status check_params(op_call *call)
+{
+    const int64_t block = params_of(call)->block;
+    if (block == 128 || block == 32) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "block is %lld: 128 or 32 is accepted", (long long)block);
+}
+
+static void roles(op_call *call)
+{
+    const bool backward = call->operation == LINEAR_BACKWARD, codes = call->given[L(w_codes)] != NULL,
+               scaled = call->given[L(w_scale)] != NULL;
+    uint8_t *r = call->role;
+    r[L(x)] = OP_NEEDED;
+    r[L(w)] = codes ? OP_REFUSED : OP_NEEDED;
+    r[L(w_scale)] = codes ? OP_REFUSED : OP_OPTIONAL;
+    r[L(w_codes)] = OP_OPTIONAL;
+    r[L(w_scales)] = r[L(w_global)] = codes ? OP_NEEDED : OP_REFUSED;
+    r[L(bias)] = backward ? OP_UNUSED : OP_OPTIONAL;
+    r[L(y)] = backward ? OP_UNUSED : OP_RESULT;
+    r[L(d_y)] = backward ? OP_NEEDED : OP_UNUSED;
+    r[L(d_x)] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
+    r[L(d_w)] = !backward ? OP_UNUSED : codes || scaled ? OP_REFUSED : OP_OPTIONAL_RESULT;
+    r[L(d_bias)] = !backward                      ? OP_UNUSED
+                   : call->given[L(bias)] == NULL ? OP_SOURCE_MISSING
+                                                  : OP_OPTIONAL_RESULT;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    const char *field = call->family->tensors[tensor].field;
+    if (tensor == L(d_w))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "d_w is given with a quantised weight: it is accepted with w in floats");
+    if (tensor == L(w) || tensor == L(w_scale))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with w_codes: one or the other is accepted",
+                         field);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s is given without w_codes: all of NVFP4 or none of it is "
+                     "accepted",
+                     field);
+}
+
+static bool is_float(quern_dtype dtype)
+{
+    return dtype == QUERN_F32 || dtype == QUERN_F16 || dtype == QUERN_BF16;
+}
+
+/* Which kind of weight it is, by dtypes. */
+static quern_status find_kind(linear_call *c)
+{
+    const quern_tensor *const *t = c->head.given, *w = t[L(w)], *scale = t[L(w_scale)];
+    if (t[L(w_codes)] != NULL) {
+        c->kind = LINEAR_NVFP4;
+        return QUERN_OK;
+    }
+    c->kind = scale != NULL ? LINEAR_FP8 : LINEAR_FLOAT;
+    if (scale == NULL && !is_float(w->dtype))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "w: dtype %s without w_scale: f32, f16 and bf16 are accepted, e4m3 and u8 with it",
+                         quern_dtype_name(w->dtype));
+    if (scale != NULL && w->dtype != QUERN_U8 && w->dtype != QUERN_E4M3)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "w: dtype %s with w_scale: e4m3 and u8 are accepted",
+                         quern_dtype_name(w->dtype));
+    if (scale != NULL && scale->dtype != QUERN_F32 && scale->dtype != QUERN_U8 && scale->dtype != QUERN_E8M0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "w_scale: dtype %s: f32, e8m0 and u8 are accepted",
+                         quern_dtype_name(scale->dtype));
+    if (scale == NULL && c->params.a8 != QUERN_LINEAR_A8_NONE)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "a8 is fp8 with w in floats: none is accepted, or a weight in FP8 or NVFP4");
+    return QUERN_OK;
+}
+
+static quern_status check_groups(const char *name, int64_t extent, int64_t groups)
+{
+    if (extent % groups == 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s.shape is %lld where groups divide it: a multiple of the "
+                     "%lld groups is accepted",
+                     name, (long long)extent, (long long)groups);
+}
+
+/* Rows in f32 and widened weights must have sizes in 64 bits. (Rows may share their memory.) */
+static quern_status check_sizes(const int64_t *s)
+{
+    const int64_t most = (int64_t)1 << 56, widest = s[LIN_GK] > s[LIN_GN] ? s[LIN_GK] : s[LIN_GN];
+    if ((widest > 0 && s[LIN_T] > most / widest) || (s[LIN_K] > 0 && s[LIN_GN] > most / s[LIN_K]))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "T is %lld, GK %lld and GN %lld: up to 2^56 numbers are accepted, above it sizes "
+                         "overflow",
+                         (long long)s[LIN_T], (long long)s[LIN_GK], (long long)s[LIN_GN]);
+    if (s[LIN_T] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld rows: up to %d are accepted",
+                         (long long)s[LIN_T], INT32_MAX);
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    linear_call *c = (linear_call *)call;
+    const quern_tensor *const *t = call->given;
+    const int32_t weight = t[L(w_codes)] != NULL ? L(w_codes) : L(w);
+    const int64_t groups = c->params.groups, block = c->params.block;
+    int64_t *s = call->symbol;
+    quern_status status;
+    if (t[L(x)] == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
+    if (t[weight] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "w and w_codes are NULL: one of them is accepted");
+    call->like = *t[L(x)];
+    if ((status = op_check_activation(call, L(x), 2)) != QUERN_OK ||
+        (status = op_check_kind(call, weight, 2)) != QUERN_OK || (status = find_kind(c)) != QUERN_OK)
+        return status;
+    s[LIN_T] = t[L(x)]->shape[0];
+    s[LIN_GK] = t[L(x)]->shape[1];
+    s[LIN_GN] = t[weight]->shape[0];
+    s[LIN_K] = s[LIN_GK] / groups;
+    s[LIN_N] = s[LIN_GN] / groups;
+    if ((status = check_groups("x", s[LIN_GK], groups)) != QUERN_OK ||
+        (status = check_groups(tensors[weight].field, s[LIN_GN], groups)) != QUERN_OK ||
+        (status = check_sizes(s)) != QUERN_OK)
+        return status;
+    if (c->kind == LINEAR_NVFP4 && (s[LIN_K] % 16 != 0 || s[LIN_K] > INT32_MAX || s[LIN_N] > INT32_MAX))
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "K is %lld and N %lld with w_codes: K a multiple of 16, both below 2^31, is accepted",
+            (long long)s[LIN_K], (long long)s[LIN_N]);
+    const bool one = op_is_one(t[L(w_scale)]);
+    call->lead[LIN_SCALE - OP_LEAD] =
+        (op_extents){2, {(s[LIN_GN] + block - 1) / block, (s[LIN_K] + block - 1) / block}};
+    if (one) call->lead[LIN_SCALE - OP_LEAD] = (op_extents){t[L(w_scale)]->ndim, {1}};
+    return QUERN_OK;
+}
+
+const op_family linear_family = {
+    .operations = operations,
+    .operation_count = LINEAR_OPS,
+    .first = QUERN_OP_LINEAR_FORWARD,
+    .tensors = tensors,
+    .tensor_count = LINEAR_TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_LINEAR_PARAMS_INIT",
+    .tensors_init = "QUERN_LINEAR_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "linear",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(linear_call),
+    .params_at = offsetof(linear_call, params),
+    .program_at = offsetof(linear_call, program),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .build = linear_build,
+};

@@ -1,0 +1,88 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* e4m3_test.c - panels of e4m3 weights at every level: every code at every place, all tails, unaligned rows,
+ * guards. The values are exact. */
+#include "cmocka_c11.h"
+#include "cpu/e4m3/e4m3_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
+#include "cpu/levels.h"
+#include "kernel_time.h"
+#include "kernels.h"
+#include "oracle/linear.h"
+#include "random.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ROWS = 64, DEPTH = 200, STRIDE = DEPTH + 13, GUARD = 3 };
+static const uint32_t sentinel = 0x5a5a5a5a;
+
+static float value_at(bool pairs, const uint32_t *panel, int64_t width, int64_t k, int64_t column)
+{
+    const uint32_t word = panel[(pairs ? k / 2 : k) * width + column];
+    const uint32_t bits = !pairs ? word : k % 2 == 0 ? word << 16 : word & 0xffff0000u;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+static void fill(const e4m3_kernels *kernels, bool pairs, const e4m3_rows *rows, int32_t width, uint32_t *to)
+{
+    if (pairs) kernels->panel_bf16(rows, width, to);
+    else kernels->panel_f32(rows, width, (float *)(void *)to);
+}
+
+static void check(const e4m3_kernels *kernels, bool pairs, int32_t width, int64_t count, int64_t depth,
+                  test_random *random)
+{
+    static uint8_t codes[ROWS * STRIDE + 1];
+    static uint32_t room[ROWS * DEPTH + 2 * GUARD];
+    const char *name = pairs ? "panel_bf16" : "panel_f32";
+    const int64_t words = (pairs ? (depth + 1) / 2 : depth) * width;
+    uint32_t *panel = room + GUARD;
+    for (int64_t i = 0; i < (int64_t)sizeof codes; i++)
+        codes[i] = (uint8_t)test_random_int(random, 0, test_random_one_in(random, 2) ? 255 : 15);
+    for (int64_t i = 0; i < words + 2 * GUARD; i++) room[i] = sentinel;
+    const e4m3_rows rows = {codes + 1, STRIDE, count, depth, test_random_one_in(random, 2) ? 64 : 0};
+    fill(kernels, pairs, &rows, width, panel);
+    (void)test_kernel_bound("e4m3", name, kernels->level, 0, 0);
+    for (int i = 0; i < GUARD; i++) assert_true(room[i] == sentinel && panel[words + i] == sentinel);
+    for (int64_t k = 0; k < (pairs ? (depth + 1) / 2 * 2 : depth); k++)
+        for (int64_t j = 0; j < width; j++) {
+            const double expected =
+                j < count && k < depth ? oracle_e4m3_of_byte(codes[1 + j * STRIDE + k]) : 0;
+            const double x = (double)value_at(pairs, panel, width, k, j);
+            if (isnan(expected) ? !isnan(x) : x != expected)
+                fail_msg("%s.%s, rows %lld, depth %lld: [%lld][%lld] is %g, expected %g",
+                         quern_cpu_level_name(kernels->level), name, (long long)count, (long long)depth,
+                         (long long)k, (long long)j, x, expected);
+        }
+    TEST_TIME("e4m3", name, kernels->level, width * depth, fill(kernels, pairs, &rows, width, panel));
+}
+
+static void every_panel(void **state)
+{
+    static const int64_t depths[] = {0, 1, 2, 3, 4, 5, 31, 32, 63, 64, 65, 127, 128, 130, DEPTH};
+    const uint64_t seed = test_seed("e4m3", 1);
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        const e4m3_kernels *kernels = cpu_kernels_for(level)->e4m3;
+        const int32_t width = cpu_kernels_for(level)->attention->panel;
+        test_random random = {seed};
+        for (int pairs = 0; pairs <= (kernels->panel_bf16 != NULL); pairs++)
+            for (size_t d = 0; d < sizeof depths / sizeof *depths; d++)
+                for (int64_t count = 0; count <= width; count++)
+                    check(kernels, pairs, width, count, depths[d], &random);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    char program[] = "e4m3_test";
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_panel),
+        cmocka_unit_test_prestate(test_every_kernel, program),
+    };
+    return TEST_KERNELS_MAIN(argc, argv, tests);
+}
