@@ -87,6 +87,12 @@ typedef struct quern_dsv4_compress_params {
  * positions outside a sequence or the table; tensors on two devices (a device without these operations:
  * QUERN_ERR_UNSUPPORTED); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL. With a format: an
  * entry with a NaN or Inf, before an output is written.
+ *
+ * On a GPU entries have up to 1024 channels. There faults of data set their bits of the status word: a
+ * sequence whose start, count or position is wrong has no entries (QUERN_STATUS_BAD_POSITION), nor has a block
+ * whose position the table lacks; offsets are held within T (QUERN_STATUS_BAD_OFFSETS); what is not finite
+ * before it is quantised counts as 0 (QUERN_STATUS_NOT_FINITE), a weight's scale byte of NaN too
+ * (QUERN_STATUS_BAD_SCALE).
  */
 typedef struct quern_dsv4_compress_tensors {
     size_t size;
@@ -131,7 +137,8 @@ typedef struct quern_dsv4_compress_tensors {
  * holds the projections of some 1536 tokens, in the backward pass their gradients too, and a copy of w in
  * panels; with w in FP8 (in the backward pass NVFP4), a copy of it in floats; in the forward pass with NVFP4
  * the projections of all tokens; in the backward pass of both compressors, where x is not f32, also the
- * gradient of x in f32. */
+ * gradient of x in f32. On a GPU it holds the projections of all tokens, in the backward pass their gradients
+ * too. */
 QUERN_API quern_status quern_dsv4_compress_workspace(quern_context *ctx,
                                                      const quern_dsv4_compress_params *params,
                                                      const quern_dsv4_compress_tensors *tensors,
@@ -403,7 +410,9 @@ typedef struct quern_dsv4_store_tensors {
 } quern_dsv4_store_tensors;
 #define QUERN_DSV4_STORE_TENSORS_INIT QUERN_SIZED(quern_dsv4_store_tensors)
 
-/* CPU alone. */
+/* Of rows for one slot the last one stays. On a GPU rows have up to 1024 channels; a slot below -1 or past the
+ * cache is not stored and sets QUERN_STATUS_BAD_POSITION, what is not finite counts as 0 in a format of bytes
+ * and sets QUERN_STATUS_NOT_FINITE. */
 QUERN_API quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *params,
                                                   const quern_dsv4_store_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec,

@@ -68,6 +68,7 @@ template <typename A> struct variants {
 /* The stages that others call. */
 extern const variants<attend_args> attend_forward_variants;
 extern const variants<select_args> select_variants;
+extern const variants<gemm_args> gemm_variants;
 
 /* The functions of a stage's row. It runs on the device of its tensors, whatever the thread's current one
  * is. */

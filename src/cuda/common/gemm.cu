@@ -37,12 +37,14 @@ size_t gemm_scratch_bytes(size_t c_bytes)
 #define CALLS(X)                                                                                             \
     X(cublasLtCreate)                                                                                        \
     X(cublasLtMatmul)                                                                                        \
+    X(cublasLtMatmulAlgoCheck)                                                                               \
+    X(cublasLtMatmulAlgoConfigGetAttribute)                                                                  \
     X(cublasLtMatmulAlgoGetHeuristic) X(cublasLtMatmulDescCreate) X(cublasLtMatmulDescDestroy)               \
         X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate) X(cublasLtMatrixLayoutDestroy)       \
             X(cublasLtMatrixLayoutSetAttribute) X(cublasLtMatmulPreferenceCreate)                            \
                 X(cublasLtMatmulPreferenceDestroy) X(cublasLtMatmulPreferenceSetAttribute)
 
-enum { DEVICES = 64, PLANS = 64, CHOICES = 8 };
+enum { DEVICES = 64, PLANS = 64, CHOICES = 8, ANY_ROWS = 4096 /* for which an algorithm is chosen */ };
 
 struct plan {
     int device;
@@ -119,8 +121,18 @@ static cublasStatus_t describe(plan *p)
         status = make_layout(&p->layout[1], type, s.a_transposed ? s.m : s.k, s.a_transposed ? s.k : s.m,
                              s.lda, s.batch, s.a_stride);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = make_layout(&p->layout[2], CUDA_R_32F, s.n, s.m, s.ldc, s.batch, s.c_stride);
+        status = make_layout(&p->layout[2], s.c_half ? type : CUDA_R_32F, s.n, s.m, s.ldc, s.batch, s.c_stride);
     return status;
+}
+
+/* Whether a product's sums are not cut into shares. */
+static bool is_whole(const cublasLtMatmulAlgo_t *algorithm)
+{
+    int32_t shares = 0;
+    size_t written = 0;
+    return lt.cublasLtMatmulAlgoConfigGetAttribute(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &shares,
+                                                   sizeof shares, &written) == CUBLAS_STATUS_SUCCESS &&
+           shares <= 1;
 }
 
 static cublasStatus_t choose(plan *p)
@@ -149,11 +161,21 @@ static cublasStatus_t choose(plan *p)
     (void)lt.cublasLtMatmulPreferenceDestroy(wanted);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     for (int i = 0; i < count; i++)
-        if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= scratch) {
+        if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= scratch &&
+            (!p->shape.any_rows || is_whole(&found[i].algo))) {
             p->algorithm = found[i].algo;
             return CUBLAS_STATUS_SUCCESS;
         }
     return CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
+/* Whether an algorithm that was chosen for another number of rows computes this product. */
+static bool takes(const plan *p, const cublasLtMatmulAlgo_t *algorithm)
+{
+    cublasLtMatmulHeuristicResult_t result;
+    return lt.cublasLtMatmulAlgoCheck(handles[p->device], p->product, p->layout[0], p->layout[1], p->layout[2],
+                                      p->layout[2], algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+           result.workspaceSize <= (size_t)p->shape.scratch_bytes;
 }
 
 static void forget(plan *p)
@@ -181,14 +203,24 @@ static cublasStatus_t plan_for(int device, const gemm_shape &shape, const plan *
     forget(p);
     p->device = device;
     p->shape = shape;
+    if (shape.any_rows) p->shape.m = ANY_ROWS;
     status = describe(p);
     if (status == CUBLAS_STATUS_SUCCESS) status = choose(p);
+    if (status == CUBLAS_STATUS_SUCCESS && shape.any_rows) {
+        const cublasLtMatmulAlgo_t chosen = p->algorithm;
+        forget(p);
+        p->device = device;
+        p->shape = shape;
+        status = describe(p);
+        if (status == CUBLAS_STATUS_SUCCESS && !takes(p, &chosen)) status = choose(p);
+        else p->algorithm = chosen;
+    }
     if (status != CUBLAS_STATUS_SUCCESS) forget(p);
     *found = p;
     return status;
 }
 
-quern_status gemm_run(const gemm_shape &s, const void *a, const void *b, float *c, bool add, void *scratch,
+quern_status gemm_run(const gemm_shape &s, const void *a, const void *b, void *c, bool add, void *scratch,
                       cudaStream_t stream)
 {
     const float one = 1.0f, old = add ? 1.0f : 0.0f;
@@ -219,7 +251,7 @@ bool gemm_available()
     return false;
 }
 
-quern_status gemm_run(const gemm_shape &, const void *, const void *, float *, bool, void *, cudaStream_t)
+quern_status gemm_run(const gemm_shape &, const void *, const void *, void *, bool, void *, cudaStream_t)
 {
     return QUERN_ERR_INTERNAL;
 }

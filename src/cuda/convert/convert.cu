@@ -18,20 +18,26 @@ struct convert_kernel {
 template <typename A, typename B>
 __global__ void __launch_bounds__(THREADS) convert(const __grid_constant__ convert_kernel a)
 {
-    const int64_t per = a.dim / CHUNK, i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int64_t per = (a.dim + CHUNK - 1) / CHUNK, i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.rows * per) return;
     const int64_t row = i / per, c = i % per * CHUNK, h = row % a.heads, n = row / a.heads % a.n,
                   b = row / a.heads / a.n;
+    const A *const from = (const A *)a.in.p + b * a.in.s[0] + n * a.in.s[1] + h * a.in.s[2] + c;
+    B *const to = (B *)a.out.p + b * a.out.s[0] + n * a.out.s[1] + h * a.out.s[2] + c;
+    const bool live = a.cu == NULL || n < cu_seqlens_at(a.cu, a.last, a.n);
+    if (c + CHUNK > a.dim) { /* the row's end */
+        for (int64_t k = 0; c + k < a.dim; k++) to[k] = from_float<B>(live ? to_float<A>(from[k]) : 0.0f);
+        return;
+    }
     chunk x = {};
-    if (a.cu == NULL || n < cu_seqlens_at(a.cu, a.last, a.n))
-        x = load_chunk((const A *)a.in.p + b * a.in.s[0] + n * a.in.s[1] + h * a.in.s[2] + c, a.vec_in);
-    store_chunk((B *)a.out.p + b * a.out.s[0] + n * a.out.s[1] + h * a.out.s[2] + c, x, a.vec_out);
+    if (live) x = load_chunk(from, a.vec_in);
+    store_chunk(to, x, a.vec_out);
 }
 
 template <typename A>
 static quern_status convert_to(const convert_kernel &a, quern_dtype to, cudaStream_t stream)
 {
-    const int64_t n = a.rows * (a.dim / CHUNK);
+    const int64_t n = a.rows * ((a.dim + CHUNK - 1) / CHUNK);
     if (n == 0) return QUERN_OK;
     if (to == QUERN_F32) convert<A, float><<<blocks_for(n, THREADS), THREADS, 0, stream>>>(a);
     else if (to == QUERN_BF16) convert<A, bf16><<<blocks_for(n, THREADS), THREADS, 0, stream>>>(a);

@@ -184,6 +184,10 @@ static void row_formats(void **state)
             assert_memory_equal((unsigned char *)bytes.view.data + i * bytes.view.strides[0], expected,
                                 (size_t)f->bytes);
         }
+#ifdef QUERN_TEST_GPU /* which reads no contents on the host */
+        const int same = 4;
+#else
+        const int same = 7;
         double *values = test_tensor_get(&in);
         values[(3 + 6 * 4) * in.view.shape[1] + 5] = n % 2 ? NAN : INFINITY;
         test_tensor_set(&in, values);
@@ -196,9 +200,10 @@ static void row_formats(void **state)
         assert_non_null(strstr(quern_last_error(ctx), "entry 6 of sequence 0, column"));
         test_workspace_close(&space);
         free(values);
+#endif
         test_tensor *all[] = {&in, &w, &b_a, &b_b, &rows, &bytes, &pooled};
         for (int i = 0; i < 7; i++) {
-            if (i != 4) test_tensor_check_unchanged(all[i], "tensor");
+            if (i != 4 && i < same) test_tensor_check_unchanged(all[i], "tensor");
             test_tensor_free(all[i]);
         }
         quern_context_destroy(ctx);

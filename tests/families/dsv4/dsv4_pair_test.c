@@ -208,6 +208,7 @@ static void formats(void **state)
             test_tensor_check_guards(results[i], "result");
             test_tensor_free(&first[i]);
         }
+#ifndef QUERN_TEST_GPU /* which reads no contents on the host */
         for (int which = 0; which < 2; which++) {
             if (!(which == 0 ? main_bytes : index_bytes)) continue;
             float *bad = (float *)(which == 0 ? b.proj : b.index_proj).view.data + 5, good = *bad;
@@ -223,6 +224,7 @@ static void formats(void **state)
             test_workspace_close(&space);
             *bad = good;
         }
+#endif
         free_bytes(&b);
         quern_context_destroy(ctx);
     }

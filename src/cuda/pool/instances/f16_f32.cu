@@ -1,0 +1,17 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* f16_f32.cu - the pooling kernels for projections of f16, biases of f32. */
+#include "pool/backward.cuh"
+#include "pool/forward.cuh"
+
+quern_status pool_forward_f16_f32(const pool_kernel &a, int64_t entries, int multiprocessors,
+                             cudaStream_t stream)
+{
+    return pool_forward_of<f16, float>(a, entries, multiprocessors, stream);
+}
+
+quern_status pool_backward_f16_f32(const pool_kernel &a, int64_t entries, int,
+                              cudaStream_t stream)
+{
+    return pool_backward_of<f16, float>(a, entries, stream);
+}

@@ -1,0 +1,11 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* gemm.cu - dense products' variants. */
+#include "variants.cuh"
+
+extern const variant<gemm_args> gemm_cublaslt, gemm_any;
+
+static const variant<gemm_args> *const list[] = {&gemm_cublaslt, &gemm_any};
+extern const variants<gemm_args> gemm_variants(list);
+
+static const stage_rows rows([](quern_backend &backend) { offer<gemm_args, gemm_variants>(backend.gemm); });

@@ -1,0 +1,253 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* faults_v4_test.c - faults in the data of DeepSeek-V4's compressors and stores on device memory: each sets its
+ * bit of the status word and has the result that cuda.h says; other sequences keep their bits. Of many rows
+ * for one slot the last stays. */
+#include "cmocka_c11.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <quern/cuda.h>
+#include <quern/dsv4.h>
+
+#define OK(call)                                                                                             \
+    do {                                                                                                     \
+        if ((call) != QUERN_OK) fail_msg("%s: %s", #call, quern_last_error(NULL));                           \
+    } while (0)
+
+static quern_context *ctx;
+static quern_tensor status;
+
+static quern_tensor on_device(const void *from, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+{
+    quern_tensor t = quern_tensor_contiguous(NULL, dtype, ndim, shape);
+    size_t bytes = quern_dtype_size(dtype);
+    for (int32_t i = 0; i < ndim; i++) bytes *= (size_t)shape[i];
+    OK(quern_cuda_allocate(0, bytes + 1, &t.data));
+    OK(quern_cuda_copy(0, t.data, from, bytes, NULL));
+    t.device = QUERN_CUDA;
+    return t;
+}
+
+static void to_host(void *to, const quern_tensor *t, size_t bytes)
+{
+    OK(quern_cuda_copy(0, to, t->data, bytes, NULL));
+    OK(quern_cuda_synchronize(0, NULL));
+}
+
+static void *workspace_of(size_t bytes)
+{
+    void *p = NULL;
+    OK(quern_cuda_allocate(0, bytes + 1, &p));
+    return p;
+}
+
+/* The status since the last call of this. */
+static int32_t faults(void)
+{
+    int32_t bits, zero = 0;
+    to_host(&bits, &status, sizeof bits);
+    OK(quern_cuda_copy(0, status.data, &zero, sizeof zero, NULL));
+    return bits;
+}
+
+static quern_exec with_status(void)
+{
+    quern_exec exec = QUERN_EXEC_INIT;
+    exec.status = &status;
+    return exec;
+}
+
+static int start(void **unused)
+{
+    const int32_t zero = 0;
+    const int64_t one = 1;
+    (void)unused;
+    OK(quern_context_create(NULL, &ctx));
+    status = on_device(&zero, QUERN_I32, 1, &one);
+    return 0;
+}
+
+enum { SEQUENCES = 3, TOKENS = 48, C = 64, R = 4, ENTRIES = TOKENS / R, POSITIONS = 64, BYTES = C + 4 };
+
+/* A varlen call of CSA, in rows of floats or in FP8. */
+typedef struct compress_call {
+    int32_t cu[SEQUENCES + 1], starts[SEQUENCES], positions[SEQUENCES], counts[SEQUENCES];
+    float proj[TOKENS * 4 * C];
+    bool bytes;
+} compress_call;
+
+static compress_call good_call(bool bytes)
+{
+    compress_call c = {.cu = {0, 16, 32, TOKENS}, .counts = {4, 4, 4}, .bytes = bytes};
+    for (int i = 0; i < TOKENS * 4 * C; i++) c.proj[i] = (float)(i * 37 % 101 - 50) * 0.03f;
+    return c;
+}
+
+typedef union compressed {
+    float rows[ENTRIES * C];
+    unsigned char bytes[ENTRIES * BYTES];
+} compressed;
+
+static compressed compress(const compress_call *c)
+{
+    static const int64_t proj_shape[] = {TOKENS, 4 * C}, bias_shape[] = {R, C}, table_shape[] = {POSITIONS, 2},
+                         out_shape[] = {ENTRIES, C}, bytes_shape[] = {ENTRIES, BYTES}, cu_shape = SEQUENCES + 1,
+                         each = SEQUENCES;
+    compressed out;
+    float bias[R * C] = {0}, table[POSITIONS * 2];
+    memset(&out, 0xA5, sizeof out);
+    for (int i = 0; i < POSITIONS * 2; i++) table[i] = i % 2 ? 0.6f : 0.8f;
+    const quern_tensor proj = on_device(c->proj, QUERN_F32, 2, proj_shape),
+                       b = on_device(bias, QUERN_F32, 2, bias_shape),
+                       cos_sin = on_device(table, QUERN_F32, 2, table_shape),
+                       cu = on_device(c->cu, QUERN_I32, 1, &cu_shape),
+                       starts = on_device(c->starts, QUERN_I32, 1, &each),
+                       positions = on_device(c->positions, QUERN_I32, 1, &each),
+                       counts = on_device(c->counts, QUERN_I32, 1, &each),
+                       to = c->bytes ? on_device(out.bytes, QUERN_U8, 2, bytes_shape)
+                                     : on_device(out.rows, QUERN_F32, 2, out_shape);
+    quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+    quern_dsv4_compress_tensors t = QUERN_DSV4_COMPRESS_TENSORS_INIT;
+    const quern_exec exec = with_status();
+    size_t bytes;
+    p.format = c->bytes ? QUERN_DSV4_FP8 : QUERN_DSV4_ROWS;
+    t.proj = &proj;
+    t.b_a = t.b_b = &b;
+    t.cos_sin = &cos_sin;
+    t.cu_seqlens = &cu;
+    t.start_tokens = &starts;
+    t.start_positions = &positions;
+    t.block_counts = &counts;
+    t.out = &to;
+    OK(quern_dsv4_compress_workspace(ctx, &p, &t, &bytes));
+    OK(quern_dsv4_compress(ctx, &exec, &p, &t, workspace_of(bytes), bytes));
+    to_host(&out, &to, c->bytes ? sizeof out.bytes : sizeof out.rows);
+    return out;
+}
+
+static bool same_entries(const compressed *a, const compressed *b, int first, int end)
+{
+    return memcmp(a->rows + first * C, b->rows + first * C, (size_t)((end - first) * C) * sizeof(float)) == 0;
+}
+
+static void check_zero(const compressed *a, int first, int end)
+{
+    for (int i = first * C; i < end * C; i++) assert_true(a->rows[i] == 0.0f);
+}
+
+/* The second of three sequences is at fault: its entries are 0, the others' are what they were. */
+static void starts_counts_and_positions(void **unused)
+{
+    (void)unused;
+    const compress_call good = good_call(false);
+    const compressed expected = compress(&good);
+    assert_int_equal(faults(), 0);
+    for (int which = 0; which < 7; which++) {
+        compress_call c = good;
+        if (which == 0) c.starts[1] = -1;
+        if (which == 1) c.starts[1] = 17;
+        if (which == 2) c.counts[1] = 5;
+        if (which == 3) c.counts[1] = -1;
+        if (which == 4) c.positions[1] = -R;
+        if (which == 5) c.positions[1] = R + 1;
+        if (which == 6) c.positions[1] = POSITIONS;
+        const compressed out = compress(&c);
+        assert_int_equal(faults(), QUERN_STATUS_BAD_POSITION);
+        assert_true(same_entries(&out, &expected, 0, 4) && same_entries(&out, &expected, 8, ENTRIES));
+        check_zero(&out, 4, 8);
+    }
+    compress_call c = good; /* the last two entries are past the table */
+    c.positions[1] = POSITIONS - 2 * R;
+    const compressed out = compress(&c);
+    assert_int_equal(faults(), QUERN_STATUS_BAD_POSITION);
+    assert_true(same_entries(&out, &expected, 0, 4) && same_entries(&out, &expected, 8, ENTRIES));
+    check_zero(&out, 6, 8);
+}
+
+static void offsets(void **unused)
+{
+    (void)unused;
+    static const int32_t bad[][SEQUENCES + 1] = {
+        {4, 16, 32, TOKENS}, {0, 16, 32, TOKENS + 1}, {0, 32, 16, TOKENS}, {0, -5, 32, TOKENS}};
+    for (int i = 0; i < 4; i++) {
+        compress_call c = good_call(false);
+        memcpy(c.cu, bad[i], sizeof c.cu);
+        memset(c.counts, 0, sizeof c.counts);
+        (void)compress(&c);
+        assert_true((faults() & QUERN_STATUS_BAD_OFFSETS) != 0);
+    }
+}
+
+/* A NaN in the rows of an entry: all of its channel that is NaN counts as 0, other entries keep their bytes. */
+static void not_finite_entries(void **unused)
+{
+    (void)unused;
+    const compress_call good = good_call(true);
+    const compressed expected = compress(&good);
+    assert_int_equal(faults(), 0);
+    compress_call c = good;
+    c.proj[(5 * R + 1) * 4 * C + 7] = NAN; /* value of series a, block 1 of the second sequence */
+    const compressed out = compress(&c);
+    assert_int_equal(faults(), QUERN_STATUS_NOT_FINITE);
+    for (int e = 0; e < ENTRIES; e++)
+        assert_int_equal(memcmp(out.bytes + e * BYTES, expected.bytes + e * BYTES, BYTES) == 0, e != 5);
+    assert_int_equal(out.bytes[5 * BYTES + 7], 0);
+}
+
+enum { WIDTH = 32, SLOTS = 50, MANY = 3000 };
+
+static void store(const float *x, const int32_t *slots, int64_t rows, float *cache)
+{
+    const int64_t x_shape[] = {rows, WIDTH}, cache_shape[] = {SLOTS, WIDTH};
+    const quern_tensor from = on_device(x, QUERN_F32, 2, x_shape),
+                       list = on_device(slots, QUERN_I32, 1, &rows),
+                       to = on_device(cache, QUERN_F32, 2, cache_shape);
+    const quern_dsv4_store_params p = QUERN_DSV4_STORE_PARAMS_INIT;
+    quern_dsv4_store_tensors t = QUERN_DSV4_STORE_TENSORS_INIT;
+    const quern_exec exec = with_status();
+    size_t bytes;
+    t.x = &from;
+    t.slots = &list;
+    t.cache = &to;
+    OK(quern_dsv4_store_workspace(ctx, &p, &t, &bytes));
+    OK(quern_dsv4_store(ctx, &exec, &p, &t, workspace_of(bytes), bytes));
+    to_host(cache, &to, SLOTS * WIDTH * sizeof(float));
+}
+
+/* By a scan and by a table of slots. */
+static void last_row_of_a_slot(void **unused)
+{
+    (void)unused;
+    static const int64_t counts[] = {1000, MANY};
+    float *x = malloc(sizeof(float) * MANY * WIDTH);
+    static float cache[SLOTS * WIDTH], expected[SLOTS * WIDTH];
+    static int32_t slots[MANY];
+    for (int which = 0; which < 2; which++) {
+        const int64_t rows = counts[which];
+        for (int i = 0; i < SLOTS * WIDTH; i++) cache[i] = expected[i] = -1.0f;
+        for (int i = 0; i < rows; i++) {
+            slots[i] = i == 7 ? SLOTS : i == 9 ? -2 : i % 11 == 3 ? -1 : (i * 29 + i / 50) % (SLOTS - 1);
+            for (int c = 0; c < WIDTH; c++) x[i * WIDTH + c] = (float)(i * WIDTH + c);
+            if (slots[i] >= 0 && slots[i] < SLOTS)
+                memcpy(expected + slots[i] * WIDTH, x + i * WIDTH, WIDTH * sizeof(float));
+        }
+        store(x, slots, rows, cache);
+        assert_int_equal(faults(), QUERN_STATUS_BAD_POSITION);
+        assert_memory_equal(cache, expected, sizeof cache);
+    }
+    free(x);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(starts_counts_and_positions),
+        cmocka_unit_test(offsets),
+        cmocka_unit_test(not_finite_entries),
+        cmocka_unit_test(last_row_of_a_slot),
+    };
+    return cmocka_run_group_tests(tests, start, NULL);
+}
