@@ -89,9 +89,9 @@ typedef struct quern_dsv4_compress_params {
  * entry with a NaN or Inf, before an output is written.
  *
  * On a GPU entries have up to 1024 channels. There faults of data set their bits of the status word: a
- * sequence whose start, count or position is wrong has no entries (QUERN_STATUS_BAD_POSITION), nor has a block
- * whose position the table lacks; offsets are held within T (QUERN_STATUS_BAD_OFFSETS); what is not finite
- * before it is quantised counts as 0 (QUERN_STATUS_NOT_FINITE), a weight's scale byte of NaN too
+ * sequence whose start, count or position is wrong has no entries (QUERN_STATUS_BAD_POSITION), and an entry
+ * whose position the table lacks is 0; offsets are held within T (QUERN_STATUS_BAD_OFFSETS); infinite values
+ * and NaN count as 0 where they are quantised (QUERN_STATUS_NOT_FINITE), so does a weight's scale byte of NaN
  * (QUERN_STATUS_BAD_SCALE).
  */
 typedef struct quern_dsv4_compress_tensors {
@@ -410,9 +410,9 @@ typedef struct quern_dsv4_store_tensors {
 } quern_dsv4_store_tensors;
 #define QUERN_DSV4_STORE_TENSORS_INIT QUERN_SIZED(quern_dsv4_store_tensors)
 
-/* Of rows for one slot the last one stays. On a GPU rows have up to 1024 channels; a slot below -1 or past the
- * cache is not stored and sets QUERN_STATUS_BAD_POSITION, what is not finite counts as 0 in a format of bytes
- * and sets QUERN_STATUS_NOT_FINITE. */
+/* Of rows for one slot the last one stays. On a GPU rows have up to 1024 channels; a slot below -1 or past
+ * the cache is not stored and sets QUERN_STATUS_BAD_POSITION; infinite values and NaN count as 0 in a format
+ * of bytes and set QUERN_STATUS_NOT_FINITE. */
 QUERN_API quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *params,
                                                   const quern_dsv4_store_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec,

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* faults_v4_test.c - faults in the data of DeepSeek-V4's compressors and stores on device memory: each sets its
- * bit of the status word and has the result that cuda.h says; other sequences keep their bits. Of many rows
- * for one slot the last stays. */
+/* faults_v4_test.c - faults in the data of DeepSeek-V4's compressors and stores on device memory: each sets
+ * its bit of the status word and has the result that cuda.h says; other sequences keep their bits. Of many
+ * rows for one slot the last stays. */
 #include "cmocka_c11.h"
 
 #include <math.h>
@@ -93,9 +93,9 @@ typedef union compressed {
 
 static compressed compress(const compress_call *c)
 {
-    static const int64_t proj_shape[] = {TOKENS, 4 * C}, bias_shape[] = {R, C}, table_shape[] = {POSITIONS, 2},
-                         out_shape[] = {ENTRIES, C}, bytes_shape[] = {ENTRIES, BYTES}, cu_shape = SEQUENCES + 1,
-                         each = SEQUENCES;
+    static const int64_t proj_shape[] = {TOKENS, 4 * C}, bias_shape[] = {R, C},
+                         table_shape[] = {POSITIONS, 2}, out_shape[] = {ENTRIES, C},
+                         bytes_shape[] = {ENTRIES, BYTES}, cu_shape = SEQUENCES + 1, each = SEQUENCES;
     compressed out;
     float bias[R * C] = {0}, table[POSITIONS * 2];
     memset(&out, 0xA5, sizeof out);
@@ -181,7 +181,7 @@ static void offsets(void **unused)
     }
 }
 
-/* A NaN in the rows of an entry: all of its channel that is NaN counts as 0, other entries keep their bytes. */
+/* A NaN in the rows of an entry: its channel counts as 0, other entries keep their bytes. */
 static void not_finite_entries(void **unused)
 {
     (void)unused;

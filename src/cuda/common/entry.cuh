@@ -36,7 +36,7 @@ struct entry_kernel {
     bool round_bf16, hadamard;
     float eps;
     entry_format format;
-    int width, rotated; /* the last channels */
+    int width, rotated;                    /* the last channels */
     int64_t angle_row, angle_rows, offset; /* of the table; from a block's position to the rotation's */
     any_floats norm, angles;
 };
@@ -123,7 +123,8 @@ __device__ __forceinline__ void entry_rotate(const entry_kernel &e, const group 
         const int c = first + i, m = (c - start) / 2;
         if (c < start || c >= e.width) continue;
         const float cosine = e.angles.at(at + m), s = e.angles.at(at + half + m), sine = inverse ? -s : s;
-        v.x[i] = (c - start) % 2 == 0 ? row[c] * cosine - row[c + 1] * sine : row[c - 1] * sine + row[c] * cosine;
+        v.x[i] =
+            (c - start) % 2 == 0 ? row[c] * cosine - row[c + 1] * sine : row[c - 1] * sine + row[c] * cosine;
     }
 }
 
@@ -333,9 +334,9 @@ static __device__ __noinline__ void entry_quantise(const entry_kernel &e, const 
         uint32_t codes = 0;
 #pragma unroll
         for (int i = 0; i < GROUP_CHANNELS; i++)
-            codes |= (uint32_t)(e2m1_of(fminf(fabsf(__fdiv_rn(v.x[i], scale)), 6.0f)) |
-                                (v.x[i] < 0.0f ? 8 : 0))
-                     << 4 * i;
+            codes |=
+                (uint32_t)(e2m1_of(fminf(fabsf(__fdiv_rn(v.x[i], scale)), 6.0f)) | (v.x[i] < 0.0f ? 8 : 0))
+                << 4 * i;
         if (count <= 0) return;
         put_bytes(to + first / 2, codes, 2);
         if (first % FP4_ENTRY_BLOCK == 0)
@@ -347,7 +348,8 @@ static __device__ __noinline__ void entry_quantise(const entry_kernel &e, const 
         if (first >= ROW584_CODES) {
             uint8_t *const plain = to + ROW584_CODES + 2 * (first - ROW584_CODES);
 #pragma unroll
-            for (int i = 0; i < GROUP_CHANNELS; i += 2) put_bytes(plain + 2 * i, bf16_pair(v.x[i], v.x[i + 1]), 4);
+            for (int i = 0; i < GROUP_CHANNELS; i += 2)
+                put_bytes(plain + 2 * i, bf16_pair(v.x[i], v.x[i + 1]), 4);
             if (tile) scales[first / ROW584_TILE] = 0;
         } else {
             put_bytes(to + first, e4m3_codes(v, scale), 4);
@@ -394,8 +396,7 @@ __device__ __forceinline__ void entry_clear(const entry_kernel &e, const group &
         return;
     }
     const int64_t bytes = entry_row_bytes(e.format, e.width);
-    for (int64_t i = first; i < bytes; i += g.lanes * 4)
-        put_bytes((uint8_t *)row + i, 0, (int)(bytes - i));
+    for (int64_t i = first; i < bytes; i += g.lanes * 4) put_bytes((uint8_t *)row + i, 0, (int)(bytes - i));
 }
 
 #endif

@@ -39,10 +39,11 @@ size_t gemm_scratch_bytes(size_t c_bytes)
     X(cublasLtMatmul)                                                                                        \
     X(cublasLtMatmulAlgoCheck)                                                                               \
     X(cublasLtMatmulAlgoConfigGetAttribute)                                                                  \
-    X(cublasLtMatmulAlgoGetHeuristic) X(cublasLtMatmulDescCreate) X(cublasLtMatmulDescDestroy)               \
-        X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate) X(cublasLtMatrixLayoutDestroy)       \
-            X(cublasLtMatrixLayoutSetAttribute) X(cublasLtMatmulPreferenceCreate)                            \
-                X(cublasLtMatmulPreferenceDestroy) X(cublasLtMatmulPreferenceSetAttribute)
+    X(cublasLtMatmulAlgoGetHeuristic)                                                                        \
+    X(cublasLtMatmulDescCreate) X(cublasLtMatmulDescDestroy) X(cublasLtMatmulDescSetAttribute)               \
+        X(cublasLtMatrixLayoutCreate) X(cublasLtMatrixLayoutDestroy) X(cublasLtMatrixLayoutSetAttribute)     \
+            X(cublasLtMatmulPreferenceCreate) X(cublasLtMatmulPreferenceDestroy)                             \
+                X(cublasLtMatmulPreferenceSetAttribute)
 
 enum { DEVICES = 64, PLANS = 64, CHOICES = 8, ANY_ROWS = 4096 /* for which an algorithm is chosen */ };
 
@@ -121,7 +122,8 @@ static cublasStatus_t describe(plan *p)
         status = make_layout(&p->layout[1], type, s.a_transposed ? s.m : s.k, s.a_transposed ? s.k : s.m,
                              s.lda, s.batch, s.a_stride);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = make_layout(&p->layout[2], s.c_half ? type : CUDA_R_32F, s.n, s.m, s.ldc, s.batch, s.c_stride);
+        status =
+            make_layout(&p->layout[2], s.c_half ? type : CUDA_R_32F, s.n, s.m, s.ldc, s.batch, s.c_stride);
     return status;
 }
 
@@ -173,8 +175,9 @@ static cublasStatus_t choose(plan *p)
 static bool takes(const plan *p, const cublasLtMatmulAlgo_t *algorithm)
 {
     cublasLtMatmulHeuristicResult_t result;
-    return lt.cublasLtMatmulAlgoCheck(handles[p->device], p->product, p->layout[0], p->layout[1], p->layout[2],
-                                      p->layout[2], algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+    return lt.cublasLtMatmulAlgoCheck(handles[p->device], p->product, p->layout[0], p->layout[1],
+                                      p->layout[2], p->layout[2], algorithm,
+                                      &result) == CUBLAS_STATUS_SUCCESS &&
            result.workspaceSize <= (size_t)p->shape.scratch_bytes;
 }
 

@@ -9,8 +9,9 @@
 
 enum { GEMM_ALIGN = 16 }; /* bytes: of every pointer, and of every stride but those of 1 */
 
-/* C[m][n] (f32, or the operands' dtype) = A[m][k] B[k][n], `batch` times; row after row, rows ld elements apart. A transposed operand
- * stands as A[k][m], B[n][k]. Only 64-bit numbers, so that shapes are compared as bytes. */
+/* C[m][n] (f32, or the operands' dtype) = A[m][k] B[k][n], `batch` times; row after row, rows ld elements
+ * apart. A transposed operand stands as A[k][m], B[n][k]. Only 64-bit numbers, so that shapes are compared as
+ * bytes. */
 struct gemm_shape {
     int64_t f16; /* 1: f16, 0: bf16 */
     int64_t c_half;   /* 1: C in the operands' dtype */
@@ -29,7 +30,7 @@ bool gemm_available();
 size_t gemm_scratch_bytes(size_t c_bytes);
 
 /* On the current device. `add`: to what C holds. */
-quern_status gemm_run(const gemm_shape &shape, const void *a, const void *b, void *c, bool add,
-                      void *scratch, cudaStream_t stream);
+quern_status gemm_run(const gemm_shape &shape, const void *a, const void *b, void *c, bool add, void *scratch,
+                      cudaStream_t stream);
 
 #endif

@@ -7,7 +7,13 @@
 
 #include "common/device.cuh"
 
-enum { GROUP_CHANNELS = 4, GROUP_BLOCK = 128, GROUP_MOST = 256, WARPS_MOST = GROUP_MOST / 32, PARTS = 2 * WARPS_MOST };
+enum {
+    GROUP_CHANNELS = 4,
+    GROUP_BLOCK = 128,
+    GROUP_MOST = 256,
+    WARPS_MOST = GROUP_MOST / 32,
+    PARTS = 2 * WARPS_MOST
+};
 
 /* Threads of a row's group, and the groups of a block. */
 static inline int group_lanes(int64_t width)
@@ -22,7 +28,8 @@ static inline int groups_of_block(int64_t width)
 
 struct group {
     int index, lane, lanes;
-    float *parts; /* shared, 2 WARPS_MOST floats: of each of the block's warps, for one sum and for the next */
+    float
+        *parts; /* shared, 2 WARPS_MOST floats: of each of the block's warps, for one sum and for the next */
     mutable int turn = 0;
 
     __device__ __forceinline__ group(float *parts, int lanes)

@@ -8,7 +8,7 @@ enum { SUM_COLUMNS = 32, SUM_LANES = 8 };
 
 /* out[j, c] = the runs' shares of it: eight lanes sum every eighth run, then these in order. */
 __global__ void sum_of_runs(const float *parts, int64_t runs, int64_t run_floats, int width, float *out,
-                         int64_t out_row, int64_t count, bool add)
+                            int64_t out_row, int64_t count, bool add)
 {
     __shared__ float sums[SUM_LANES][SUM_COLUMNS];
     const int64_t i = (int64_t)blockIdx.x * SUM_COLUMNS + threadIdx.x;
@@ -30,6 +30,7 @@ quern_status sum_runs(const float *parts, int64_t runs, int64_t run_floats, cons
     const int64_t width = out.shape[out.ndim - 1], count = out.ndim > 1 ? width * out.shape[0] : width;
     if (count == 0) return QUERN_OK;
     sum_of_runs<<<blocks_for(count, SUM_COLUMNS), dim3(SUM_COLUMNS, SUM_LANES), 0, stream>>>(
-        parts, runs, run_floats, (int)width, (float *)out.data, out.ndim > 1 ? out.strides[0] : 0, count, add);
+        parts, runs, run_floats, (int)width, (float *)out.data, out.ndim > 1 ? out.strides[0] : 0, count,
+        add);
     return LAUNCHED("sums of runs");
 }

@@ -33,8 +33,7 @@ __device__ __forceinline__ row_place place_at(const norm_rope_kernel &a, int64_t
     return {b, n, row - token * a.heads, some ? position : -1};
 }
 
-template <typename T>
-__device__ __forceinline__ chunk load_part(const T *p, int count, bool wide)
+template <typename T> __device__ __forceinline__ chunk load_part(const T *p, int count, bool wide)
 {
     if (count >= CHUNK) return load_chunk<T, true>(p, wide);
     chunk c = {};
@@ -44,8 +43,7 @@ __device__ __forceinline__ chunk load_part(const T *p, int count, bool wide)
     return c;
 }
 
-template <typename T>
-__device__ __forceinline__ void store_part(T *p, const chunk &c, int count, bool wide)
+template <typename T> __device__ __forceinline__ void store_part(T *p, const chunk &c, int count, bool wide)
 {
     if (count >= CHUNK) store_chunk<T>(p, c, wide);
     else
@@ -173,8 +171,7 @@ __global__ void __launch_bounds__(NORM_THREADS) norm_rope_forward(const __grid_c
     for (int64_t row = first; row < end; row++) {
         const row_place p = place_at(a, row);
         row_chunks<CHUNKS> x = load_row<CHUNKS>(a, a.x, p, g.lane);
-        const float scale =
-            a.norm ? 1.0f / sqrtf(weighted_sum(g, x, x) / (float)a.width + a.eps) : 1.0f;
+        const float scale = a.norm ? 1.0f / sqrtf(weighted_sum(g, x, x) / (float)a.width + a.eps) : 1.0f;
         if (a.norm)
 #pragma unroll
             for (int j = 0; j < CHUNKS; j++)

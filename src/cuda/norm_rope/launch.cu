@@ -1,11 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - the norm_rope stages: how rows are cut into runs, and the sum of the runs' shares of d_weight. */
+/* launch.cu - the norm_rope stages: how rows are cut into runs, and the sum of the runs' shares of the
+ * weight's gradient. */
 #include "common/sums.cuh"
 #include "norm_rope/kernel.cuh"
 #include "variants.cuh"
 
-enum { WARP_WIDTH = 1024, BLOCK_LANES = 256, CHUNKS_MOST = 4, WIDTH_MOST = BLOCK_LANES * CHUNK * CHUNKS_MOST };
+enum {
+    WARP_WIDTH = 1024,
+    BLOCK_LANES = 256,
+    CHUNKS_MOST = 4,
+    WIDTH_MOST = BLOCK_LANES * CHUNK * CHUNKS_MOST
+};
 enum { RUNS = 1056, RUN_ROWS = 4 }; /* runs with shares of d_weight; rows of others */
 
 static int64_t rows_count(const norm_rope_args *args)
@@ -17,7 +23,9 @@ static int64_t rows_count(const norm_rope_args *args)
 static int64_t run_rows_of(const norm_rope_args *args)
 {
     const int64_t rows = rows_count(args), each = (rows + RUNS - 1) / RUNS;
-    return present(args->d_weight) ? (each > 0 ? each : 1) : rows < (int64_t)RUNS * 8 * RUN_ROWS ? 1 : RUN_ROWS;
+    return present(args->d_weight)               ? (each > 0 ? each : 1)
+           : rows < (int64_t)RUNS * 8 * RUN_ROWS ? 1
+                                                 : RUN_ROWS;
 }
 
 static int64_t runs_of(const norm_rope_args *args)

@@ -5,12 +5,13 @@
  *
  * As forward, an entry owns the rows that it pools: p = exp(logit - max) / sum, d_value = p d, d_logit = p
  * (value - pooled) d, where d is the entry's gradient taken back through rotation and norm. Up to four rows a
- * series (CSA's r 4) stay in registers from the pooling to their gradients, so each element is read and written once.
- * Longer blocks go twice: pool_statistics writes three floats a channel of each entry, pool_spread reads the
- * rows again, the last ones first, as L2 has these still.
+ * series (CSA's r 4) stay in registers from the pooling to their gradients, so each element is read and
+ * written once. Longer blocks go twice: pool_statistics writes three floats a channel of each entry,
+ * pool_spread reads the rows again, the last ones first, as L2 has these still.
  *
- * Sums over entries: a run of entries, cut by their number alone, keeps its own in registers; pool_sum adds
- * the runs in order. Limit: bytes moved over the copy rate, of long blocks 2/3 of that.
+ * Sums over entries: a run of entries, cut by their number alone, keeps its own, of short blocks in shared
+ * memory, else in registers; sum_runs() adds the runs in order. Limit: bytes moved over the copy rate, of
+ * long blocks 2/3 of that.
  */
 #ifndef QUERN_CUDA_POOL_BACKWARD_CUH
 #define QUERN_CUDA_POOL_BACKWARD_CUH
@@ -74,7 +75,10 @@ template <int N> struct own_sums {
 #pragma unroll
         for (int i = 0; i < GROUP_CHANNELS; i++) x[u].x[i] += d.x[i];
     }
-    __device__ __forceinline__ channels get(int u) const { return x[u]; }
+    __device__ __forceinline__ channels get(int u) const
+    {
+        return x[u];
+    }
 };
 struct shared_sums {
     float4 *x; /* of this thread */
@@ -98,7 +102,8 @@ __device__ __forceinline__ void spread_rows(const pool_kernel &a, const pool_fac
                                             int channel, int count, SUMS &bias)
 {
     const int64_t first = x.row + part.j - (part.b ? a.ratio : 0);
-    T *to = (T *)a.d_proj + x.view_b * a.d_proj_b + first * a.d_proj_row + channel + (part.b ? 2 * a.width : 0);
+    T *to =
+        (T *)a.d_proj + x.view_b * a.d_proj_b + first * a.d_proj_row + channel + (part.b ? 2 * a.width : 0);
     if (part.b ? !x.before : x.ghost) return;
 #pragma unroll
     for (int u = 0; u < N; u++, to += a.d_proj_row) {
@@ -131,8 +136,8 @@ __device__ __forceinline__ void spread_prev(const pool_kernel &a, int64_t b, con
             gradient_of(st, i, p.logit.x[i], p.value.x[i], d_value.x[i], d_logit.x[i]);
         bias.add(u, d_logit);
         if (a.d_prev == NULL) continue;
-        char *const to = (char *)a.d_prev +
-                         (b * a.d_prev_b + j * a.d_prev_row) * (a.d_prev_dtype == QUERN_F32 ? 4 : 2);
+        char *const to =
+            (char *)a.d_prev + (b * a.d_prev_b + j * a.d_prev_row) * (a.d_prev_dtype == QUERN_F32 ? 4 : 2);
         put_floats(to, a.d_prev_dtype, channel, d_value, count);
         put_floats(to, a.d_prev_dtype, a.width + channel, d_logit, count);
     }
@@ -220,8 +225,8 @@ __global__ void __maxnreg__(sizeof(T) == 2 ? BACKWARD_REGISTERS : 168)
 
 /* Longer entries: their statistics, and the shares of the norm weight's gradient. */
 template <typename T, typename B, int N, bool WIDE>
-__global__ void __launch_bounds__(GROUP_MOST, 2) pool_statistics(const __grid_constant__ pool_kernel a,
-                                                                 int64_t entries, int lanes)
+__global__ void __launch_bounds__(GROUP_MOST, 2)
+    pool_statistics(const __grid_constant__ pool_kernel a, int64_t entries, int lanes)
 {
     extern __shared__ __align__(16) float rows_shared[];
     __shared__ float parts[PARTS];
@@ -250,7 +255,8 @@ __global__ void __launch_bounds__(GROUP_MOST, 2) pool_statistics(const __grid_co
 __device__ __forceinline__ channels load_part(const float *part, int channel, int width)
 {
     channels v = {};
-    if (width % GROUP_CHANNELS == 0 && channel < width) *(float4 *)&v = __ldg((const float4 *)(part + channel));
+    if (width % GROUP_CHANNELS == 0 && channel < width)
+        *(float4 *)&v = __ldg((const float4 *)(part + channel));
     else
 #pragma unroll
         for (int i = 0; i < GROUP_CHANNELS; i++)
@@ -260,7 +266,8 @@ __device__ __forceinline__ channels load_part(const float *part, int channel, in
 
 /* Rows of chunk blockIdx.x of every runs-th entry, the last one first. */
 template <typename T, typename B, int N, bool WIDE>
-__global__ void __maxnreg__(168) pool_spread(const __grid_constant__ pool_kernel a, int64_t entries, int lanes)
+__global__ void __maxnreg__(168)
+    pool_spread(const __grid_constant__ pool_kernel a, int64_t entries, int lanes)
 {
     const group g(NULL, lanes);
     const int channel = g.lane * GROUP_CHANNELS, count = a.width - channel;

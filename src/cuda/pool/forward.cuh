@@ -14,8 +14,8 @@
 
 #include "pool/rows.cuh"
 
-/* Registers of a thread and blocks of 128 threads an SM, of short blocks of tokens. */
-enum { FORWARD_REGISTERS = 100, FORWARD_BLOCKS = 5 };
+/* Registers of a thread, and blocks of 128 threads that an SM then holds. */
+enum { FORWARD_REGISTERS = 128, FORWARD_BLOCKS = 4 };
 
 /* Stores what the sums of an entry give. */
 __device__ __forceinline__ void pool_emit(const pool_kernel &a, const group &g, const pool_facts &x,
@@ -30,10 +30,9 @@ __device__ __forceinline__ void pool_emit(const pool_kernel &a, const group &g, 
     if (a.pooled != NULL)
         put_channels(a.pooled + x.view_b * a.pooled_b + x.n * a.pooled_row + channel, v, count);
     if (a.out == NULL) return;
-    char *const to = (char *)a.out + (x.view_b * a.out_b + x.n * a.out_row) *
-                                         (a.out_dtype == QUERN_F32  ? 4
-                                          : a.out_dtype == QUERN_U8 ? 1
-                                                                    : 2);
+    char *const to = (char *)a.out + (x.view_b * a.out_b + x.n * a.out_row) * (a.out_dtype == QUERN_F32  ? 4
+                                                                               : a.out_dtype == QUERN_U8 ? 1
+                                                                                                         : 2);
     if (!live) {
         entry_clear(a.entry, g, to, a.out_dtype);
         return;
@@ -43,8 +42,8 @@ __device__ __forceinline__ void pool_emit(const pool_kernel &a, const group &g, 
 }
 
 template <typename T, typename B, int N, bool HOLD, bool WIDE>
-__global__ void __maxnreg__(HOLD ? FORWARD_REGISTERS : 128) pool_forward(const __grid_constant__ pool_kernel a,
-                                                   int64_t entries, int lanes)
+__global__ void __maxnreg__(FORWARD_REGISTERS)
+    pool_forward(const __grid_constant__ pool_kernel a, int64_t entries, int lanes)
 {
     extern __shared__ __align__(16) float rows_shared[];
     __shared__ float parts[PARTS];
@@ -52,9 +51,11 @@ __global__ void __maxnreg__(HOLD ? FORWARD_REGISTERS : 128) pool_forward(const _
     float *const row = rows_shared + g.index * lanes * GROUP_CHANNELS;
     const int64_t groups = blockDim.x / lanes, first = blockIdx.x * groups + g.index;
     const channels norm = norm_weights(a.entry, g);
-    pool_walk<T, B, N, HOLD, WIDE>(a, g, first, gridDim.x * groups, entries,
-                                   [&](const pool_entry &, const pool_facts &x, const entry_factors &angles,
-                                       const pool_sums &sums) { pool_emit(a, g, x, norm, angles, sums, row); });
+    pool_walk<T, B, N, HOLD, WIDE>(
+        a, g, first, gridDim.x * groups, entries,
+        [&](const pool_entry &, const pool_facts &x, const entry_factors &angles, const pool_sums &sums) {
+            pool_emit(a, g, x, norm, angles, sums, row);
+        });
 }
 
 /* Blocks that a GPU holds at a time walk over the entries. */
@@ -64,7 +65,8 @@ static quern_status pool_forward_of(const pool_kernel &a, int64_t entries, int m
 {
     const int lanes = group_lanes(a.width), groups = groups_of_block(a.width), threads = groups * lanes;
     const bool held = a.wide && a.ratio <= HELD_ROWS;
-    const int64_t blocks = (entries + groups - 1) / groups, most = (int64_t)multiprocessors * (held ? FORWARD_BLOCKS : 4);
+    const int64_t blocks = (entries + groups - 1) / groups,
+                  most = (int64_t)multiprocessors * FORWARD_BLOCKS;
     const unsigned grid = (unsigned)(blocks < most ? blocks : most);
     const size_t bytes = (size_t)(threads * GROUP_CHANNELS) * sizeof(float);
     if (grid == 0) return QUERN_OK;
@@ -72,8 +74,7 @@ static quern_status pool_forward_of(const pool_kernel &a, int64_t entries, int m
         pool_forward<T, B, HELD_ROWS, false, false><<<grid, threads, bytes, stream>>>(a, entries, lanes);
     else if (held)
         pool_forward<T, B, HELD_ROWS, true, true><<<grid, threads, bytes, stream>>>(a, entries, lanes);
-    else
-        pool_forward<T, B, long_rows<T>(), false, true><<<grid, threads, bytes, stream>>>(a, entries, lanes);
+    else pool_forward<T, B, long_rows<T>(), false, true><<<grid, threads, bytes, stream>>>(a, entries, lanes);
     return LAUNCHED("pool");
 }
 

@@ -69,8 +69,8 @@ static pool_space carve(const pool_args *args, bool backward, arena *w)
         s.statistics =
             (float *)arena_take(w, (size_t)(pool_rows_of_entries(args) * 3 * width) * sizeof(float));
     s.parts = (float *)arena_take(w, (size_t)(bias_runs_of(args) * slots * width) * sizeof(float));
-    s.norm_parts = (float *)arena_take(w, (size_t)(runs_of(args, is_long(args) ? LONG_BLOCKS : RUN_BLOCKS) *
-                                                   width) * sizeof(float));
+    s.norm_parts = (float *)arena_take(
+        w, (size_t)(runs_of(args, is_long(args) ? LONG_BLOCKS : RUN_BLOCKS) * width) * sizeof(float));
     return s;
 }
 

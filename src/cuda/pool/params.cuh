@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * params.cuh - what the pooling kernels have in common: their arguments, and where the blocks of a call stand.
+ * params.cuh - what the pooling kernels have in common: their arguments, and where the blocks of a call
+ * stand.
  *
  * An entry pools S rows of the projections: the series b of the block before (overlap) and then the series a
  * of its own, S = 2 r or r. Of both series together each element belongs to one entry alone.
@@ -51,7 +52,7 @@ struct pool_kernel {
     void *d_prev;
     quern_dtype d_prev_dtype;
     int64_t d_prev_b, d_prev_row;
-    float *statistics;  /* [entries, 3, width]: shift, pooled, scale; of long blocks */
+    float *statistics; /* [entries, 3, width]: shift, pooled, scale; of long blocks */
     /* Shares of the gradients of biases [runs, slots, width] and of the norm's weight [norm_runs, width]. */
     float *parts, *norm_parts;
     int64_t runs, norm_runs;
@@ -85,10 +86,10 @@ __device__ __forceinline__ pool_entry pool_entry_at(const pool_kernel &a, int64_
 
 /* What a kernel wants to know of an entry when it reads or writes. */
 struct pool_facts {
-    int64_t view_b, n;         /* its row of out */
-    int64_t row, position;     /* of the block's first token */
-    bool live, ghost, last;    /* a block of the sequence; the one after the call's blocks; the last one */
-    bool before, prev;         /* series b of the block before is in proj; in prev_b */
+    int64_t view_b, n;      /* its row of out */
+    int64_t row, position;  /* of the block's first token */
+    bool live, ghost, last; /* a block of the sequence; the one after the call's blocks; the last one */
+    bool before, prev;      /* series b of the block before is in proj; in prev_b */
 };
 
 __device__ __forceinline__ pool_facts pool_facts_of(const pool_kernel &a, const pool_entry &x)

@@ -225,8 +225,8 @@ __device__ __forceinline__ prev_channels load_prev(const pool_kernel &a, int64_t
     for (int i = 0; i < GROUP_CHANNELS; i++) {
         if (i >= count) continue;
         p.value.x[i] = prev.at(at + i);
-        p.logit.x[i] = prev.at(at + a.width + i) +
-                       to_float<B>(((const B *)a.bias_b)[j * a.bias_b_row + channel + i]);
+        p.logit.x[i] =
+            prev.at(at + a.width + i) + to_float<B>(((const B *)a.bias_b)[j * a.bias_b_row + channel + i]);
     }
     return p;
 }
@@ -243,9 +243,9 @@ __device__ __forceinline__ void merge_prev(pool_sums &s, const pool_kernel &a, i
 }
 
 /*
- * Pools every step-th entry from `first` on and gives each to `emit`, which the group's threads call together.
- * HOLD: a series is one chunk; both series of an entry are read at once, while other blocks merge theirs. Else the next chunk of rows, of the same entry or of the next, is read before
- * this one is merged.
+ * Pools every step-th entry from `first` on and gives each to `emit`, which the group's threads call
+ * together. HOLD: a series is one chunk; both series of an entry are read at once, while other blocks merge
+ * theirs. Else the next chunk of rows, of the same entry or of the next, is read before this one is merged.
  */
 template <typename T, typename B, int N, bool HOLD, bool WIDE, typename EMIT>
 __device__ __forceinline__ void pool_walk(const pool_kernel &a, const group &g, int64_t first, int64_t step,

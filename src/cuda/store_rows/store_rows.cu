@@ -38,8 +38,8 @@ struct store_kernel {
 /* Row i's slot; -1 where it is not stored. */
 __device__ __forceinline__ int64_t slot_of(const store_kernel &a, int64_t i)
 {
-    const int64_t slot =
-        a.slots_i64 ? ((const int64_t *)a.slots)[i * a.slots_row] : ((const int32_t *)a.slots)[i * a.slots_row];
+    const int64_t slot = a.slots_i64 ? ((const int64_t *)a.slots)[i * a.slots_row]
+                                     : ((const int32_t *)a.slots)[i * a.slots_row];
     return slot < 0 || slot >= a.slot_count ? -1 : slot;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* widen_blocks.cu - e4m3 with a scale for every 128 x 128 to floats, transposed through shared memory, 32 x 32
- * at a time. Limit: codes read and out written once. */
+/* widen_blocks.cu - e4m3 with a scale for every 128 x 128 to floats, transposed through shared memory, 32 x
+ * 32 at a time. Limit: codes read and out written once. */
 #include "common/fp4.cuh"
 #include "common/launch.cuh"
 #include "common/rows.cuh"

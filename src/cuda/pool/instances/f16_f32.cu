@@ -5,13 +5,12 @@
 #include "pool/forward.cuh"
 
 quern_status pool_forward_f16_f32(const pool_kernel &a, int64_t entries, int multiprocessors,
-                             cudaStream_t stream)
+                                  cudaStream_t stream)
 {
     return pool_forward_of<f16, float>(a, entries, multiprocessors, stream);
 }
 
-quern_status pool_backward_f16_f32(const pool_kernel &a, int64_t entries, int,
-                              cudaStream_t stream)
+quern_status pool_backward_f16_f32(const pool_kernel &a, int64_t entries, int, cudaStream_t stream)
 {
     return pool_backward_of<f16, float>(a, entries, stream);
 }
