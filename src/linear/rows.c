@@ -240,11 +240,12 @@ static quern_status rope_derive(op_call *call)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "cos_sin.shape[1] is %lld: an even number of up to the %lld channels is accepted",
                          (long long)s[S_R], (long long)s[S_D]);
-    if (call->given[R(positions)] == NULL && s[S_T] > 0 && s[S_T] > s[S_P] - start)
+    const int64_t end = start + s[S_T];
+    if (call->given[R(positions)] == NULL && s[S_T] > 0 && end > s[S_P])
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "cos_sin.shape[0] is %lld: at least %lld, the position past the last token, is "
                          "accepted",
-                         (long long)s[S_P], (long long)(s[S_T] + start));
+                         (long long)s[S_P], (long long)end);
     return QUERN_OK;
 }
 
