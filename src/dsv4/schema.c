@@ -269,6 +269,41 @@ static quern_status derive_index(op_call *call)
     return check_dtypes(call, own.format, DC(index_out), DC(index_d_out));
 }
 
+/* Entry b of an i32 tensor, if the tensor is present. */
+static int64_t value_at(const void *data, int64_t b, int64_t otherwise)
+{
+    return data != NULL ? ((const int32_t *)data)[b] : otherwise;
+}
+
+static quern_status check_sequence(const op_call *call, void *const *data, int64_t b)
+{
+    const quern_dsv4_compress_params *p = params_of(call);
+    const int32_t *cu = data[DC(cu_seqlens)];
+    const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : call->symbol[DS_T],
+                  start = value_at(data[DC(start_tokens)], b, p->start_token);
+    const int64_t position = value_at(data[DC(start_positions)], b, p->start_abs_pos),
+                  whole = (n - start) / p->ratio;
+    const int64_t blocks = value_at(data[DC(block_counts)], b, p->n_blocks > 0 ? p->n_blocks : whole);
+    const int64_t last = position + (blocks - 1) * p->ratio + (p->rope_last ? p->ratio - 1 : 0);
+    if (start < 0 || start > n)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "sequence %lld starts at token %lld: 0 to its %lld tokens are accepted",
+                         (long long)b, (long long)start, (long long)n);
+    if (blocks < 0 || blocks > whole)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "sequence %lld has block count %lld: 0 to its %lld whole blocks are accepted",
+                         (long long)b, (long long)blocks, (long long)whole);
+    if (position < 0 || (!p->rope_last && position % p->ratio != 0))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at position %lld: %s accepted",
+                         (long long)b, (long long)position,
+                         position < 0 ? "0 or more is" : "multiples of ratio are, unless rope_last is set,");
+    if (blocks > 0 && call->symbol[DS_ROPE] > 0 && last >= call->symbol[DS_P])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "sequence %lld comes to an entry at position %lld: cos_sin has positions 0 to %lld",
+                         (long long)b, (long long)last, (long long)call->symbol[DS_P] - 1);
+    return QUERN_OK;
+}
+
 static quern_status derive(op_call *call)
 {
     const quern_tensor *const *t = call->given;
@@ -312,42 +347,9 @@ static quern_status derive(op_call *call)
         (status = dsv4_weight_check(call, main_weight, s[DS_IN])) != QUERN_OK ||
         (status = dsv4_weight_check(call, index_weight, s[DS_IN])) != QUERN_OK)
         return status;
-    return derive_index(call);
-}
-
-/* Entry b of an i32 tensor, if the tensor is present. */
-static int64_t value_at(const void *data, int64_t b, int64_t otherwise)
-{
-    return data != NULL ? ((const int32_t *)data)[b] : otherwise;
-}
-
-static quern_status check_sequence(const op_call *call, void *const *data, int64_t b)
-{
-    const quern_dsv4_compress_params *p = params_of(call);
-    const int32_t *cu = data[DC(cu_seqlens)];
-    const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : call->symbol[DS_T],
-                  start = value_at(data[DC(start_tokens)], b, p->start_token);
-    const int64_t position = value_at(data[DC(start_positions)], b, p->start_abs_pos),
-                  whole = (n - start) / p->ratio;
-    const int64_t blocks = value_at(data[DC(block_counts)], b, p->n_blocks > 0 ? p->n_blocks : whole);
-    const int64_t last = position + (blocks - 1) * p->ratio + (p->rope_last ? p->ratio - 1 : 0);
-    if (start < 0 || start > n)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %lld starts at token %lld: 0 to its %lld tokens are accepted",
-                         (long long)b, (long long)start, (long long)n);
-    if (blocks < 0 || blocks > whole)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %lld has block count %lld: 0 to its %lld whole blocks are accepted",
-                         (long long)b, (long long)blocks, (long long)whole);
-    if (position < 0 || (!p->rope_last && position % p->ratio != 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at position %lld: %s accepted",
-                         (long long)b, (long long)position,
-                         position < 0 ? "0 or more is" : "multiples of ratio are, unless rope_last is set,");
-    if (blocks > 0 && call->symbol[DS_ROPE] > 0 && last >= call->symbol[DS_P])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %lld comes to an entry at position %lld: cos_sin has positions 0 to %lld",
-                         (long long)b, (long long)last, (long long)call->symbol[DS_P] - 1);
-    return QUERN_OK;
+    if ((status = derive_index(call)) != QUERN_OK || call->varlen) return status;
+    void *const none[OP_TENSOR_COUNT(quern_dsv4_compress_tensors)] = {NULL};
+    return check_sequence(call, none, 0);
 }
 
 static quern_status check_data(const op_call *call, void *const *data)
@@ -356,7 +358,7 @@ static quern_status check_data(const op_call *call, void *const *data)
     if (call->varlen)
         status =
             view_check_offsets(data[DC(cu_seqlens)], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
-    const int64_t sequences = dsv4_compress_sequences(call);
+    const int64_t sequences = call->varlen ? dsv4_compress_sequences(call) : 0;
     for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
     const dsv4_weight_given *weights = ((const dsv4_compress_call *)call)->weights;
     for (int i = 0; i < 2 && status == QUERN_OK; i++)
