@@ -113,19 +113,27 @@ __device__ __forceinline__ stored_tile<T> find_stored(const attend_kernel &a, co
     return found;
 }
 
-/* Shared memory of a block that stores d_q. Each pair of a warp that fetches and a warpgroup that stores has
- * a ring of tiles. */
-template <int DIM, int PAIRS> struct store_ring {
-    static constexpr int TILE = SM90_BACKWARD_ROWS * DIM * 4, SLOTS = 6 / PAIRS, FULL = PAIRS * SLOTS * TILE,
-                         FREE = FULL + 8 * PAIRS * SLOTS, OF = FREE + 8 * PAIRS * SLOTS,
-                         BYTES = OF + 16 * PAIRS * SLOTS;
-};
-
 /* What a slot of a ring holds. */
 struct stored_rows {
     void *to;       /* the first row in d_q */
     int32_t rows;   /* 0: no tile; < 0: the last slot */
     int32_t unseen; /* no sums: no keys came to the tile */
+};
+
+/* Shared memory of a block that stores d_q. Each pair of a warp that fetches and a warpgroup that stores has
+ * a ring of tiles. */
+template <int DIM, int PAIRS> struct store_memory {
+    enum { SLOTS = 6 / PAIRS };
+    float tile[PAIRS * SLOTS][SM90_BACKWARD_ROWS * DIM];
+    uint64_t full[PAIRS * SLOTS], free[PAIRS * SLOTS];
+    stored_rows of[PAIRS * SLOTS];
+};
+
+/* Offsets into it. */
+template <int DIM, int PAIRS> struct store_ring {
+    typedef store_memory<DIM, PAIRS> memory;
+    static constexpr int SLOTS = memory::SLOTS, TILE = sizeof(memory::tile[0]), FULL = offsetof(memory, full),
+                         FREE = offsetof(memory, free), OF = offsetof(memory, of), BYTES = sizeof(memory);
 };
 
 /* A warp copies tiles that nobody has taken yet into its ring, as they become whole. It takes up to TOGETHER

@@ -47,17 +47,32 @@
 namespace sm90_backward
 {
 
-/* Offsets into shared memory. */
+template <int DK, int DV> struct shared {
+    enum { STAGES = DK > 64 ? 2 : 4 };
+    typedef uint16_t panel_row[64];
+    panel_row k[DK / 64][KEYS], v[DV / 64][KEYS], q[STAGES][DK / 64][ROWS], d_o[STAGES][DV / 64][ROWS];
+    panel_row ds[STAGES][KEYS]; /* transposed */
+    float dq[BUFFERS][ROWS * DK];
+    statistics stats[STAGES];
+    /* Barriers: K and V are there; rows, and their statistics; dQ's buffers; both computing warpgroups; dS's
+     * buffers; K is as it was. */
+    uint64_t own_full, full[STAGES], free[STAGES], stats_full[STAGES], dq_free[BUFFERS], clean,
+        ds_free[STAGES], keys_back;
+    int32_t ds_part[STAGES]; /* `part` of the statistics of dS's step */
+    key_block block;
+};
+
+/* Offsets into shared memory, where addresses are computed in 32 bits. */
 template <int DK, int DV> struct layout {
+    typedef shared<DK, DV> memory;
     static constexpr int DIM_K = DK, DIM_V = DV, KEYS = sm90_backward::KEYS, ROWS = sm90_backward::ROWS,
-                         STAGES = DK > 64 ? 2 : 4,
+                         STAGES = memory::STAGES,
                          DS_BUFFERS = STAGES; /* in turns, one ahead and one behind */
-    static constexpr int Q_BYTES = ROWS * DK * 2, DO_BYTES = ROWS * DV * 2, DS_BYTES = KEYS * ROWS * 2,
-                         DQ_BYTES = ROWS * DK * 4;
-    static constexpr int K = 0, V = K + KEYS * DK * 2, Q = V + KEYS * DV * 2, DO = Q + STAGES * Q_BYTES,
-                         DS = DO + STAGES * DO_BYTES;
-    static constexpr int DQ = DS + DS_BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
-                         BARS = STAT + STAGES * (int)sizeof(statistics);
+    static constexpr int Q_BYTES = sizeof(memory::q[0]), DO_BYTES = sizeof(memory::d_o[0]),
+                         DS_BYTES = sizeof(memory::ds[0]), DQ_BYTES = sizeof(memory::dq[0]);
+    static constexpr int K = offsetof(memory, k), V = offsetof(memory, v), Q = offsetof(memory, q),
+                         DO = offsetof(memory, d_o), DS = offsetof(memory, ds), DQ = offsetof(memory, dq),
+                         STAT = offsetof(memory, stats);
     static constexpr bool DQ_WARPGROUP = DK > 64; /* dQ has a warpgroup of its own */
     static constexpr int DQ_THREADS = DQ_WARPGROUP ? 128 : 128 * GROUPS,
                          THREADS = 128 * (1 + GROUPS + DQ_WARPGROUP);
@@ -65,19 +80,18 @@ template <int DK, int DV> struct layout {
                          MAKE_DQ = 64; /* registers a thread */
     static_assert(FEED + GROUPS * COMPUTE + (DQ_WARPGROUP ? MAKE_DQ : 0) <= 512,
                   "more registers than there are");
-    static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
-                         STAT_FULL = FREE + 8 * STAGES;
-    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, DS_FREE = CLEAN + 8,
-                         KEYS_BACK = DS_FREE + 8 * DS_BUFFERS, DS_PART = KEYS_BACK + 8,
-                         BLOCK = DS_PART + 4 * DS_BUFFERS;
-    static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
+    static constexpr int OWN_FULL = offsetof(memory, own_full), FULL = offsetof(memory, full),
+                         FREE = offsetof(memory, free), STAT_FULL = offsetof(memory, stats_full);
+    static constexpr int DQ_FREE = offsetof(memory, dq_free), CLEAN = offsetof(memory, clean),
+                         DS_FREE = offsetof(memory, ds_free), KEYS_BACK = offsetof(memory, keys_back),
+                         DS_PART = offsetof(memory, ds_part), BLOCK = offsetof(memory, block);
     static constexpr bool RATIO = DQ_WARPGROUP; /* its delta is of rows without row_scale */
     static constexpr bool KEYS_OF_ROWS =
         !DQ_WARPGROUP;                           /* its first step masks by them, and steps with a part do */
     static constexpr bool HALVES = DK > 64;      /* at D 64 steps are too short for it to pay */
     static constexpr bool ALONE = DQ_WARPGROUP; /* dQ's warpgroup stores tiles that no other block comes to */
     static_assert(store_ring<DK, THREADS / 128 - 1>::BYTES <= BLOCK, "the ring reaches into key_block");
-    static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
+    static_assert(sizeof(memory) <= 227 * 1024, "more than a block can have");
 };
 
 template <typename T, int DK, int DV>
@@ -148,7 +162,7 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
     if (status != QUERN_OK) return status;
     const unsigned blocks = (unsigned)plan.blocks + plan.beside + plan.behind;
     return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks),
-                         layout<DK, DV>::THREADS, layout<DK, DV>::BYTES, "attend_backward_sm90", l.kernel,
+                         layout<DK, DV>::THREADS, sizeof(shared<DK, DV>), "attend_backward_sm90", l.kernel,
                          plan, m);
 }
 

@@ -30,24 +30,37 @@ namespace sm90_backward
 
 enum { P_FULL = 2, P_FREE = 4 }; /* named barriers of each buffer of P */
 
-/* Offsets into shared memory. */
+template <int DK, int DV> struct keys_shared {
+    enum { SPLIT = DV > 128, KEYS = SPLIT ? 64 : 128, STAGES = SPLIT ? 2 : 3 };
+    typedef uint16_t panel_row[64];
+    panel_row k[DK / 64][KEYS], v[DV / 64][KEYS], q[STAGES][DK / 64][MOST_ROWS],
+        d_o[STAGES][DV / 64][MOST_ROWS];
+    uint4 p[SPLIT ? 2 : 0][MOST_ROWS / 16][128]; /* as 128 threads hold it */
+    statistics stats[STAGES];
+    /* Barriers: K and V are there; rows, and their statistics; both computing warpgroups. */
+    uint64_t own_full, full[STAGES], free[STAGES], stats_full[STAGES], clean;
+    key_block block;
+};
+
+/* Offsets into shared memory, where addresses are computed in 32 bits. */
 template <int DK, int DV> struct keys_layout {
-    static constexpr bool SPLIT = DV > 128; /* dK and dV in different warpgroups */
-    static constexpr int DIM_K = DK, DIM_V = DV, KEYS = SPLIT ? 64 : 128, ROWS = 64, STAGES = SPLIT ? 2 : 3;
+    typedef keys_shared<DK, DV> memory;
+    static constexpr bool SPLIT = memory::SPLIT; /* dK and dV in different warpgroups */
+    static constexpr int DIM_K = DK, DIM_V = DV, KEYS = memory::KEYS, ROWS = MOST_ROWS,
+                         STAGES = memory::STAGES;
     static constexpr int FEED = SPLIT ? 40 : 24, COMPUTE = SPLIT ? 232 : 240; /* registers a thread */
-    static constexpr int Q_BYTES = ROWS * DK * 2, DO_BYTES = ROWS * DV * 2, P_BYTES = KEYS * ROWS * 2;
-    static constexpr int K = 0, V = K + KEYS * DK * 2, Q = V + KEYS * DV * 2, DO = Q + STAGES * Q_BYTES;
-    static constexpr int P = DO + STAGES * DO_BYTES, STAT = P + (SPLIT ? 2 * P_BYTES : 0),
-                         BARS = STAT + STAGES * (int)sizeof(statistics);
-    static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
-                         STAT_FULL = FREE + 8 * STAGES;
-    static constexpr int CLEAN = STAT_FULL + 8 * STAGES, BLOCK = CLEAN + 8,
-                         BYTES = BLOCK + (int)sizeof(key_block);
+    static constexpr int Q_BYTES = sizeof(memory::q[0]), DO_BYTES = sizeof(memory::d_o[0]),
+                         P_BYTES = sizeof(memory::p[0]);
+    static constexpr int K = offsetof(memory, k), V = offsetof(memory, v), Q = offsetof(memory, q),
+                         DO = offsetof(memory, d_o), P = offsetof(memory, p), STAT = offsetof(memory, stats);
+    static constexpr int OWN_FULL = offsetof(memory, own_full), FULL = offsetof(memory, full),
+                         FREE = offsetof(memory, free), STAT_FULL = offsetof(memory, stats_full),
+                         CLEAN = offsetof(memory, clean), BLOCK = offsetof(memory, block);
     static constexpr bool RATIO = true, /* its delta is of rows without row_scale */
         KEYS_OF_ROWS = false, HALVES = false;
     static_assert(FEED + GROUPS * COMPUTE <= 504,
                   "setmaxnreg waits for registers that a launch does not have");
-    static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
+    static_assert(sizeof(memory) <= 227 * 1024, "more than a block can have");
 };
 
 /* What a computing warpgroup knows of its block. */
@@ -260,7 +273,8 @@ static quern_status run_keys(const attend_args *args, const attend_launch &l, co
     if (status != QUERN_OK) return status;
     const unsigned blocks = (unsigned)plan.pieces * (unsigned)plan.kv_heads * (unsigned)l.kernel.splits;
     return launch_shared({stream, NULL}, attend_backward_keys_sm90<T, DK, DV>, dim3(blocks),
-                         128 * (GROUPS + 1), at::BYTES, "attend_backward_keys_sm90", l.kernel, plan, m);
+                         128 * (GROUPS + 1), sizeof(keys_shared<DK, DV>), "attend_backward_keys_sm90",
+                         l.kernel, plan, m);
 }
 
 } // namespace sm90_backward
