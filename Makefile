@@ -68,6 +68,15 @@ package: all
 	cd build/release && cpack
 	git archive --prefix quern/ -o build/release/packages/quern.tar.gz HEAD
 
+# The guide and the reference as web pages, in build/docs/html.
+SETUP_DOCS = doxygen python3-sphinx python3-breathe python3-myst-parser
+docs:
+	@cmake/setup.sh $(SETUP_DOCS)
+	@mkdir -p build/docs
+	doxygen docs/sphinx/Doxyfile
+	sphinx-build -q -W --keep-going -b html -c docs/sphinx docs build/docs/html
+	tests/docs.sh
+
 format: packages-dev
 	git-clang-format-14 --binary clang-format-14 --extensions c,h,cu,cuh
 
@@ -78,4 +87,4 @@ clean:
 	rm -rf build
 
 .PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-python test-gpu test-gpu-sanitize bench
-.PHONY: accept install package format tidy clean
+.PHONY: accept install package docs format tidy clean

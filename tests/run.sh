@@ -151,6 +151,7 @@ small() {
     count "a path with spaces" tests/make/space.sh
     count "the direction of includes" tests/layers.sh
     count "the length of functions" tests/lengths.sh
+    count "links and pieces of C in the pages" tests/docs.sh
     count "what one more tensor touches" tests/adding/run.sh
     if command -v aarch64-linux-gnu-gcc >/dev/null; then
         count "build: aarch64" compile aarch64
