@@ -17,7 +17,9 @@ find src tools tests bench examples \( -name '*.[ch]' -o -name '*.cu' -o -name '
     END { exit bad }'
 # Characters, not bytes. What pip has built in python/ is none of ours.
 export LC_ALL=C.UTF-8
-! find src tools tests bench examples include python -path python/build -prune -o -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inc' -o -name '*.py' \) -print0 |
-    xargs -0 grep -nE '^.{111,}'
+if find src tools tests bench examples include python -path python/build -prune -o -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inc' -o -name '*.py' \) -print0 |
+    xargs -0 grep -nE '^.{111,}'; then
+    exit 1
+fi
 awk 'length($0) > 110 { print FILENAME ": line " FNR " is longer than 110 characters"; bad = 1 }
     END { if (FNR > 250) { print FILENAME " has " FNR " lines, at most 250 are allowed"; bad = 1 } exit bad }' docs/performance.md

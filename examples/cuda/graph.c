@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * graph.c - DeepSeek-V4's attention of one new token a sequence, from a paged cache on a GPU, as a CUDA graph that is
- * recorded once and launched for each token. What changes from step to step is data: the sequences' positions, which
- * the graph reads from device memory.
+ * graph.c - DeepSeek-V4's attention of one new token a sequence, from a paged cache on a GPU, as a CUDA
+ * graph that is recorded once and launched for each token. What changes from step to step is data: the
+ * sequences' positions, which the graph reads from device memory.
  *
- *   cc graph.c $(pkg-config --cflags --libs quern) -I/usr/local/cuda/include -L/usr/local/cuda/lib64 -lcudart -o graph
+ *   cc graph.c $(pkg-config --cflags --libs quern) -I$CUDA/include -L$CUDA/lib64 -lcudart -o graph
  */
 #include <quern/cuda.h>
 #include <quern/dsv4.h>
@@ -51,7 +51,7 @@ int main(void)
     cudaStream_t stream;
     cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
 
-    /* Every sequence has COLUMNS pages of one pool; an engine fills rows and table, here they are 0 and in order. */
+    /* Every sequence has COLUMNS pages of one pool; an engine fills rows and table. */
     quern_tensor q = make(QUERN_BF16, 2, 4, (const int64_t[]){BATCH, 1, H, D});
     quern_tensor o = make(QUERN_BF16, 2, 4, (const int64_t[]){BATCH, 1, H, D});
     quern_tensor kv = make(QUERN_BF16, 2, 3, (const int64_t[]){BATCH * COLUMNS, PAGE, D});
@@ -76,7 +76,7 @@ int main(void)
     need(quern_dsv4_attention_workspace(ctx, &params, &t, &bytes));
     need(quern_cuda_allocate(0, bytes + 1, &workspace));
 
-    /* Memory and addresses are as they will be: the call allocates nothing, and its kernels go into the graph. */
+    /* Memory and addresses are as they will be: the call allocates nothing, and its kernels are recorded. */
     cudaGraph_t graph;
     cudaGraphExec_t ready;
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * decode.c - two answers to one prompt, from a paged cache in which they share the prompt's pages: prefill, a fork,
- * then a token of both sequences a step, by dense attention.
+ * decode.c - two answers to one prompt, from a paged cache in which they share the prompt's pages: prefill,
+ * a fork, then a token of both sequences a step, by dense attention.
  *
  *   cc decode.c $(pkg-config --cflags --libs quern) -lm -o decode
  */

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * layer.c - an attention layer of DeepSeek-V4 (HCA), prefilled with a prompt and decoded token by token from its
- * cache; one call over all tokens must give the same. A CSA layer also takes the indexer's weights.
+ * layer.c - an attention layer of DeepSeek-V4 (HCA), prefilled with a prompt and decoded token by token from
+ * its cache; one call over all tokens must give the same. A CSA layer also takes the indexer's weights.
  *
  *   cc layer.c $(pkg-config --cflags --libs quern) -lm -o layer
  */

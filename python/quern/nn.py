@@ -16,7 +16,13 @@ from . import dsv4, moe, nvfp4
 from ._caches import NSACache
 from ._nsa import nsa, settings_of
 
-__all__ = ["CompressedSparseAttention", "HeavilyCompressedAttention", "NSAttention", "NVFP4Experts", "NVFP4Linear"]
+__all__ = [
+    "CompressedSparseAttention",
+    "HeavilyCompressedAttention",
+    "NSAttention",
+    "NVFP4Experts",
+    "NVFP4Linear",
+]
 
 
 def _take(

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* levels.h - the CPU levels that tests go through: those that this machine has, in the order of levels.inc. */
+/* levels.h - the CPU levels that tests go through: those that this machine has, in the order of
+ * levels.inc. */
 #ifndef QUERN_TEST_LEVELS_H
 #define QUERN_TEST_LEVELS_H
 

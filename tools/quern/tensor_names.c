@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* tensor_names.c - the library's sentences with the names that tensors have in files. The library knows a tensor by
- * its field ("k_index"), who runs the command by its name in the file ("k_I"). */
+/* tensor_names.c - the library's sentences with the names that tensors have in files. The library knows a
+ * tensor by its field ("k_index"), who runs the command by its name in the file ("k_I"). */
 #include "tensor_names.h"
 
 #include <ctype.h>

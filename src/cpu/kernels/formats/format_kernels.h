@@ -19,8 +19,8 @@ typedef struct quantise_rule {
 
 typedef struct format_kernels {
     quern_cpu_level level;
-    /* NVFP4: a row of n values, blocks along it, the last one padded with zeros: ceil(n / 16) scales and 8 times as
-     * many bytes of codes. */
+    /* NVFP4: a row of n values, blocks along it, the last one padded with zeros: ceil(n / 16) scales and 8
+     * times as many bytes of codes. */
     void (*quantise_row)(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n,
                          uint8_t *codes, uint8_t *scales);
     /* 16 rows of n values, `stride` elements apart, one block a column: 8 rows of codes, codes_stride bytes

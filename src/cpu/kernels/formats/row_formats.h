@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * row_formats.h - rows in the formats of caches (stages/pool.h). A row is its data, then its scales; in a page
- * of bytes the data of all rows stand before the scales of all.
+ * row_formats.h - rows in the formats of caches (stages/pool.h). A row is its data, then its scales; in a
+ * page of bytes the data of all rows stand before the scales of all.
  */
 #ifndef QUERN_CPU_ROW_FORMATS_H
 #define QUERN_CPU_ROW_FORMATS_H
