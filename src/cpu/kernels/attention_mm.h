@@ -13,7 +13,8 @@
  *
  * The including file defines vec, ROWS, VECTORS, broadcast(), step_f32(acc, a, b) and, where the level has
  * it, step_bf16; `pairs` picks one at compile time. It gets mm_f32() and mm_scaled_f32(), whose sums take
- * their column's factor as they are added to C. (They test the factors' address, so that the compiler knows it.)
+ * their column's factor as they are added to C. (They test the factors' address, so that the compiler
+ * knows it.)
  */
 #ifndef QUERN_CPU_ATTENTION_MM_H
 #define QUERN_CPU_ATTENTION_MM_H
