@@ -274,16 +274,16 @@ __device__ __forceinline__ bool any_nonfinite(const char *tile)
 {
     constexpr uint32_t LOW = __is_same(T, bf16) ? 0x7f80 : 0x7c00,
                        HIGH = LOW << 16; /* exponents of all ones */
-    bool odd = false;
+    bool found = false;
 #pragma unroll
     for (int r = 0; r < ROWS; r += THREADS / CHUNKS) {
         const uint4 x =
             *(const uint4 *)(tile + tile_at<ROWS>(r + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));
         const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) odd = odd || (words[i] & LOW) == LOW || (words[i] & HIGH) == HIGH;
+        for (int i = 0; i < 4; i++) found = found || (words[i] & LOW) == LOW || (words[i] & HIGH) == HIGH;
     }
-    return odd;
+    return found;
 }
 
 template <typename T, int ROWS, int THREADS, int CHUNKS>

@@ -23,7 +23,7 @@ namespace sm90_backward
 
 template <typename T, typename AT> struct dq_warpgroup : computing<T, AT> {
     typedef computing<T, AT> shared;
-    using shared::base, shared::smem, shared::odd, shared::NT;
+    using shared::base, shared::smem, shared::nonfinite, shared::NT;
     using shared::clean, shared::put_ds;
     using shared::computing;
 
@@ -47,7 +47,7 @@ template <typename T, typename AT> struct dq_warpgroup : computing<T, AT> {
     /* Where something in K is not finite, dQ's warpgroup changes it for a while. */
     __device__ __forceinline__ void wait_for_keys(int t) const
     {
-        if (odd) mbar_wait(base + AT::KEYS_BACK, t & 1);
+        if (nonfinite) mbar_wait(base + AT::KEYS_BACK, t & 1);
     }
 
     /* Step t where no row sees this warpgroup's keys. */
@@ -76,10 +76,10 @@ __device__ __forceinline__ void compute_with_dq_warpgroup(const attend_kernel &a
     const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
     const uint32_t ak = base + AT::K + group * 64 * 128, av = base + AT::V + group * 64 * 128;
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
-    w.odd = false;
+    w.nonfinite = false;
     if (w.steps > 0) {
         mbar_wait(base + AT::OWN_FULL, 0);
-        w.odd = search_keys<T, DK>(smem + AT::K, &b.odd);
+        w.nonfinite = search_keys<T, DK>(smem + AT::K, &b.nonfinite);
     }
     const key_rows rows = find_key_rows(a, sequence_of(b), key_of(b, place));
     int t = 0;
@@ -180,7 +180,8 @@ __device__ __forceinline__ void make_dq(const attend_kernel &a, const sm90_backw
     for (int t = 0; t < halves[0].steps; t++) {
         const int buffer = t % AT::DS_BUFFERS;
         named_sync(DS_FULL + buffer, 128 * (GROUPS + 1));
-        const bool odd = b.odd != 0, unclean = odd && ((const int32_t *)(smem + AT::DS_PART))[buffer] != 0;
+        const bool nonfinite = b.nonfinite != 0,
+                   unclean = nonfinite && ((const int32_t *)(smem + AT::DS_PART))[buffer] != 0;
         int head = 0;
         const int tile = alone_end > 0 ? tile_at_step(a, plan, b, t, &head) : 0;
         halves[0].wait_to_put_dq(t);
@@ -195,7 +196,7 @@ __device__ __forceinline__ void make_dq(const attend_kernel &a, const sm90_backw
                 restore_keys<T, AT::DIM_K, 128>(a, b, smem + AT::K);
                 halves[half].poison(dq, t);
             }
-            if (half == 1 && odd) mbar_arrive(base + AT::KEYS_BACK);
+            if (half == 1 && nonfinite) mbar_arrive(base + AT::KEYS_BACK);
             if (tile < alone_end) store_dq<T, AT::DIM_K / 2>(dq, a, plan, b, tile, head, half);
             else halves[half].put_dq(dq, t);
         }

@@ -15,8 +15,9 @@ namespace sm90_backward
 {
 
 enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16, BUFFERS = 2 };
-/* Named barriers: one; of each buffer of dQ; of each buffer of dS and, in turns, warpgroup, so that no
- * warpgroup arrives a second time before the other has waited for the first; of each warpgroup's turn. */
+/* Named barriers: one; of each buffer of dQ; of each buffer of dS and, where they alternate, warpgroup, so
+ * that no warpgroup arrives a second time before the other has waited for the first; of the warpgroup whose
+ * products are next. */
 enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4, TURN = 12 };
 
 struct maps {
@@ -42,7 +43,7 @@ struct key_block {
     int32_t tile, tiles;               /* the first tile, and how many */
     int32_t turns;                     /* the counter of the sequence's first tile */
     int32_t up;                        /* whether it walks the tiles from the first */
-    int32_t odd;                       /* something in K is not finite */
+    int32_t nonfinite;                 /* something in K is not finite */
     int32_t whole_first, whole_end;    /* the queries that see all of its keys */
     int32_t half_tile[2], half_end[2]; /* of each half of the keys: the tiles whose rows may see some of it */
     int32_t first[MOST_KEYS / RUN];    /* the first key of each run of RUN that follow one another */
@@ -131,7 +132,7 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
     b->key_end = b->nk;
     find_whole(a, seq, 0, end - 1, b);
     b->slot = ((int64_t)head * lists.rows + row) * lists.per + b->place;
-    b->odd = 0;
+    b->nonfinite = 0;
     b->up = 1;
     b->half_tile[0] = b->half_tile[1] = 0;
     b->half_end[0] = b->half_end[1] = INT32_MAX;
@@ -189,7 +190,7 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     b->place = key0 / KEYS;
     b->key_end = key_end;
     b->slot = ((int64_t)b->kvh * plan.pieces + piece) * a.splits + split;
-    b->odd = 0;
+    b->nonfinite = 0;
     find_whole(a, seq, key0, key0 + KEYS - 1, b); /* none where keys past the last are to be hidden */
     for (int i = 0; i < KEYS / RUN; i++) b->first[i] = key0 + i * RUN;
     int next_first = (int)seq.nq, other;
@@ -339,18 +340,18 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
             st->row_scale[row] = row_scale[i];
         }
         parts = __any_sync(~0u, parts);
-        bool odd = false;
+        bool nonfinite = false;
         if (__any_sync(~0u, search != 0)) {
             mbar_wait(base + AT::FULL + 8 * stage, t / AT::STAGES & 1);
 #pragma unroll 1
             for (int row = lane; search != 0; row += 32, search >>= 1)
                 if (search & 1)
-                    odd =
-                        odd ||
+                    nonfinite =
+                        nonfinite ||
                         row_nonfinite<T, AT::ROWS, AT::DIM_K / 64>(smem + AT::Q + stage * AT::Q_BYTES, row) ||
                         row_nonfinite<T, AT::ROWS, AT::DIM_V / 64>(smem + AT::DO + stage * AT::DO_BYTES, row);
             __syncwarp();
-            odd = __any_sync(~0u, odd);
+            nonfinite = __any_sync(~0u, nonfinite);
         }
         if (AT::KEYS_OF_ROWS && (parts || t == 0)) {
 #pragma unroll 1
@@ -363,7 +364,7 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
             }
         }
         if (lane == 0) {
-            st->part = (parts ? 1 : 0) | (odd ? 2 : 0);
+            st->part = (parts ? 1 : 0) | (nonfinite ? 2 : 0);
             st->empty[0] = empty[0];
             st->empty[1] = empty[1];
             st->query = query;

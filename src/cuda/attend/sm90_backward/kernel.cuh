@@ -10,8 +10,8 @@
  * queries from the last to the first, each with the heads of the group one after another. S and dP are
  * transposed: S^T = K Q^T leaves P^T and dS^T in registers as the A operands of dV and dK, which stay in
  * registers. dS^T also goes to shared memory, of which dQ is made. Above D = 64 dQ has a warpgroup of its own
- * (dq_warpgroup.cuh); at D = 64 the two take turns, and each makes half of dQ's columns
- * (turns.cuh).
+ * (dq_warpgroup.cuh); at D = 64 the two alternate, and each makes half of dQ's columns
+ * (alternating.cuh).
  *
  * With lists of blocks, a block of threads owns 128 slots of one list: its rows are those of the list's tile,
  * all of which chose these keys. What it makes of dK and dV is that list's share (lists.cu adds them).
@@ -42,7 +42,7 @@
 
 #include "common/launch.cuh"
 #include "attend/sm90_backward/dq_warpgroup.cuh"
-#include "attend/sm90_backward/turns.cuh"
+#include "attend/sm90_backward/alternating.cuh"
 
 namespace sm90_backward
 {
@@ -67,7 +67,7 @@ template <int DK, int DV> struct layout {
     typedef shared<DK, DV> memory;
     static constexpr int DIM_K = DK, DIM_V = DV, KEYS = sm90_backward::KEYS, ROWS = sm90_backward::ROWS,
                          STAGES = memory::STAGES,
-                         DS_BUFFERS = STAGES; /* in turns, one ahead and one behind */
+                         DS_BUFFERS = STAGES; /* where they alternate, one ahead and one behind */
     static constexpr int Q_BYTES = sizeof(memory::q[0]), DO_BYTES = sizeof(memory::d_o[0]),
                          DS_BYTES = sizeof(memory::ds[0]), DQ_BYTES = sizeof(memory::dq[0]);
     static constexpr int K = offsetof(memory, k), V = offsetof(memory, v), Q = offsetof(memory, q),
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
     } else if (group <= GROUPS) {
         registers_up<at::COMPUTE>();
         if constexpr (at::DQ_WARPGROUP) compute_with_dq_warpgroup<T, at>(a, plan, b, smem, base, group - 1);
-        else compute_in_turns<T, at>(a, plan, b, smem, base, group - 1);
+        else compute_alternating<T, at>(a, plan, b, smem, base, group - 1);
     } else if constexpr (at::DQ_WARPGROUP) {
         registers_down<at::MAKE_DQ>();
         make_dq<T, at>(a, plan, b, smem, base);

@@ -22,22 +22,22 @@ __device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *til
 }
 
 /* Both computing warpgroups, when their products S and dP of a stage are made: `spread` takes what is not
- * finite from its Q and dO, which become finite. They wait for each other at the mbarrier `meet`, twice so
+ * finite from its Q and dO, which become finite. They wait for each other at the mbarrier `both`, twice so
  * that its phases are as before: warpgroups that run different code have no instruction for a named barrier
  * in common, and compute-sanitizer's synccheck reports such a barrier. */
 template <typename T, int ROWS, int DK, int DV, typename F>
-__device__ __forceinline__ void clean_rows(char *q, char *g, uint32_t meet, F spread)
+__device__ __forceinline__ void clean_rows(char *q, char *g, uint32_t both, F spread)
 {
     spread(q, g);
-    mbar_arrive(meet);
-    mbar_wait(meet, 0);
+    mbar_arrive(both);
+    mbar_wait(both, 0);
 #pragma unroll 1
     for (int i = (int)(threadIdx.x - 128) * 2; i < ROWS * (DK + DV) * 2; i += 512) {
         clear_nonfinite<T>((uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2));
     }
     async_fence();
-    mbar_arrive(meet);
-    mbar_wait(meet, 1);
+    mbar_arrive(both);
+    mbar_wait(both, 1);
 }
 
 /* Where a gradient of keys goes: its columns follow `before` others in a row of partial sums. */

@@ -13,15 +13,16 @@ namespace sm90_backward
 enum { KEYS = 64 * GROUPS, ROWS = MOST_ROWS };
 
 /* Both computing warpgroups: whether something in K is not finite. */
-template <typename T, int DK> __device__ __forceinline__ bool search_keys(const char *keys, int32_t *odd)
+template <typename T, int DK>
+__device__ __forceinline__ bool search_keys(const char *keys, int32_t *nonfinite)
 {
     uint32_t most = 0;
     for (int i = (int)(threadIdx.x - 128) * 16; i < KEYS * DK * 2; i += 4096) {
         most = largest_bits(most, *(const uint4 *)(keys + i));
     }
-    if (is_nonfinite<T>(most)) atomicOr(odd, 1);
+    if (is_nonfinite<T>(most)) atomicOr(nonfinite, 1);
     named_sync(CLEANING, 256);
-    return *odd != 0;
+    return *nonfinite != 0;
 }
 
 /* The THREADS threads that make dQ, around its product: K becomes finite; K as it was. */
@@ -78,9 +79,9 @@ __device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend
             const T *p = (const T *)(keys + tile_at<KEYS>(j, group * (NQ / 8) + i)) + (threadIdx.x & 3) * 2;
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                const bool odd = !isfinite(to_float<T>(p[c]));
-                if (odd && s0) dq[i][c] = NAN;
-                if (odd && s1) dq[i][2 + c] = NAN;
+                const bool nonfinite = !isfinite(to_float<T>(p[c]));
+                if (nonfinite && s0) dq[i][c] = NAN;
+                if (nonfinite && s1) dq[i][2 + c] = NAN;
             }
         }
     }
@@ -136,7 +137,7 @@ template <typename T, typename AT> struct computing {
     /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the
      * first store of dQ (panels of 32 columns). */
     uint32_t own_ds, own_dq, all_ds, columns;
-    bool odd; /* something in K is not finite */
+    bool nonfinite; /* something in K is not finite */
 
     __device__ __forceinline__ computing(const attend_kernel &kernel, const sm90_backward_plan &shared,
                                          key_block &block, char *memory, uint32_t address, int which)

@@ -195,19 +195,20 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
                              (now.lists & own[1]) != 0 ? r.end[1] - now.key : 0};
         find_gradients(s, dp, r, left, a.scale_log2);
         mbar_wait(stage_address(sm.searched, stage), searched);
-        const bool odd = read_nonfinite(sm.note[stage]);
-        if (odd) add_by_key<T, KT * 2>(dq, s, a, w, left, now.key);
+        const bool nonfinite = read_nonfinite(sm.note[stage]);
+        if (nonfinite) add_by_key<T, KT * 2>(dq, s, a, w, left, now.key);
 #pragma unroll
         for (int i = 0; i < NT / 2; i++)
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                ds[i][j] =
-                    odd ? 0
-                        : pack2<T>(s[i * 2 + (j >> 1)][(j & 1) * 2], s[i * 2 + (j >> 1)][(j & 1) * 2 + 1]);
+                ds[i][j] = nonfinite ? 0
+                                     : pack2<T>(s[i * 2 + (j >> 1)][(j & 1) * 2],
+                                                s[i * 2 + (j >> 1)][(j & 1) * 2 + 1]);
         wg_start();
 #pragma unroll
         for (int c = 0; c < KEYS; c += 16)
-            wg_rs_wide<T, DK, true, true>(dq, ds[c / 16], odd ? zeros : wg_tile(k + c * 128, KEYS * 128));
+            wg_rs_wide<T, DK, true, true>(dq, ds[c / 16],
+                                          nonfinite ? zeros : wg_tile(k + c * 128, KEYS * 128));
         wg_commit();
     }
     free_before();

@@ -1,16 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * turns.cuh - the computing warpgroups of kernel.cuh at head dim 64.
+ * alternating.cuh - the computing warpgroups of kernel.cuh at head dim 64.
  *
  * A step's products are short there, and a warp that starts them waits until most are done. So the two
- * warpgroups take turns, half a step apart: while one starts its products, the other has its softmax and
- * hands over. A turn takes dV and dK of a step, S and dP of the next, and dQ of the one before, whose dS the
- * other warpgroup left long ago. K is an operand in registers: with both operands of S in shared memory, the
- * products leave the other warpgroup's loads and stores no room there.
+ * warpgroups alternate, half a step from each other: while one starts its products, the other has its
+ * softmax. Together it starts dV and dK of a step, S and dP of the next, and dQ of the one before, whose dS
+ * is long there. K is an operand in registers: with both operands of S in shared memory, the products would
+ * take all of its bandwidth, and the other warpgroup's loads and stores would wait.
  */
-#ifndef QUERN_CUDA_ATTEND_SM90_BACKWARD_TURNS_CUH
-#define QUERN_CUDA_ATTEND_SM90_BACKWARD_TURNS_CUH
+#ifndef QUERN_CUDA_ATTEND_SM90_BACKWARD_ALTERNATING_CUH
+#define QUERN_CUDA_ATTEND_SM90_BACKWARD_ALTERNATING_CUH
 
 #include "attend/sm90_backward/step.cuh"
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&d
 }
 
 /* Each computing warpgroup makes half of dQ's columns, of both's dS^T. */
-template <typename T, typename AT> struct taking_turns : computing<T, AT> {
+template <typename T, typename AT> struct alternating : computing<T, AT> {
     typedef computing<T, AT> shared;
     using shared::base, shared::group, shared::NT, shared::NQ;
     using shared::computing;
@@ -116,8 +116,8 @@ template <typename T, typename AT> struct taking_turns : computing<T, AT> {
 
 /* The steps of a block that has some. */
 template <typename T, typename AT, int OK, int OV>
-__device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, float (&dk)[OK][4],
-                                              float (&dv)[OV][4])
+__device__ __forceinline__ void walk_alternating(alternating<T, AT> &w, int key, float (&dk)[OK][4],
+                                                 float (&dv)[OV][4])
 {
     constexpr int DK = AT::DIM_K, DV = AT::DIM_V, NT = ROWS / 8;
     const uint32_t base = w.base;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, f
                                         base + AT::DO + stage * AT::DO_BYTES);
     };
     auto rows_of_keys = [&]() { return find_key_rows(w.a, sequence_of(w.b), key); };
-    /* A step's dQ outside the turns. */
+    /* A step's dQ by itself. */
     auto whole_dq = [&](int t, bool unclean) {
         if (unclean) clean_keys<T, DK, 256>(smem + AT::K);
         w.start_dq(dq, t);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, f
         w.hand_over(dq, t, unclean);
     };
     mbar_wait(base + AT::OWN_FULL, 0);
-    w.odd = search_keys<T, DK>(smem + AT::K, &w.b.odd);
+    w.nonfinite = search_keys<T, DK>(smem + AT::K, &w.b.nonfinite);
     if (group == 1) named_arrive(TURN, 256);
 #pragma unroll
     for (int c = 0; c < DK; c += 16)
@@ -161,12 +161,12 @@ __device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, f
 #pragma unroll 1
     for (int t = 0; t < w.steps; t++) {
         const int stage = t % AT::STAGES, next = (t + 1) % AT::STAGES, phase = (t + 1) / AT::STAGES & 1;
-        const bool more = t + 1 < w.steps, gives = t > 0 && !unclean; /* in its turn, the dQ before */
+        const bool more = t + 1 < w.steps, gives = t > 0 && !unclean; /* with it, the dQ before */
         const bool loaded = !more || mbar_test(base + AT::FULL + 8 * next, phase),
                    fetched = !more || mbar_test(base + AT::STAT_FULL + 8 * next, phase);
         if (gives) w.wait_for_ds(t - 1);
         else if (t > 0) whole_dq(t - 1, true);
-        unclean = w.odd && part != 0;
+        unclean = w.nonfinite && part != 0;
         if (!loaded) mbar_wait(base + AT::FULL + 8 * next, phase);
         named_sync(TURN + group, 256);
         wg_start();
@@ -200,13 +200,13 @@ __device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, f
 }
 
 template <typename T, typename AT>
-__device__ __forceinline__ void compute_in_turns(const attend_kernel &a, const sm90_backward_plan &plan,
-                                                 key_block &b, char *smem, uint32_t base, int group)
+__device__ __forceinline__ void compute_alternating(const attend_kernel &a, const sm90_backward_plan &plan,
+                                                    key_block &b, char *smem, uint32_t base, int group)
 {
-    taking_turns<T, AT> w(a, plan, b, smem, base, group);
+    alternating<T, AT> w(a, plan, b, smem, base, group);
     const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
     float dk[AT::DIM_K / 8][4] = {}, dv[AT::DIM_V / 8][4] = {};
-    if (w.steps > 0) walk_in_turns(w, key_of(b, place), dk, dv);
+    if (w.steps > 0) walk_alternating(w, key_of(b, place), dk, dv);
     store_keys<T, KEYS>(dk, a, b, place, d_k_of(a));
     store_keys<T, KEYS>(dv, a, b, place, d_v_of(a));
 }
