@@ -57,6 +57,9 @@ static const gradient_case cases[] = {
      "B=2 T=12 Dm=32 P=16 R=8 H=4 q_lora=16 HD=64 D=16 G*o_lora=16 HD/G=32 G=2 o_lora=8 r=4 2D|D=32 C_I=16 "
      "2C_I=32 Hi=2 Hi*C_I=32",
      ""},
+    {"linear", "groups=2", "T=6 GN=24 K=32 GK=64", "bias"},
+    {"rms-norm", "", "T=6 D=16", "weight"},
+    {"rope", "", "T=6 H=3 D=16 P=8 R=8", ""},
     {"nvfp4-gemm", "", "T=6 K=32 N=24 E=2 K/2|N=16 N|K/2=24 N|N/2=24 K/2=16", "b_codes b_scales:2,2,24 bias"},
     {"moe-route", "top_k=2", "T=6 E=8 D=16 k=2", "hidden weight"},
     {"moe-route", "top_k=2", "T=6 E=8 D=16 k=2", "logits"},
