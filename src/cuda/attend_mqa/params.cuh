@@ -26,7 +26,20 @@ struct mqa_query {
     int32_t position;
     int32_t raw0, raw; /* its raw rows */
     int32_t entry0, entries;
-    int32_t unused;
+    int32_t b; /* of tables */
+};
+
+/* What a plan is made from. */
+struct mqa_planner {
+    seqs of;
+    row_source raw, entries;
+    const int32_t *positions, *list, *count;
+    int64_t list_row[2], count_row[2];
+    int64_t position, window, entry_rows;
+    uint32_t ratio;
+    int32_t k;
+    mqa_query *queries;
+    int32_t *kept, *status;
 };
 
 /* The rotation of an output row: for each position dim / 2 cosines, then the sines, in f32 or q's dtype. */
@@ -62,6 +75,13 @@ __device__ __forceinline__ int mqa_find_key(const mqa_kernel &a, const mqa_query
     return q.entry0 + (a.list != NULL ? __ldg(a.list + query * a.list_row + key) : key);
 }
 
+/* Where row `found` of a query's raw rows, or else of its entries, stands; no address where it is -1. */
+__device__ __forceinline__ row_place mqa_row_at(const row_source &source, const mqa_query &q, int found)
+{
+    if (found < 0) return {NULL, NULL};
+    return row_at(source, source.table != NULL ? q.b : q.sequence, found);
+}
+
 /* The eight channels from panel * 64 + c on of a row of bytes: seven panels of e4m3 with a scale each, then
  * one of bf16. */
 __device__ __forceinline__ uint4 mqa_decode(const row_place &row, int panel, int c, bool wide)
@@ -89,7 +109,7 @@ __device__ __forceinline__ void mqa_rotate_back(const mqa_kernel &a, int positio
 /* From a head's sum of 2^(score - base): what its values are multiplied by, and its log sum. */
 __device__ __forceinline__ float mqa_log_sum(float base, float sum)
 {
-    return sum == 0.0f ? -INFINITY : (base == -INFINITY ? 0.0f : base * 0.69314718056f) + logf(sum);
+    return sum == 0.0f ? -INFINITY : fmaf(base == -INFINITY ? 0.0f : base, 0.69314718056f, logf(sum));
 }
 __device__ __forceinline__ float mqa_factor(float sink, float lse, float sum)
 {
@@ -99,8 +119,9 @@ __device__ __forceinline__ float mqa_factor(float sink, float lse, float sum)
 /* Whether the kernels take a call: 16-bit queries and rows of their dtype, or bytes; if not, says so. */
 bool mqa_takes(const attend_mqa_args *args, char why[STAGE_WHY_BYTES]);
 size_t attend_mqa_bytes(const stage_exec *exec, const attend_mqa_args *args);
-/* Launches the plan; fills in the kernels' arguments. */
-quern_status mqa_make_plan(const stage_exec *exec, const attend_mqa_args *args, void *workspace,
-                           mqa_kernel *a);
+/* The arguments of the kernels and of a plan; launches the plan. */
+mqa_kernel mqa_kernel_of(const attend_mqa_args *args, const mqa_planner &plan);
+mqa_planner mqa_planner_of(const stage_exec *exec, const attend_mqa_args *args, void *workspace);
+quern_status mqa_make_plan(const stage_exec *exec, const mqa_planner &plan, int64_t rows);
 
 #endif

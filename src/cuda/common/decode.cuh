@@ -51,4 +51,25 @@ __device__ __forceinline__ uint4 e2m1_bf16x8(uint32_t codes, uint32_t scale)
                       times_bf16x2(e2m1_bf16x2(codes, 2), scale), times_bf16x2(e2m1_bf16x2(codes, 3), scale));
 }
 
+/* Bits 0x80808080 of the sum of such numbers are set where a byte of four e4m3 is NaN. */
+__device__ __forceinline__ uint32_t e4m3_nan_bits(const uint4 &codes)
+{
+    const uint32_t rest = 0x7f7f7f7f, one = 0x01010101;
+    return ((codes.x & rest) + one) | ((codes.y & rest) + one) | ((codes.z & rest) + one) |
+           ((codes.w & rest) + one);
+}
+
+/* Eight e4m3, no NaN, times 2^(byte - 127), byte < 128, as eight bf16: one product each. */
+__device__ __forceinline__ uint4 e4m3_finite_bf16x8(uint2 codes, uint32_t byte)
+{
+    const uint32_t times = (byte + 120) * 0x00800080;
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t high = __byte_perm(i < 2 ? codes.x : codes.y, 0, i % 2 == 0 ? 0x1404 : 0x3424);
+        x[i] = times_bf16x2((high & 0x80008000) | (high >> 4 & 0x07f007f0), times);
+    }
+    return make_uint4(x[0], x[1], x[2], x[3]);
+}
+
 #endif

@@ -16,7 +16,8 @@ struct row_source {
     int64_t table_row;         /* elements from sequence to sequence */
     int32_t columns, pages;    /* of the table, of the pool */
     fast_div slots;            /* of a page */
-    bool wide; /* rows can be read 16 bytes at a time; rows of bytes and their scales: ALIGNED_BYTES */
+    bool wide;   /* rows can be read 16 bytes at a time; rows of bytes and their scales: ALIGNED_BYTES */
+    bool widest; /* rows of bytes can be read 16 bytes at a time, their scales 8 */
 };
 enum { ALIGNED_BYTES = 4 };
 
@@ -49,13 +50,16 @@ static inline row_source row_source_of(const quern_tensor &t, const quern_tensor
         s.columns = (int32_t)table.shape[1];
         s.pages = (int32_t)t.shape[0];
         s.slots = fast_div_by((uint32_t)slots);
-        s.row = codes > 0 ? codes : t.strides[1] * size;
-        s.scales = codes * slots;
-        s.scale_row = codes > 0 ? t.shape[1] / slots - codes : 0;
+        const bool apart = codes > 0 && t.ndim == 2; /* all slots' codes, then their scales */
+        s.row = apart ? codes : t.strides[1] * size;
+        s.scales = apart ? codes * slots : codes;
+        s.scale_row = apart ? t.shape[1] / slots - codes : s.row;
     }
     s.wide =
         (((uintptr_t)s.p | (uint64_t)s.page | (uint64_t)s.row | (uint64_t)s.scale_row | (uint64_t)s.scales) &
          (codes > 0 ? ALIGNED_BYTES - 1 : 15)) == 0;
+    s.widest = (((uintptr_t)s.p | (uint64_t)s.page | (uint64_t)s.row) & 15) == 0 &&
+               (((uint64_t)s.scales | (uint64_t)s.scale_row) & 7) == 0;
     return s;
 }
 
@@ -68,17 +72,20 @@ __device__ __forceinline__ bool row_exists(const row_source &s, int64_t sequence
            (uint32_t)__ldg(s.table + sequence * s.table_row + column) < (uint32_t)s.pages;
 }
 
-__device__ __forceinline__ row_place row_at(const row_source &s, int64_t sequence, uint32_t i)
+/* In which page row i stands, and where there. */
+__device__ __forceinline__ int row_page(const row_source &s, int64_t sequence, uint32_t i)
 {
-    uint32_t slot = i;
-    int64_t page = sequence;
-    if (s.table != NULL) {
-        const uint32_t column = quotient(i, s.slots);
-        slot = i - column * s.slots.d;
-        page = __ldg(s.table + sequence * s.table_row + column);
-    }
+    return s.table == NULL ? (int)sequence : __ldg(s.table + sequence * s.table_row + quotient(i, s.slots));
+}
+__device__ __forceinline__ row_place row_in_page(const row_source &s, int64_t page, uint32_t i)
+{
+    const uint32_t slot = s.table == NULL ? i : i - quotient(i, s.slots) * s.slots.d;
     const char *base = s.p + page * s.page;
     return {base + slot * s.row, base + s.scales + slot * s.scale_row};
+}
+__device__ __forceinline__ row_place row_at(const row_source &s, int64_t sequence, uint32_t i)
+{
+    return row_in_page(s, row_page(s, sequence, i), i);
 }
 
 /* Four and eight bytes. */

@@ -51,8 +51,7 @@ __device__ __forceinline__ void load_keys(const mqa_kernel &a, T *tile, const mq
 {
     const int row = threadIdx.x / 8, c = threadIdx.x % 8, found = mqa_find_key(a, q, query, raw, first + row);
     const row_source &source = raw ? a.raw : a.entries;
-    row_place place = {NULL, NULL};
-    if (found >= 0) place = row_at(source, q.sequence, found);
+    const row_place place = mqa_row_at(source, q, found);
     if constexpr (BYTES) {
         for (int p = 0; p < PANELS; p++)
             *(uint4 *)((char *)tile + tile_at<32>(row, p * 8 + c)) =

@@ -116,8 +116,7 @@ __device__ __forceinline__ void feed(const mqa_kernel &a, shared<T> &m, int item
             const int here = next, ahead = s + 1 - (s + 1 < raw_stages ? 0 : raw_stages);
             next = mqa_find_key(a, q, query, s + 1 < raw_stages, ahead * KEYS + mine);
             const row_source &source = raw ? a.raw : a.entries;
-            row_place place = {NULL, NULL};
-            if (here >= 0) place = row_at(source, q.sequence, here);
+            const row_place place = mqa_row_at(source, q, here);
             const int left = raw ? q.raw - s * KEYS : q.entries - (s - raw_stages) * KEYS;
             fill<T, BYTES>(m, at, place, source.wide,
                            {KEYS_HERE, left < KEYS ? left : (int)KEYS, s + 1 == stages,

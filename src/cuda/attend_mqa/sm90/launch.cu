@@ -14,9 +14,10 @@ static bool attend_mqa_sm90_supports(const stage_exec *exec, const attend_mqa_ar
 
 static quern_status attend_mqa_sm90_run(const stage_exec *exec, const attend_mqa_args *args, void *workspace)
 {
-    mqa_kernel a;
     if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
-    const quern_status status = mqa_make_plan(exec, args, workspace, &a);
+    const mqa_planner plan = mqa_planner_of(exec, args, workspace);
+    const mqa_kernel a = mqa_kernel_of(args, plan);
+    const quern_status status = mqa_make_plan(exec, plan, a.rows);
     if (status != QUERN_OK) return status;
     return args->q.dtype == QUERN_BF16 ? sm90_mqa::mqa_bf16(exec, a) : sm90_mqa::mqa_f16(exec, a);
 }

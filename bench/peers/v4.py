@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""What DeepSeek-V4's attention and indexer must reach on one H200, for hopper.py: prefill over random lists,
+each token its own; decode from rows of 584 bytes in pages, in graphs that rotate eight caches; the indexer of
+keys that all queries see. Operations: 4 H D a pair of query and key, an entry in list and window counted
+twice; 2 Hi C a pair of query and entry."""
+
+import torch
+
+from measure import act, attempt, empty, graph_us, line, ms
+
+F32, I32, U8 = torch.float32, torch.int32, torch.uint8
+DIM, WINDOW, TOP, PAGE, POOLS = 512, 128, 512, 64, 8
+
+
+def tables(positions, dim=64):
+    angle = torch.arange(positions, device="cuda")[:, None] * 10000 ** (
+        -torch.arange(0, dim, 2, device="cuda") / dim
+    )
+    return torch.cat([angle.cos(), angle.sin()], 1).to(F32)
+
+
+def random_lists(n, top=TOP, ratio=4):
+    """Of each token a random choice among the entries it sees."""
+    lists = torch.full((1, n, top), -1, dtype=I32, device="cuda")
+    for t0 in range(0, n, 1024):
+        t = torch.arange(t0, min(t0 + 1024, n), device="cuda")
+        seen = (t + 1) // ratio
+        score = torch.rand(len(t), n // ratio, device="cuda")
+        score.masked_fill_(torch.arange(n // ratio, device="cuda") >= seen[:, None], -1)
+        k = min(top, n // ratio)
+        value, index = score.topk(k, 1)
+        index = index.masked_fill(value < 0, n).sort(1)[0]
+        lists[0, t0 : t0 + len(t), :k] = index.masked_fill(index == n, -1).to(I32)
+    return lists
+
+
+def pairs_of(n, top=TOP, ratio=4):
+    t = torch.arange(1, n + 1, dtype=torch.float64)
+    return ((t // ratio).clamp(max=top) + t.clamp(max=WINDOW)).sum().item()
+
+
+def prefill(quern, n, heads):
+    """TFLOP/s of the attention of n tokens."""
+    p = quern.params("v4-attention")
+    t = dict(q=act(1, n, heads, DIM), kv=act(1, n, DIM), kv_cmp=act(1, n // 4, DIM), idx=random_lists(n))
+    t |= dict(o=empty(1, n, heads, DIM), lse=empty(1, heads, n, dtype=F32))
+    t |= dict(sink=torch.randn(heads, device="cuda"), cos_sin=tables(n))
+    return 4e-9 * heads * DIM * pairs_of(n) / ms(quern.call("dsv4_attention", p, **t), 9, 2)
+
+
+def row584_pool(pages):
+    """Pages of random rows: 448 e4m3 and 64 bf16 of every slot, then their scales."""
+    codes = torch.randint(0, 256, (pages, PAGE, 576), dtype=U8, device="cuda")
+    codes[codes & 0x7F == 0x7F] = 0x3F
+    codes[:, :, 448:] = act(pages, PAGE, 64).view(U8)
+    scales = torch.full((pages, PAGE, 8), 120, dtype=U8, device="cuda")
+    return torch.cat([codes.view(pages, -1), scales.view(pages, -1)], 1)
+
+
+def step_of(quern, sequences, tokens, heads, context):
+    """A step of new tokens at the end of a context, from caches of its own."""
+    start, columns = context - tokens, context // PAGE
+    table = torch.full((sequences, columns), -1, dtype=I32, device="cuda")
+    held = torch.arange((start - WINDOW + 1) // PAGE, columns, device="cuda")
+    table[:, held] = torch.randperm(sequences * len(held), device="cuda").to(I32).view(sequences, -1)
+    entries = context // 4
+    entry_table = torch.randperm(sequences * entries // PAGE, device="cuda").to(I32).view(sequences, -1)
+    idx = torch.rand(sequences * tokens, entries - 1, device="cuda").topk(TOP, 1)[1].sort(1)[0]
+    t = dict(q=act(sequences, tokens, heads, DIM), kv=row584_pool(table.max().item() + 1))
+    t |= dict(kv_cmp=row584_pool(entry_table.numel()), kv_table=table, kv_cmp_table=entry_table)
+    t |= dict(idx=idx.to(I32).view(sequences, tokens, TOP), sink=torch.randn(heads, device="cuda"))
+    t |= dict(cos_sin=tables(context), o=empty(sequences, tokens, heads, DIM))
+    t |= dict(lse=empty(sequences, heads, tokens, dtype=F32))
+    t |= dict(start_positions=torch.full((sequences,), start, dtype=I32, device="cuda"))
+    return quern.call("dsv4_attention", quern.params("v4-attention", format="row584", page=PAGE), **t)
+
+
+def decode_us(quern, sequences, tokens, heads, context=32768):
+    steps = [step_of(quern, sequences, tokens, heads, context) for _ in range(POOLS)]
+
+    def turn():
+        for step in steps:
+            step()
+
+    return graph_us(turn, 4) / POOLS
+
+
+def index_call(quern, batch, queries, entries, form):
+    p = quern.params("v4-index", start_abs_pos=4 * entries, top_k=TOP)
+    t = dict(q=act(batch, queries, 64, 128), w=act(batch, queries, 64))
+    if form == "rows":
+        t |= dict(k=act(batch, entries, 128))
+    else:
+        p.key_format = form
+        bytes_of = dict(fp8=132, fp4=68)[form]
+        k = torch.randint(0, 256, (batch, entries, bytes_of), dtype=U8, device="cuda")
+        if form == "fp8":
+            k[k & 0x7F == 0x7F] = 0x3F
+            k[:, :, 128:] = (torch.rand(batch, entries, 1, device="cuda") * 0.01 + 0.01).view(U8)
+        else:
+            k[:, :, 64:] = k[:, :, 64:] % 4 + 124
+        t |= dict(k=k)
+    t |= dict(idx=empty(batch, queries, TOP, dtype=I32), count=empty(batch, queries, dtype=I32))
+    return quern.call("dsv4_index", p, **t)
+
+
+def index_rate(quern, queries, entries, form):
+    """TFLOP/s of the indexer where every query sees all entries."""
+    return 2e-9 * 64 * 128 * queries * entries / ms(index_call(quern, 1, queries, entries, form), 7, 2)
+
+
+def index_decode(quern, sequences, entries, form="fp8"):
+    """What reading the keys once would take at the rate of a copy, over what a step takes."""
+    a, b = act(1 << 29), empty(1 << 29)
+    copy = 2 * a.numel() * 2 / ms(lambda: b.copy_(a))
+    del a, b
+    call = index_call(quern, sequences, 1, entries, form)
+    return sequences * entries * 132 / copy / ms(call, 9, 2)
+
+
+def rows(quern):
+    """Of each figure what it is, its target, how to measure it, its unit, and whether less is better."""
+    csa = "CSA prefill, window 128 + top-512 random"
+    for heads, n, least in ((64, 8192, 580), (64, 32768, 515), (8, 8192, 200), (8, 32768, 110)):
+        yield f"{csa}, {heads} heads, {n >> 10}k", least, lambda: prefill(quern, n, heads), "TFLOP/s", False
+    for b, t, h, most in ((128, 2, 64, 60), (64, 1, 64, 32), (8, 1, 64, 18), (1, 1, 64, 11), (1, 1, 8, 9)):
+        what = f"CSA decode, row584, {b} x {t} tokens, {h} heads, 32k, in a graph"
+        yield what, most, lambda: decode_us(quern, b, t, h), "us", True
+    for form, least in (("rows", 500), ("fp8", 440), ("fp4", 400)):
+        what = f"indexer + top-512, 64 x 128, 64k entries, 1k queries, {form}"
+        yield what, least, lambda: index_rate(quern, 1024, 65536, form), "TFLOP/s", False
+    what = "indexer decode, 64 sequences of 64k entries, fp8, over the copy rate"
+    yield what, 0.7, lambda: index_decode(quern, 64, 65536), "", False
+
+
+def accept(quern):
+    def one(what, target, measure, unit, less):
+        line(what, target, measure(), unit, less)
+        torch.cuda.empty_cache()
+
+    for row in rows(quern):
+        attempt(one, *row)

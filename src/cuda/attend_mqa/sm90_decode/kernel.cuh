@@ -1,0 +1,358 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* kernel.cuh - the warpgroups that compute, and the kernel. */
+#ifndef QUERN_CUDA_ATTEND_MQA_SM90_DECODE_KERNEL_CUH
+#define QUERN_CUDA_ATTEND_MQA_SM90_DECODE_KERNEL_CUH
+
+#include "attend_mqa/sm90_decode/feed.cuh"
+
+namespace sm90_mqa_decode
+{
+
+/* S = Q K^T of a tile's two stages. */
+template <typename T>
+__device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 8][4], shared<T> &m, ring_place<STAGES> at)
+{
+    const uint64_t heads = wg_fresh(wg_tile(smem_address(m.q), 0));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        m.keys.wait_full(at);
+        wg_show();
+        const uint64_t keys = wg_fresh(wg_tile(smem_address(m.k[at.stage]), 0));
+        wg_start();
+#pragma unroll
+        for (int j = 0; j < HALF * 4; j++) {
+            const uint32_t further = j / 4 * PANEL_BYTES + j % 4 * 32;
+            const uint64_t q = wg_further(heads, half * HALF * PANEL_BYTES + further);
+            if (half + j == 0) wgmma_ss<T, KEYS, false, false>(s, q, keys);
+            else wgmma_ss<T, KEYS, true, false>(s, q, wg_further(keys, further));
+        }
+        wg_commit();
+        at.advance();
+    }
+    wg_wait<0>(s);
+}
+
+/* Of a tile's scores, whose first `keys` columns count: the rows' maxima and sums. They become
+ * exponentials. */
+__device__ __forceinline__ void softmax(float (&s)[KEYS / 8][4], row_sums (&rows)[2], int keys, float scale2)
+{
+    const int column = threadIdx.x % 4 * 2;
+    float top[4];
+    if (keys < KEYS) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (i * 8 + column + c % 2 >= keys) s[i][c] = -INFINITY;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) top[c] = fmaxf(s[0][c], s[1][c]);
+#pragma unroll
+    for (int i = 2; i < KEYS / 8; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) top[c] = fmaxf(top[c], s[i][c]);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float most = fmaxf(top[h * 2], top[h * 2 + 1]);
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        rows[h].top = most * scale2;
+        const float base = most == -INFINITY ? 0.0f : rows[h].top;
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                s[i][h * 2 + c] = exp2_fast(fmaf(s[i][h * 2 + c], scale2, -base));
+                sum[c] += s[i][h * 2 + c];
+            }
+        rows[h].sum = row_sum(sum[0] + sum[1]);
+    }
+}
+
+/* The end of an item's row: its log sums, and the factor of its values. */
+__device__ __forceinline__ void finish_row(const mqa_kernel &a, const tile_info &item, const row_sums &all,
+                                           const row_sums &raw, float *factor, int row)
+{
+    const int head = item.head0 + row;
+    if (head >= a.heads) return;
+    const float lse = mqa_log_sum(all.top, all.sum);
+    *factor = mqa_factor(a.sink != NULL ? __ldg(a.sink + head) : -INFINITY, lse, all.sum);
+    if (a.lse.p != NULL)
+        a.lse.p[item.sequence * a.lse.s[0] + head * a.lse.s[1] + item.row * a.lse.s[2]] = lse;
+    if (a.lse_win.p != NULL)
+        a.lse_win.p[item.sequence * a.lse_win.s[0] + head * a.lse_win.s[1] + item.row * a.lse_win.s[2]] =
+            mqa_log_sum(raw.top, raw.sum);
+}
+
+/* Rows' sums of a share, of an item's shares so far, and of its raw keys. */
+struct item_sums {
+    row_sums share[2], all[2], raw[2];
+};
+
+/* What follows a tile whose ends say so: sums of the raw keys, of an item's shares, and the item's end. */
+template <typename T>
+__device__ __forceinline__ void end_tile(const decode_kernel &w, shared<T> &m, const tile_info &info,
+                                         int ends, item_sums &x, int row0)
+{
+    const bool first = threadIdx.x % 4 == 0;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = row0 + h * 8;
+        if (ends & ENDS_RAW) {
+            x.raw[h] = x.all[h];
+            (void)fold(x.raw[h], x.share[h]);
+        }
+        if (ends & (ENDS_SHARE | ENDS_ITEM)) {
+            const fold_factors f = fold(x.all[h], x.share[h]);
+            if (first) m.share[row] = f;
+            x.share[h] = {-INFINITY, 0.0f};
+        }
+        if (!(ends & ENDS_ITEM) || !first) continue;
+        if (w.whole) finish_row(w.a, info, x.all[h], x.raw[h], &m.factor[row], row);
+        else
+            w.sums[(int64_t)info.part * HEADS + row] =
+                make_float4(x.all[h].top, x.all[h].sum, x.raw[h].top, x.raw[h].sum);
+    }
+}
+
+template <typename T> __device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
+{
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16;
+    ring_place<STAGES> at;
+    ring_place<1> out;
+    ring_place<1> heads;
+    for (;;) {
+        m.keys.wait_full(at);
+        const tile_info item = m.info[at.stage];
+        if (item.ends & NO_ITEM) break;
+        item_sums x;
+#pragma unroll
+        for (int h = 0; h < 2; h++) x.share[h] = x.all[h] = x.raw[h] = {-INFINITY, 0.0f};
+        if (!w.whole && item.part % w.shares == 0 && threadIdx.x % 128 == 0)
+            w.places[item.part / w.shares] = make_int4(item.sequence, item.row, item.position, item.shares);
+        m.queries.wait_full(heads);
+        for (int ends = 0; !(ends & ENDS_ITEM);) {
+            float s[KEYS / 8][4];
+            row_sums tile[2];
+            multiply_keys(s, m, at);
+            const int2 here = *(const int2 *)&m.info[at.stage]; /* keys, ends */
+            ends = here.y;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                m.keys.give_back(at);
+                at.advance();
+            }
+            softmax(s, tile, here.x, w.a.scale2);
+            m.weights.wait_free(out);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const fold_factors f = fold(x.share[h], tile[h]);
+                if (lane % 4 == 0) m.tile[row0 + lane / 4 + h * 8] = f;
+            }
+#pragma unroll
+            for (int i = 0; i < KEYS / 8; i += 2)
+                store_columns<T, 64>(smem_address(m.p), s[i], s[i + 1], row0, i);
+            if (ends != 0) end_tile(w, m, item, ends, x, row0 + lane / 4);
+            wg_show();
+            m.weights.give(out);
+            out.advance();
+        }
+        m.queries.give_back(heads);
+        heads.advance();
+    }
+}
+
+/* Folds the values of a tile into o, 64 columns at a time. */
+template <typename T>
+__device__ __forceinline__ void add_tile(float (&o)[32][4], shared<T> &m, int stage, int row0)
+{
+    const fold_factors f[2] = {m.tile[row0], m.tile[row0 + 8]};
+    const bool rises = __any_sync(~0u, f[0].held != 1.0f || f[1].held != 1.0f);
+    const uint64_t p = wg_fresh(wg_tile(smem_address(m.p), 0)),
+                   v = wg_fresh(wg_tile(smem_address(m.k[stage]), PANEL_BYTES));
+    if (rises) {
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) o[i][c] = __fmul_rn(o[i][c], f[c / 2].held);
+    }
+#pragma unroll
+    for (int panel = 0; panel < HALF; panel++) {
+        float come[8][4];
+        wg_start();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint64_t rows = wg_further(v, panel * PANEL_BYTES + i * 16 * 128);
+            if (i == 0) wgmma_ss<T, 64, false, true>(come, p, rows);
+            else wgmma_ss<T, 64, true, true>(come, wg_further(p, i * 32), rows);
+        }
+        wg_commit();
+        wg_wait<0>(come);
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                o[panel * 8 + i][c] = fmaf(come[i][c], f[c / 2].come, o[panel * 8 + i][c]);
+    }
+}
+
+/* Folds a share's values into those of the shares before, which stand in global memory, and leaves them there
+ * unless the item ends. */
+__device__ __forceinline__ void add_share(float (&o)[32][4], float *values, const fold_factors (&f)[2],
+                                          int ends)
+{
+    float4 *const at = (float4 *)values + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        float4 held = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (ends & LATER_SHARE) held = at[i * 128];
+        o[i][0] = fold_value(held.x, o[i][0], f[0]);
+        o[i][1] = fold_value(held.y, o[i][1], f[0]);
+        o[i][2] = fold_value(held.z, o[i][2], f[1]);
+        o[i][3] = fold_value(held.w, o[i][3], f[1]);
+        if (ends & ENDS_ITEM) continue;
+        at[i * 128] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
+#pragma unroll
+        for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
+    }
+}
+
+/* Rotates a thread's two rows of O's columns from column0 on back, at the item's position. */
+template <typename A>
+__device__ __forceinline__ void rotate_back(const mqa_rotation &r, int position, float (&o)[32][4],
+                                            int column0)
+{
+    const A *const cosine = (const A *)r.table + position * r.row, *const sine = cosine + r.dim / 2;
+    int at = column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim); /* of the rotated channels */
+#pragma unroll
+    for (int i = 0; i < 32; i++, at += 8) {
+        asm volatile("" : "+r"(at)); /* the angles of more steps at once would take too many registers */
+        if (at < 0) continue;
+        const float c = to_float<A>(cosine[at / 2]), s = to_float<A>(sine[at / 2]);
+        rotate_pair(o[i][0], o[i][1], c, s);
+        rotate_pair(o[i][2], o[i][3], c, s);
+    }
+}
+
+/* Stores a thread's two rows of 256 columns of O, times their factors, rotated back. */
+template <typename T>
+__device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_info &item, float (&o)[32][4],
+                                             const float (&factor)[2], int row0, int column0)
+{
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) o[i][c] = __fmul_rn(o[i][c], factor[c / 2]);
+    if (MQA_DIM - a.rotation.dim < column0 + 256) {
+        if (a.rotation.dtype == QUERN_F32) rotate_back<float>(a.rotation, item.position, o, column0);
+        else rotate_back<T>(a.rotation, item.position, o, column0);
+    }
+    T *to = (T *)a.o.p + item.sequence * a.o.s[0] + item.row * a.o.s[1] + column0 + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int head = item.head0 + row0 + h * 8;
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+            uint32_t x[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[j] = pack2<T>(o[i + j][h * 2], o[i + j][h * 2 + 1]);
+            transpose_by_four(x);
+            if (head < a.heads) store_eight(to + head * a.o.s[2] + i * 8, x, a.o_wide);
+        }
+    }
+}
+
+/* Stores the same as they are, for combine.cu. */
+__device__ __forceinline__ void store_share(const decode_kernel &w, const tile_info &item,
+                                            const float (&o)[32][4], int row0, int column0)
+{
+    float *const to =
+        w.values + ((int64_t)item.part * HEADS + row0) * MQA_DIM + column0 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        if (row0 + h * 8 >= w.heads || item.head0 + row0 + h * 8 >= w.a.heads) continue;
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            *(float2 *)(to + h * 8 * MQA_DIM + i * 8) = make_float2(o[i][h * 2], o[i][h * 2 + 1]);
+    }
+}
+
+template <typename T> __device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int half)
+{
+    const int row0 = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    ring_place<STAGES> at; /* of the stages with its half */
+    ring_place<1> in;
+    if (half == 1) at.advance();
+    for (;;) {
+        m.keys.wait_full(at);
+        const tile_info item = m.info[at.stage];
+        if (item.ends & NO_ITEM) break;
+        float o[32][4], factor[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
+        for (int ends = 0; !(ends & ENDS_ITEM);) {
+            m.weights.wait_full(in);
+            wg_show();
+            ends = m.info[at.stage].ends;
+            add_tile(o, m, at.stage, row0);
+            m.keys.give_back(at);
+            if (ends & ENDS_SHARE) {
+                const fold_factors f[2] = {m.share[row0], m.share[row0 + 8]};
+                add_share(o, w.values + ((int64_t)blockIdx.x * 2 + half) * VALUE_FLOATS, f, ends);
+            }
+            if ((ends & ENDS_ITEM) && w.whole) {
+                factor[0] = m.factor[row0];
+                factor[1] = m.factor[row0 + 8];
+            }
+            m.weights.give_back(in);
+            at.advance();
+            at.advance();
+            in.advance();
+        }
+        if (w.whole) store_values<T>(w.a, item, o, factor, row0, half * 256);
+        else store_share(w, item, o, row0, half * 256);
+    }
+}
+
+template <typename T, bool BYTES>
+__global__ void __launch_bounds__(THREADS, 1) attend_mqa_sm90_decode(const __grid_constant__ decode_kernel w)
+{
+#ifdef QUERN_WGMMA
+    extern __shared__ __align__(1024) char memory[];
+    shared<T> &m = *(shared<T> *)memory;
+    let_next_start();
+    if (threadIdx.x == 0) {
+        m.keys.init(KEY_FILLERS, KEY_USERS);
+        m.weights.init(WEIGHT_FILLERS, WEIGHT_USERS);
+        m.queries.init(QUERY_FILLERS, QUERY_USERS);
+        mbar_init_done();
+    }
+    __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group == 0) {
+        registers_down<FEED_REGISTERS>();
+        feed<T, BYTES>(w, m);
+    } else if (group == 1) {
+        registers_down<SCORE_REGISTERS>();
+        score(w, m);
+    } else {
+        registers_up<VALUE_REGISTERS>();
+        values(w, m, group - 2);
+    }
+#endif
+}
+
+template <typename T, bool BYTES> static quern_status launch(const stage_exec *exec, const decode_kernel &w)
+{
+    const unsigned grid = (unsigned)(w.items < exec->multiprocessors ? w.items : exec->multiprocessors);
+    return launch_cluster((cudaStream_t)exec->stream, attend_mqa_sm90_decode<T, BYTES>, dim3(grid), THREADS,
+                          sizeof(shared<T>), "attention of a step", 1, w.planned, w);
+}
+
+} // namespace sm90_mqa_decode
+
+#endif
