@@ -390,7 +390,7 @@ static void run_writes_what_was_computed(void **state)
     (void)state;
     copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V", "plain.safetensors");
     expect(3, "run nsa $DIR/plain.safetensors $DIR/none.safetensors --compress given --block-size 32",
-           "k_cmp is NULL");
+           "K_cmp is NULL");
     assert_false(exists("none.safetensors"));
     expect(0,
            "run nsa $DIR/plain.safetensors $DIR/window.safetensors --branches win --metric mean_logit "
