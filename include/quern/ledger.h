@@ -92,9 +92,9 @@ QUERN_API quern_status quern_ledger_step(const quern_ledger *ledger, int64_t bat
 
 /*
  * Begins a step of counts[b] >= 0 new tokens of each of B sequences, and fills `block` (i32, aligned).
- * sequences[b] is one of 0 ... S - 1, each at most once, or -1: none, and no tokens. Pages that the step needs
- * are taken from the pools. Refused, with QUERN_ERR_INVALID_ARGUMENT: ids and counts outside these; more
- * tokens than capacity or step, or than 2^31 - 1 in all; a pool with too few free pages, of which the
+ * sequences[b] is one of 0 ... S - 1, each at most once, or -1: none, and no tokens. Pages that the step
+ * needs are taken from the pools. Refused, with QUERN_ERR_INVALID_ARGUMENT: ids and counts outside these;
+ * more tokens than capacity or step, or than 2^31 - 1 in all; a pool with too few free pages, of which the
  * sentence says how many are missing; a step that has begun and not ended.
  */
 QUERN_API quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences,

@@ -27,7 +27,7 @@ static quern_status in_range(const char *name, int64_t given, int64_t least, int
 int64_t ledger_rows(const ledger_pool *pool, int64_t tokens)
 {
     const quern_ledger_pool *p = &pool->params;
-    return tokens < p->block ? 0 : (tokens - p->block) / p->stride + 1;
+    return p->page == 0 || tokens < p->block ? 0 : (tokens - p->block) / p->stride + 1;
 }
 
 int64_t ledger_pages(const ledger_pool *pool, int64_t tokens)
@@ -140,23 +140,13 @@ quern_status quern_ledger_size(const quern_ledger_params *params, size_t *bytes)
     return QUERN_OK;
 }
 
-quern_status quern_ledger_create(const quern_ledger_params *params, void *memory, size_t bytes,
-                                 quern_ledger **ledger)
+quern_status ledger_create_at(const quern_ledger_params *params, void *memory, quern_ledger **ledger)
 {
     quern_ledger l;
-    size_t needed;
-    const quern_status status = ledger_layout(params, &l, &needed);
+    size_t bytes;
+    const quern_status status = ledger_layout(params, &l, &bytes);
     if (status != QUERN_OK) return status;
-    if (memory == NULL || ledger == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %s is needed",
-                         memory == NULL ? "memory" : "ledger",
-                         memory == NULL ? "what quern_ledger_size() says" : "a place for the ledger");
-    needed += ARENA_ALIGN - 1;
-    if (bytes < needed)
-        return error_set(QUERN_ERR_WORKSPACE, "memory has %zu bytes: at least %zu are accepted", bytes,
-                         needed);
-    char *at = arena_on(memory).base;
-    (void)place(&l, at, &needed);
+    (void)place(&l, memory, &bytes);
     for (int64_t s = 0; s < l.params.sequences; s++) l.sequences[s] = (ledger_sequence){0, 0, -1};
     for (int i = 0; i < LEDGER_POOLS; i++) {
         ledger_pool *pool = &l.pool[i];
@@ -166,16 +156,32 @@ quern_status quern_ledger_create(const quern_ledger_params *params, void *memory
             pool->free[n] = (int32_t)(pool->left - 1 - n);
         }
     }
-    memcpy(at, &l, sizeof l);
-    *ledger = (quern_ledger *)(void *)at;
+    memcpy(memory, &l, sizeof l);
+    *ledger = memory;
     return QUERN_OK;
+}
+
+quern_status quern_ledger_create(const quern_ledger_params *params, void *memory, size_t bytes,
+                                 quern_ledger **ledger)
+{
+    size_t needed;
+    const quern_status status = quern_ledger_size(params, &needed);
+    if (status != QUERN_OK) return status;
+    if (memory == NULL || ledger == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %s is needed",
+                         memory == NULL ? "memory" : "ledger",
+                         memory == NULL ? "what quern_ledger_size() says" : "a place for the ledger");
+    if (bytes < needed)
+        return error_set(QUERN_ERR_WORKSPACE, "memory has %zu bytes: at least %zu are accepted", bytes,
+                         needed);
+    return ledger_create_at(params, arena_on(memory).base, ledger);
 }
 
 quern_status ledger_check(const quern_ledger *ledger)
 {
     if (ledger != NULL && ledger->magic == ledger_magic) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "ledger is %s: one of quern_ledger_create() is accepted", ledger == NULL ? "NULL" : "none");
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "ledger is %s: one of quern_ledger_create() is accepted",
+                     ledger == NULL ? "NULL" : "none");
 }
 
 quern_status ledger_check_sequence(const quern_ledger *ledger, int64_t sequence, const char *name)
@@ -396,6 +402,11 @@ static block_layout block_of(const quern_ledger *l, int64_t batch)
     return b;
 }
 
+size_t ledger_block_bytes(const quern_ledger *ledger, int64_t batch)
+{
+    return (size_t)block_of(ledger, batch).end * sizeof(int32_t);
+}
+
 static quern_status check_batch(const quern_ledger *l, int64_t batch)
 {
     const quern_status status = ledger_check(l);
@@ -412,7 +423,7 @@ quern_status quern_ledger_block_bytes(const quern_ledger *ledger, int64_t batch,
     if (status != QUERN_OK) return status;
     if (bytes == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    *bytes = (size_t)block_of(ledger, batch).end * sizeof(int32_t);
+    *bytes = ledger_block_bytes(ledger, batch);
     return QUERN_OK;
 }
 
@@ -445,9 +456,8 @@ quern_status quern_ledger_step(const quern_ledger *ledger, int64_t batch, const 
     return QUERN_OK;
 }
 
-/* Checks a batch's ids and counts: of tokens to come, or that the sequences have (`newest`). */
-static quern_status check_members(const quern_ledger *l, const int32_t *sequences, const int64_t *counts,
-                                  int64_t batch, bool newest, const void *block, size_t bytes)
+quern_status ledger_check_members(const quern_ledger *l, const int32_t *sequences, const int64_t *counts,
+                                  int64_t batch, bool newest)
 {
     int64_t all = 0;
     const quern_status status = check_batch(l, batch);
@@ -455,52 +465,50 @@ static quern_status check_members(const quern_ledger *l, const int32_t *sequence
     if (batch > 0 && (sequences == NULL || counts == NULL))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an array of batch entries is needed",
                          sequences == NULL ? "sequences" : "counts");
-    const size_t needed = (size_t)block_of(l, batch).end * sizeof(int32_t);
-    if (block == NULL || (uintptr_t)block % sizeof(int32_t) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "block is %p: memory of %zu bytes, aligned to 4, is needed",
-                         block, needed);
-    if (bytes < needed)
-        return error_set(QUERN_ERR_WORKSPACE, "block has %zu bytes: at least %zu are accepted", bytes, needed);
     for (int64_t b = 0; b < batch; b++) {
         const int64_t id = sequences[b];
         if (id < -1 || id >= l->params.sequences)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequences[%lld] is %lld: -1 to %lld is accepted",
                              (long long)b, (long long)id, (long long)l->params.sequences - 1);
+        for (int64_t i = 0; i < b && id >= 0; i++)
+            if (sequences[i] == id)
+                return error_set(
+                    QUERN_ERR_INVALID_ARGUMENT,
+                    "sequences[%lld] and sequences[%lld] are %lld: each sequence is accepted once",
+                    (long long)i, (long long)b, (long long)id);
         int64_t most = 0;
         if (id >= 0) {
             most = newest ? l->sequences[id].tokens : l->params.capacity - l->sequences[id].tokens;
             if (l->params.step > 0 && most > l->params.step) most = l->params.step;
         }
-        if (counts[b] < 0 || counts[b] > most || counts[b] > INT32_MAX - all)
+        if (counts[b] < 0 || counts[b] > most)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "counts[%lld] is %lld: 0 to %lld tokens of sequence %lld are accepted, and %d in all",
-                             (long long)b, (long long)counts[b], (long long)most, (long long)id, INT32_MAX);
+                             "counts[%lld] is %lld: 0 to %lld tokens of sequence %lld are accepted",
+                             (long long)b, (long long)counts[b], (long long)most, (long long)id);
+        if (counts[b] > INT32_MAX - all)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "counts[%lld] is %lld: %d tokens in all are accepted", (long long)b,
+                             (long long)counts[b], INT32_MAX);
         all += counts[b];
     }
     return QUERN_OK;
 }
 
-/* Marks the members; false, with no marks, where a sequence stands twice. */
-static quern_status mark(quern_ledger *l, const int32_t *sequences, const int64_t *counts, int64_t batch)
+static quern_status check_block(const quern_ledger *l, int64_t batch, const void *block, size_t bytes)
 {
-    for (int64_t b = 0; b < batch; b++) {
-        const int32_t id = sequences[b];
-        if (id < 0) continue;
-        if (l->sequences[id].count < 0) {
-            l->sequences[id].count = counts[b];
-            continue;
-        }
-        for (int64_t i = 0; i < b; i++)
-            if (sequences[i] >= 0) l->sequences[sequences[i]].count = -1;
+    const size_t needed = ledger_block_bytes(l, batch);
+    if (block == NULL || (uintptr_t)block % sizeof(int32_t) != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequences[%lld] is %d for the second time: each sequence is accepted once",
-                         (long long)b, id);
-    }
+                         "block is %p: memory of %zu bytes, aligned to 4, is needed", block, needed);
+    if (bytes < needed)
+        return error_set(QUERN_ERR_WORKSPACE, "block has %zu bytes: at least %zu are accepted", bytes,
+                         needed);
     return QUERN_OK;
 }
 
 /* Whether the pools have the pages that the members need. */
-static quern_status check_room(quern_ledger *l, const int32_t *sequences, const int64_t *counts, int64_t batch)
+static quern_status check_room(quern_ledger *l, const int32_t *sequences, const int64_t *counts,
+                               int64_t batch)
 {
     for (int i = 0; i < LEDGER_POOLS; i++) {
         ledger_pool *pool = &l->pool[i];
@@ -528,7 +536,8 @@ static void fill(const quern_ledger *l, const int32_t *sequences, const int64_t 
     cu[0] = 0;
     for (int64_t b = 0; b < batch; b++) {
         const int32_t id = sequences[b];
-        const int64_t tokens = id >= 0 ? l->sequences[id].tokens : 0, end = newest ? tokens : tokens + counts[b];
+        const int64_t tokens = id >= 0 ? l->sequences[id].tokens : 0,
+                      end = newest ? tokens : tokens + counts[b];
         const bool empty = id < 0 || (end == 0 && l->params.states);
         at[b] = empty ? -1 : l->params.states ? *ledger_row(l, id, LEDGER_STATES) : id;
         positions[b] = (int32_t)(newest ? tokens - counts[b] : tokens);
@@ -552,21 +561,19 @@ static void fill(const quern_ledger *l, const int32_t *sequences, const int64_t 
 quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences, const int64_t *counts,
                                 int64_t batch, void *block, size_t bytes)
 {
-    quern_status status = check_members(ledger, sequences, counts, batch, false, block, bytes);
+    quern_status status = ledger_check_members(ledger, sequences, counts, batch, false);
+    if (status == QUERN_OK) status = check_block(ledger, batch, block, bytes);
+    if (status == QUERN_OK && ledger->batch >= 0)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "a step has begun: commit or abort comes first");
+    if (status == QUERN_OK) status = check_room(ledger, sequences, counts, batch);
     if (status != QUERN_OK) return status;
-    if (ledger->batch >= 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "a step has begun: commit or abort comes first");
-    if ((status = mark(ledger, sequences, counts, batch)) != QUERN_OK) return status;
-    if ((status = check_room(ledger, sequences, counts, batch)) != QUERN_OK) {
-        for (int64_t b = 0; b < batch; b++)
-            if (sequences[b] >= 0) ledger->sequences[sequences[b]].count = -1;
-        return status;
-    }
     ledger->batch = batch;
     ledger->copies = 0;
     for (int64_t b = 0; b < batch; b++) {
         ledger->members[b] = sequences[b];
-        if (sequences[b] < 0 || counts[b] == 0) continue;
+        if (sequences[b] < 0) continue;
+        ledger->sequences[sequences[b]].count = counts[b];
+        if (counts[b] == 0) continue;
         const int64_t tokens = ledger->sequences[sequences[b]].tokens;
         for (int i = 0; i < LEDGER_POOLS; i++) (void)copy_written(ledger, sequences[b], i, counts[b], true);
         grow(ledger, sequences[b], tokens, tokens + counts[b]);
@@ -578,7 +585,8 @@ quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences, 
 quern_status quern_ledger_newest(const quern_ledger *ledger, const int32_t *sequences, const int64_t *counts,
                                  int64_t batch, void *block, size_t bytes)
 {
-    const quern_status status = check_members(ledger, sequences, counts, batch, true, block, bytes);
+    quern_status status = ledger_check_members(ledger, sequences, counts, batch, true);
+    if (status == QUERN_OK) status = check_block(ledger, batch, block, bytes);
     if (status == QUERN_OK) fill(ledger, sequences, counts, batch, true, block);
     return status;
 }
@@ -611,16 +619,17 @@ quern_status quern_ledger_abort(quern_ledger *ledger)
 {
     const quern_status status = need_step(ledger);
     if (status != QUERN_OK) return status;
-    for (int64_t i = 0; i < ledger->copies; i++) {
-        const ledger_copy *c = &ledger->copied[i];
-        release(&ledger->pool[c->pool], c->to);
-        ledger_row(ledger, c->sequence, c->pool)[c->column] = c->from;
-    }
-    for (int64_t b = 0; b < ledger->batch; b++) {
+    for (int64_t b = ledger->batch - 1; b >= 0; b--) { /* as they were taken, the last first */
         if (ledger->members[b] < 0) continue;
         ledger_sequence *s = &ledger->sequences[ledger->members[b]];
         shrink(ledger, ledger->members[b], s->tokens + s->count, s->tokens);
         s->count = -1;
+        for (; ledger->copies > 0; ledger->copies--) {
+            const ledger_copy *c = &ledger->copied[ledger->copies - 1];
+            if (c->sequence != ledger->members[b]) break;
+            release(&ledger->pool[c->pool], c->to);
+            ledger_row(ledger, c->sequence, c->pool)[c->column] = c->from;
+        }
     }
     ledger->batch = -1;
     return QUERN_OK;

@@ -46,6 +46,12 @@ struct quern_ledger {
 quern_status ledger_layout(const quern_ledger_params *given, quern_ledger *l, size_t *bytes);
 quern_status ledger_check(const quern_ledger *ledger);
 quern_status ledger_check_sequence(const quern_ledger *ledger, int64_t sequence, const char *name);
+/* Makes a ledger at aligned memory of so many bytes. */
+quern_status ledger_create_at(const quern_ledger_params *params, void *memory, quern_ledger **ledger);
+size_t ledger_block_bytes(const quern_ledger *ledger, int64_t batch);
+/* Checks a batch's ids and counts: of tokens to come, or that the sequences have (`newest`). */
+quern_status ledger_check_members(const quern_ledger *ledger, const int32_t *sequences, const int64_t *counts,
+                                  int64_t batch, bool newest);
 /* Rows of a pool of a sequence of so many tokens, and its pages. */
 int64_t ledger_rows(const ledger_pool *pool, int64_t tokens);
 int64_t ledger_pages(const ledger_pool *pool, int64_t tokens);

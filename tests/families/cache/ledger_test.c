@@ -133,7 +133,8 @@ static void append_state(const books *b, sums *state, const int32_t *token, int6
     if (n == 0) *state = (sums){.hash = 5 + (uint32_t)l};
     else check_state(b, state, token, n, l);
     for (; state->merged < n + count - m; state->merged++)
-        state->hash = merge(state->hash, state->merged < n ? state->ring[state->merged % m] : token[state->merged]);
+        state->hash =
+            merge(state->hash, state->merged < n ? state->ring[state->merged % m] : token[state->merged]);
     for (int64_t i = state->merged > n ? state->merged : n; i < n + count; i++) state->ring[i % m] = token[i];
 }
 
@@ -148,7 +149,8 @@ static int32_t *place(const books *b, const quern_step *s, int64_t row, int pool
 }
 
 /* That the first n tokens' rows of a sequence are there in layer l, those that a ring keeps. */
-static void check_rows(const books *b, const quern_step *s, int64_t row, const int32_t *token, int64_t n, int l)
+static void check_rows(const books *b, const quern_step *s, int64_t row, const int32_t *token, int64_t n,
+                       int l)
 {
     for (int pool = 0; pool < QUERN_LEDGER_POOLS; pool++) {
         const quern_ledger_pool *p = &b->params.pools[pool];
