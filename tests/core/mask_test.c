@@ -16,6 +16,7 @@ static bool sees(const key_mask *m, int64_t nq, int64_t nk, int64_t query, int64
     if (m->kind == ATTEND_BLOCKS) return !m->causal || key <= query;
     const int64_t position = query + (m->query_offset >= 0 ? m->query_offset : nk - nq),
                   behind = position - key;
+    if (position < 0) return false;
     if (m->causal) return behind >= 0 && (m->window == 0 || behind < m->window);
     return m->window == 0 || (behind <= m->window / 2 && -behind <= m->window / 2);
 }
