@@ -117,18 +117,18 @@ quern_status step_derive(op_call *call, int32_t slots)
 
 quern_status step_derive_decode(op_call *call)
 {
-    const quern_tensor *q = call->given[DD(q)], *o = call->given[DD(o)];
+    const quern_tensor *q = call->given[DD(q)], *o = call->given[DD(o)], *pool = call->given[DD(tokens)];
     int64_t *s = call->symbol;
     quern_status status = view_check_order(q, o);
     if (status == QUERN_OK) status = step_derive_rows(call, DD(q));
     if (status == QUERN_OK) status = view_check_head_dim("q", q->shape[2]);
-    if (status == QUERN_OK && o == NULL)
+    if (status == QUERN_OK && o != NULL) status = op_check_activation(call, DD(o), 3);
+    if (status == QUERN_OK && o == NULL && (pool == NULL || pool->ndim != 3))
         status = error_set(QUERN_ERR_INVALID_ARGUMENT, "o is NULL: a tensor is needed");
-    if (status == QUERN_OK) status = op_check_activation(call, DD(o), 3);
     if (status != QUERN_OK) return status;
     s[ST_H] = q->shape[1];
     s[ST_D] = q->shape[2];
-    s[ST_DV] = o->shape[2];
+    s[ST_DV] = o != NULL ? o->shape[2] : pool->shape[2] / CACHE_BLOCK - s[ST_D];
     s[ST_3] = 3;
     if ((status = view_check_head_dim("o", s[ST_DV])) != QUERN_OK ||
         (status = step_derive(call, DD(slots))) != QUERN_OK)
