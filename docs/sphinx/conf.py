@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""Sphinx's settings: pages in Markdown, the C reference from the headers by Doxygen and Breathe. See `make docs`."""
+"""Settings of `make docs`: pages in Markdown, C's reference from the headers by Doxygen and Breathe."""
 
 import pathlib
 import re
@@ -10,7 +10,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 project = "Quern"
 author = "The Quern authors"
 copyright = author
-version = release = re.search(r"VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text().split("project(")[1])[1]
+PROJECT = (ROOT / "CMakeLists.txt").read_text().split("project(")[1]
+version = release = re.search(r"VERSION ([\d.]+)", PROJECT)[1]
 extensions = ["myst_parser", "breathe"]
 exclude_patterns = ["sphinx"]
 root_doc = "index"
@@ -22,7 +23,7 @@ breathe_domain_by_extension = {"h": "c"}
 breathe_show_include = False
 primary_domain = "c"
 highlight_language = "none"
-# Links to files of the repository that are no page (headers, sources, examples); tests/docs.sh looks whether they exist.
+# Links to files that are no page, as headers and examples: tests/docs.sh checks that they exist.
 suppress_warnings = ["ref.myst"]
 myst_heading_anchors = 3
 c_id_attributes = ["QUERN_API"]
