@@ -95,6 +95,9 @@
     BACKWARD(norm_rope_backward, norm_rope)                                                                  \
     FORWARD(copy_rows, copy_rows)                                                                            \
     FORWARD(cache_copy, cache_copy)                                                                          \
+    FORWARD(cache_compress, cache_compress)                                                                  \
+    FORWARD(copy_pages, copy_pages)                                                                          \
+    FORWARD(pack_rows, pack_rows)                                                                            \
     FORWARD(decode, decode)                                                                                  \
     FORWARD(nsa_decode, nsa_decode)                                                                          \
     FORWARD(block_index, block_index)                                                                        \
@@ -138,6 +141,9 @@
     F(norm_rope, NORM_ROPE)                                                                                  \
     F(copy_rows, COPY_ROWS)                                                                                  \
     F(cache_copy, CACHE_COPY)                                                                                \
+    F(cache_compress, CACHE_COMPRESS)                                                                        \
+    F(copy_pages, COPY_PAGES)                                                                                \
+    F(pack_rows, PACK_ROWS)                                                                                  \
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)                                                                                \
     F(block_index, BLOCK_INDEX)                                                                              \

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* quern.c - the one file that names all families and backends. */
 #include "attention/attention.h"
+#include "cache/cache.h"
 #include "cpu/cpu.h"
 #include "dsv4/call.h"
 #include "dsv4/layer.h"
@@ -14,11 +15,15 @@
 
 /* In the order of their public numbers. */
 const op_family *const quern_families[] = {
-    &attention_family,      /* dense attention */
+    &attention_family, /* dense attention */
+    &attention_decode_family,
+    &cache_append_family, /* keys and values in pages */
+    &cache_pack_family,
     &nsa_family,            /* native sparse attention */
     &nsa_list_family,       /* its lists of blocks */
     &nsa_index_family,      /* its block indexer */
     &nsa_index_loss_family, /* and that indexer's loss */
+    &nsa_decode_family,
     &dsv4_compress_family,  /* DeepSeek-V4: compressors */
     &dsv4_index_family,     /* indexer */
     &dsv4_attention_family, /* attention core */

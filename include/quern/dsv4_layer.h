@@ -225,7 +225,8 @@ QUERN_API quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache,
  * once, to what the cache stores, which is what queries read; kv_rows, compressed and idx_k are the rows
  * before that. Refused as in dsv4.h, and: an id outside the cache or twice in a call; more tokens than the
  * capacity, or more entries than the pages hold; a cache of another kind, window or dims; with a format of
- * bytes, a NaN or Inf in a new row. CPU alone.
+ * bytes, a NaN or Inf in a new row. CPU alone. The workspace depends on the cache's parameters, B and the
+ * tensors' shapes, not on what sequences hold.
  */
 QUERN_API quern_status quern_dsv4_layer_decode_workspace(
     quern_context *ctx, const quern_dsv4_layer_params *params, const quern_dsv4_layer_cache *cache,

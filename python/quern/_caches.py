@@ -60,7 +60,6 @@ class _Cache:
         self,
         sequences: Sequence[int] | None,
         counts: Sequence[int] | None,
-        table: Any,
         rows: dict[str, Any],
         weights: dict[str, Any],
     ) -> None:
@@ -75,7 +74,7 @@ class _Cache:
                     f"{name} has {len(t.shape)} dimensions, k has {len(k.shape)}: as many are accepted"
                 )
         flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows.values()]
-        given = [_arrays.readable(t) for t in (table, *flat, *weights.values())]
+        given = [_arrays.readable(t) for t in (*flat, *weights.values())]
         with closed_again(self):
             if not self._handle:
                 self._open(ops.dtype_number(k.dtype), k.shape[-2], k.shape[-1], v.shape[-1])
@@ -115,16 +114,17 @@ class _Cache:
         for i in range(self.sequences) if sequence is None else (sequence,):
             self._need(ops.library.cache_reset, i)
 
-    def fork(self, source: int, to: int, *, table: Any = None) -> None:
-        """Gives sequence `to`, whatever it held, the tokens of sequence `source`."""
-        self._need(ops.library.cache_fork, source, integer("to", to), _arrays.readable(table))
+    def fork(self, source: int, to: int) -> None:
+        """Gives sequence `to`, whatever it held, the tokens of sequence `source`. They share pages until one
+        of them is written."""
+        self._need(ops.library.cache_fork, source, integer("to", to))
 
-    def save(self, sequence: int, *, table: Any = None) -> bytes:
+    def save(self, sequence: int) -> bytes:
         """A sequence as bytes, with a version and a checksum."""
-        body = bytes(self._need(ops.library.cache_save, sequence, _arrays.readable(table)))
+        body = bytes(self._need(ops.library.cache_save, sequence))
         return _SAVED.pack(*self._fields.values()) + body
 
-    def restore(self, sequence: int, saved: bytes, *, table: Any = None) -> None:
+    def restore(self, sequence: int, saved: bytes) -> None:
         """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one; sequences,
         capacity and pages may differ. Damaged bytes are a RuntimeError."""
         if len(saved) < _SAVED.size:
@@ -135,7 +135,7 @@ class _Cache:
                 if not 0 <= dtype < len(ops.DTYPES):
                     raise RuntimeError("the saved sequence is damaged: what save() returned is accepted")
                 self._open(dtype, kv_heads, dim, dim_v)
-            self._need(ops.library.cache_restore, sequence, _arrays.readable(table), saved[_SAVED.size :])
+            self._need(ops.library.cache_restore, sequence, saved[_SAVED.size :])
 
     def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:
@@ -164,13 +164,6 @@ class _Cache:
         """Bytes of the rows that the sequences hold."""
         return int(ops.library.cache_held(self._handle)) if self._handle else 0
 
-    def table_columns(self, tokens: int | None = None) -> dict[str, int]:
-        """Where the runs of a page table start, and its columns; with tokens, the pages that so many need."""
-        if not self._handle:
-            raise ValueError("the cache is empty: append comes first")
-        found = bytes(ops.library.cache_columns(named(self._fields), -1 if tokens is None else tokens))
-        return dict(zip(("tokens", "entries", "slc", "win", "columns"), struct.unpack("5q", found)))
-
 
 class NSACache(_Cache):
     """Keys and values of `sequences` sequences of at most `capacity` tokens, and their compressed entries.
@@ -179,8 +172,7 @@ class NSACache(_Cache):
     once, when it is whole. Row t is that of quern.nsa over the whole sequence. block_size, stride and
     compress are as in quern.nsa. separate_slc, separate_win: the branch has its own keys and values; those
     of the window are kept for `window` tokens, and a call may then append at most `step` to a sequence. page
-    64 with `pages`: the rows are in pages, which a table of each call names (see quern/cache.h); 0: they are
-    contiguous.
+    64 with `pages`: room for so many pages of 64 tokens; 0: for the capacity of all sequences.
 
     The first append says the rows' dtype, f32, f16 or bf16, and shapes. The CPU alone; without gradients. One
     thread at a time may use a cache.
@@ -214,7 +206,6 @@ class NSACache(_Cache):
         *,
         sequences: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
-        table: Any = None,
         k_slc: Any = None,
         v_slc: Any = None,
         k_win: Any = None,
@@ -229,7 +220,7 @@ class NSACache(_Cache):
         quern.nsa."""
         rows = {"k": k, "v": v, "k_slc": k_slc, "v_slc": v_slc, "k_win": k_win, "v_win": v_win}
         weights = {"w_k": w_k, "w_v": w_v, "pe_k": pe_k, "pe_v": pe_v}
-        self._append(sequences, counts, table, rows, weights)
+        self._append(sequences, counts, rows, weights)
 
     def attend(
         self,
@@ -239,7 +230,6 @@ class NSACache(_Cache):
         gates: Any = None,
         sequences: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
-        table: Any = None,
         return_lists: bool = False,
         **settings: Any,
     ) -> Any:
@@ -260,9 +250,9 @@ class NSACache(_Cache):
             idx = _arrays.empty_like(q, (heads, rows.shape[0], named["num_selected"]), "int32")
             count = _arrays.empty_like(q, (heads, rows.shape[0]), "int32")
         flat = None if gates is None else gates.reshape(-1, *gates.shape[-2:])
-        table, queries, *weights = (_arrays.readable(t) for t in (table, rows, gate, flat))
+        queries, *weights = (_arrays.readable(t) for t in (rows, gate, flat))
         results = (_arrays.exported(o), None, *weights, idx, count)
-        ops.library.cache_decode(self._handle, 1, params, *batch, table, queries, *results, None)
+        ops.library.cache_decode(self._handle, 1, params, *batch, queries, *results, None)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         return (o, idx) if return_lists else o
 
@@ -271,8 +261,8 @@ class KVCache(_Cache):
     """Keys and values of `sequences` sequences of at most `capacity` tokens, for dense attention.
 
     Tokens are appended, to all sequences or to some, and the newest ones attend. Row t is that of
-    quern.attention over the whole sequence. page 64 with `pages`: the rows are in pages, which a table of
-    each call names (see quern/cache.h); 0: they are contiguous.
+    quern.attention over the whole sequence. page 64 with `pages`: room for so many pages of 64
+    tokens; 0: for the capacity of all sequences.
 
     The first append says the rows' dtype, f32, f16 or bf16, and shapes. The CPU alone; without gradients. One
     thread at a time may use a cache.
@@ -288,13 +278,12 @@ class KVCache(_Cache):
         *,
         sequences: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
-        table: Any = None,
     ) -> None:
         """k [B, n, Hkv, D], v [B, n, Hkv, Dv]: n tokens to each of the B sequences, 0 to B - 1 where none are
         named; or k [T, Hkv, D] with counts, the tokens of each sequence."""
         rows = {"k": k, "v": v, **dict.fromkeys(("k_slc", "v_slc", "k_win", "v_win"))}
         weights = dict.fromkeys(("w_k", "w_v", "pe_k", "pe_v"))
-        self._append(sequences, counts, table, rows, weights)
+        self._append(sequences, counts, rows, weights)
 
     def attend(
         self,
@@ -304,7 +293,6 @@ class KVCache(_Cache):
         scale: float | None = None,
         sequences: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
-        table: Any = None,
         sink: Any = None,
         return_lse: bool = False,
     ) -> Any:
@@ -315,9 +303,9 @@ class KVCache(_Cache):
         params = ops.params("attention", window=window, scale=scale)
         batch = lists_of(q, 4, sequences, counts)
         lse = _arrays.empty_like(q, (rows.shape[1], rows.shape[0]), "float32") if return_lse else None
-        table, queries, sink = (_arrays.readable(t) for t in (table, rows, sink))
+        queries, sink = (_arrays.readable(t) for t in (rows, sink))
         results = (_arrays.exported(o), lse, None, None, None, None, sink)
-        ops.library.cache_decode(self._handle, 0, params, *batch, table, queries, *results)
+        ops.library.cache_decode(self._handle, 0, params, *batch, queries, *results)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         if lse is not None and counts is None:
             lse = lse.reshape(-1, *q.shape[:2]).swapaxes(0, 1)

@@ -4,21 +4,19 @@
  * caches.c - caches of keys and values (quern/cache.h), by their address. Python keeps the memory.
  *
  *   cache_size(fields) -> bytes of two int64: of the bookkeeping, of the rows
- *   cache_columns(fields, tokens) -> bytes of five int64: where the runs of a page table start; with tokens
- *                                    >= 0 the pages of each
  *   cache_create(fields, memory, rows) -> int
  *   cache_length(cache, sequence) -> bytes of two int64, tokens and entries
  *   cache_held(cache) -> int
  *   cache_rollback(cache, sequence, n); cache_reset(cache, sequence)
- *   cache_fork(cache, from, to, table)
- *   cache_save(cache, sequence, table) -> bytes
- *   cache_restore(cache, sequence, table, saved)
- *   cache_append(cache, sequences, counts, table, k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v)
- *   cache_decode(cache, sparse, params, sequences, counts, table, q, o, lse, w_gate, gates, block_idx,
+ *   cache_fork(cache, from, to)
+ *   cache_save(cache, sequence) -> bytes
+ *   cache_restore(cache, sequence, saved)
+ *   cache_append(cache, sequences, counts, k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v)
+ *   cache_decode(cache, sparse, params, sequences, counts, q, o, lse, w_gate, gates, block_idx,
  *                block_count, sink)
  *
  * fields: "name=number" lines of quern_cache_params. sequences: bytes of int32; counts: bytes of as many
- * int64. table: a tensor or None. params: of the operation nsa or attention.
+ * int64. params: of the operation nsa or attention.
  */
 #include "ffi.h"
 
@@ -63,19 +61,6 @@ FUNCTION(cache_size)
     const quern_status status = quern_cache_size(&p, &memory, &rows);
     const int64_t sizes[] = {(int64_t)memory, (int64_t)rows};
     return status == QUERN_OK ? give_bytes(sizes, sizeof sizes, result) : fail_as(status);
-}
-
-FUNCTION(cache_columns)
-{
-    (void)self;
-    quern_cache_params p;
-    quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
-    if (count != 2 || !read_params_of(&args[0], &p) || !is_int(&args[1])) return refuse();
-    const int64_t tokens = args[1].v_int64;
-    const quern_status status =
-        tokens < 0 ? quern_cache_columns_of(&p, &c) : quern_cache_pages_of(&p, tokens, &c);
-    const int64_t runs[] = {c.tokens, c.entries, c.slc, c.win, c.columns};
-    return status == QUERN_OK ? give_bytes(runs, sizeof runs, result) : fail_as(status);
 }
 
 FUNCTION(cache_create)
@@ -140,58 +125,37 @@ typedef struct cache_call {
     bool decodes, sparse;
 } cache_call;
 
-/* A page table: i32, whole, on the host; the library knows its columns. None: *table is NULL. */
-static int read_table(const TVMFFIAny *a, const int32_t **table)
-{
-    tensor_list list;
-    if (take_tensors(a, 1, &list) != 0) return -1;
-    const quern_tensor *t = list.first;
-    if (t != NULL && (t->dtype != QUERN_I32 || t->ndim != 2 || t->device != QUERN_CPU ||
-                      t->strides[0] != t->shape[1] || t->strides[1] != 1))
-        return fail("ValueError", "table: a contiguous int32 [sequences, columns] on the host is accepted");
-    *table = t != NULL ? t->data : NULL;
-    return 0;
-}
-
-/* sequences, counts, table. */
-static int read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
+static bool read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
 {
     batch_lists lists;
-    const int32_t *table = NULL;
-    if (!read_lists(args, &lists)) return refuse();
-    if (read_table(&args[2], &table) != 0) return -1;
-    *batch = (quern_cache_batch){.size = sizeof *batch,
-                                 .batch = lists.batch,
-                                 .sequences = lists.sequences,
-                                 .counts = lists.counts,
-                                 .table = table};
-    return 0;
+    if (!read_lists(args, &lists)) return false;
+    *batch = (quern_cache_batch){
+        .size = sizeof *batch, .batch = lists.batch, .sequences = lists.sequences, .counts = lists.counts};
+    return true;
 }
 
 FUNCTION(cache_fork)
 {
     (void)self;
-    const int32_t *table = NULL;
-    quern_cache *cache = cache_of(args, count, 4);
+    quern_cache *cache = cache_of(args, count, 3);
     if (cache == NULL || !is_int(&args[1]) || !is_int(&args[2])) return cache == NULL ? -1 : refuse();
-    if (read_table(&args[3], &table) != 0) return -1;
-    const quern_status status = quern_cache_fork(cache, args[1].v_int64, args[2].v_int64, table);
+    const quern_status status = quern_cache_fork(cache, args[1].v_int64, args[2].v_int64);
     return status == QUERN_OK ? give_nothing(result) : fail_as(status);
 }
 
 FUNCTION(cache_save)
 {
     (void)self;
-    const int32_t *table = NULL;
     size_t bytes = 0;
-    const quern_cache *cache = cache_of(args, count, 3);
+    const quern_cache *cache = cache_of(args, count, 2);
+    quern_context *context = need_context();
     if (cache == NULL || !is_int(&args[1])) return cache == NULL ? -1 : refuse();
-    if (read_table(&args[2], &table) != 0) return -1;
-    quern_status status = quern_cache_save(cache, args[1].v_int64, table, NULL, &bytes);
+    if (context == NULL) return -1;
+    quern_status status = quern_cache_save(context, cache, args[1].v_int64, NULL, &bytes);
     if (status != QUERN_OK) return fail_as(status);
     void *to = malloc(bytes);
     if (to == NULL) return fail("MemoryError", "no memory for the saved sequence");
-    status = quern_cache_save(cache, args[1].v_int64, table, to, &bytes);
+    status = quern_cache_save(context, cache, args[1].v_int64, to, &bytes);
     const int code = status == QUERN_OK ? give_bytes(to, bytes, result) : fail_as(status);
     free(to);
     return code;
@@ -200,13 +164,13 @@ FUNCTION(cache_save)
 FUNCTION(cache_restore)
 {
     (void)self;
-    const int32_t *table = NULL;
     TVMFFIByteArray saved;
-    quern_cache *cache = cache_of(args, count, 4);
-    if (cache == NULL || !is_int(&args[1]) || !text_of(&args[3], &saved))
+    quern_cache *cache = cache_of(args, count, 3);
+    quern_context *context = need_context();
+    if (cache == NULL || !is_int(&args[1]) || !text_of(&args[2], &saved))
         return cache == NULL ? -1 : refuse();
-    if (read_table(&args[2], &table) != 0) return -1;
-    const quern_status status = quern_cache_restore(cache, args[1].v_int64, table, saved.data, saved.size);
+    if (context == NULL) return -1;
+    const quern_status status = quern_cache_restore(context, cache, args[1].v_int64, saved.data, saved.size);
     return status == QUERN_OK ? give_nothing(result) : fail_as(status);
 }
 
@@ -243,19 +207,21 @@ static int call(cache_call *c, TVMFFIAny *result)
 FUNCTION(cache_append)
 {
     (void)self;
-    cache_call c = {.cache = cache_of(args, count, 14)};
-    if (c.cache == NULL || read_batch(&args[1], &c.batch) != 0 || take_tensors(&args[4], 10, &c.list) != 0)
-        return -1;
+    cache_call c = {.cache = cache_of(args, count, 13)};
+    if (c.cache == NULL) return -1;
+    if (!read_batch(&args[1], &c.batch)) return refuse();
+    if (take_tensors(&args[3], 10, &c.list) != 0) return -1;
     return call(&c, result);
 }
 
 FUNCTION(cache_decode)
 {
     (void)self;
-    cache_call c = {.cache = cache_of(args, count, 14), .decodes = true};
+    cache_call c = {.cache = cache_of(args, count, 13), .decodes = true};
     if (c.cache == NULL) return -1;
-    if (!is_int(&args[1]) || !read_params(&args[2], &c.params)) return refuse();
+    if (!is_int(&args[1]) || !read_params(&args[2], &c.params) || !read_batch(&args[3], &c.batch))
+        return refuse();
     c.sparse = args[1].v_int64 != 0;
-    if (read_batch(&args[3], &c.batch) != 0 || take_tensors(&args[6], 8, &c.list) != 0) return -1;
+    if (take_tensors(&args[5], 8, &c.list) != 0) return -1;
     return call(&c, result);
 }

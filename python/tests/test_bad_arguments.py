@@ -59,7 +59,7 @@ for _ in range(200):
     cache = random.choice([*makers, lambda: quern.NSACache(2, 64, **paged)])()
     if random.random() < 0.7:
         call(cache.append, rows, rows)
-    call(cache.append, any_of(), any_of(), **batch(), table=random.choice([None, array(), 3]))
+    call(cache.append, any_of(), any_of(), **batch())
     call(cache.attend, random.choice([rows, any_of()]), **batch())
     call(cache.rollback, number(), random.choice([None, number()]))
     call(cache.fork, number(), number())

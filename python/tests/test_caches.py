@@ -118,15 +118,14 @@ def test_sequences_of_different_lengths():
 def test_pages():
     q, k, v = inputs()
     want = quern.nsa(q, k, v, **SETTINGS)
-    cache = quern.NSACache(2, 128, block_size=16, page=64, pages=6)
-    table = None
+    cache = quern.NSACache(2, 200, block_size=16, page=64, pages=4)
     for first, last in ((0, 50), (50, 70)):
         rows = slice(first, last)
-        if table is None:
-            table = np.array([[5, 0, 1], [2, 3, 4]], np.int32)  # tokens, tokens, entries
-        cache.append(k[:, rows], v[:, rows], table=table)
-        near(cache.attend(q[:, rows], table=table, num_selected=4, window=24), want[:, rows])
-    assert cache.table_columns()["columns"] == 3 and cache.table_columns(70)["tokens"] == 2
+        cache.append(k[:, rows], v[:, rows])
+        near(cache.attend(q[:, rows], num_selected=4, window=24), want[:, rows])
+    cache.append(k[:, :58], v[:, :58])  # two pages each
+    with pytest.raises(ValueError, match="lacks 1 pages: 0 are free"):
+        cache.append(k[:1, :1], v[:1, :1])
 
 
 def test_fork_save_restore():
@@ -173,14 +172,13 @@ def test_read_only_arrays():
     q, k, v = read_only(*given)
     random = np.random.default_rng(1)
     gate, w_k = read_only(*(random.standard_normal(s).astype(np.float32) for s in ((4, 3, 16), (2, 16, 16))))
-    (table,) = read_only(np.array([[5, 0, 1], [2, 3, 4]], np.int32))
     cache = quern.NSACache(2, 128, block_size=16, page=64, pages=6)
-    cache.append(k, v, w_k=w_k, table=table)
-    o = cache.attend(q, gate=gate, num_selected=4, window=24, table=table)
+    cache.append(k, v, w_k=w_k)
+    o = cache.attend(q, gate=gate, num_selected=4, window=24)
     near(o, quern.nsa(q, k, v, gate=gate, w_k=w_k, **SETTINGS))
-    saved = cache.save(0, table=table)
-    cache.restore(1, saved, table=table)
-    cache.fork(0, 1, table=table)
+    saved = cache.save(0)
+    cache.restore(1, saved)
+    cache.fork(0, 1)
     dense = quern.KVCache(2, 80)
     dense.append(k, v)
     near(dense.attend(q), quern.attention(q, k, v))
@@ -300,16 +298,15 @@ def test_dense(case, pieces):
 def test_dense_in_pages_of_other_lengths():
     q, k, v = inputs()
     cache = quern.KVCache(3, 128, page=64, pages=4)
-    table = np.array([[0, 2], [1, 3], [-1, -1]], np.int32)
     packed = [np.concatenate((t[0, :33], t[1, :66])) for t in (k, v)]
-    cache.append(*packed, sequences=[1, 0], counts=[33, 66], table=table)
+    cache.append(*packed, sequences=[1, 0], counts=[33, 66])
     rows = np.concatenate((q[0, 30:33], q[1, 65:66]))
-    o = cache.attend(rows, sequences=[1, 0], counts=[3, 1], table=table)
+    o = cache.attend(rows, sequences=[1, 0], counts=[3, 1])
     near(o[:3], quern.attention(q[:1, :33], k[:1, :33], v[:1, :33])[0, 30:])
     near(o[3:], quern.attention(q[1:, :66], k[1:, :66], v[1:, :66])[0, 65:])
     cache.rollback(2, 0)
     again = quern.KVCache(1, 70)
-    again.restore(0, cache.save(0, table=table))
+    again.restore(0, cache.save(0))
     assert again.length() == 64
     again.append(k[1:, 64:66], v[1:, 64:66])
     near(again.attend(q[1:, 65:66])[0], o[3:])

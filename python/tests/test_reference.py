@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import quern  # noqa: E402
 from quern import _operations as ops  # noqa: E402
 from quern import dsv4, moe, nvfp4, reference  # noqa: E402
+from quern._faces import run  # noqa: E402
 
 BOUND = 2e-6
 CASES = {}
@@ -295,6 +296,87 @@ def v4_store(near, exact):
             want = exact(x, slots, cache, format=format, page=page)
             dsv4.store(x, slots, cache, format=format, page=page)
             assert torch.equal(cache, want)
+
+
+# ---- steps over pages ----
+
+
+def step():
+    """Two sequences of 70 and 9 tokens, of which a step brings 4 and 9; a row without a sequence between."""
+    torch.manual_seed(8)
+    step = {
+        "slots": torch.tensor([0, -1, 1]),
+        "positions": torch.tensor([66, 0, 0]),
+        "cu": torch.tensor([0, 4, 4, 13]),
+        "tokens_table": torch.tensor([[3, 1], [0, 0], [2, 0]]),
+    }
+    return {name: t.int() for name, t in step.items()}, torch.randn(5, 2, 64 * (16 + 8))
+
+
+def lines(**settings):
+    return tuple(settings.items())
+
+
+@case("cache-append-step")
+def cache_append_step(near, exact):
+    some, tokens = step()
+    entries, entries_table = torch.zeros(3, 2, 64 * 24), torch.tensor([[2], [0], [1]]).int()
+    k, v = torch.randn(13, 2, 16), torch.randn(13, 2, 8)
+    copies = torch.tensor([[0, 2, 4], [-1, -1, -1]]).int()
+    more = {"entries": entries, "entries_table": entries_table, "copies": copies}
+    want = exact(
+        *wide(k, v), **{n: t for n, t in some.items()}, tokens=tokens.double(), block_size=8, stride=4,
+        **{**more, "entries": entries.double()},
+    )
+    given = {"k": k, "v": v, **some, "tokens": tokens, **more}
+    run("cache-append-step", lines(block_size=8, stride=4), given, ())
+    near(tokens, want[0], 1e-6)
+    near(entries, want[1], 1e-6)
+
+
+@case("attention-decode-step")
+def attention_decode_step(near, exact):
+    some, tokens = step()
+    q, sink = torch.randn(13, 4, 16), torch.randn(4)
+    given = {"q": q, **some, "tokens": tokens, "sink": sink}
+    (o,) = run("attention-decode-step", lines(window=20), given, ("o",))
+    near(o, exact(q.double(), **some, tokens=tokens.double(), window=20, sink=sink.double()), 2e-6)
+
+
+@case("nsa-decode-step")
+def nsa_decode_step(near, exact):
+    some, tokens = step()
+    settings = {"block_size": 8, "num_selected": 4, "window": 12}
+    entries, table = torch.zeros(3, 2, 64 * 24), torch.tensor([[2], [0], [1]]).int()
+    k, v = reference.cache.read(tokens, some["tokens_table"][0], 0, 66, 16)
+    old = {"slots": torch.tensor([0]), "positions": torch.tensor([0]), "cu": torch.tensor([0, 66])}
+    old = {name: t.int() for name, t in old.items()}
+    old |= {"tokens": tokens, "tokens_table": some["tokens_table"][:1], "entries": entries}
+    run("cache-append-step", lines(block_size=8), {"k": k, "v": v, **old, "entries_table": table[:1]}, ())
+    k, v, q = torch.randn(13, 2, 16), torch.randn(13, 2, 8), torch.randn(13, 4, 16)
+    pools = {**some, "tokens": tokens, "entries": entries, "entries_table": table}
+    run("cache-append-step", lines(block_size=8), {"k": k, "v": v, **pools}, ())
+    (o,) = run("nsa-decode-step", lines(**settings), {"q": q, **pools}, ("o",))
+    near(o, exact(q.double(), **some, tokens=tokens.double(), **settings), 5e-6)
+
+
+@case("cache-pack")
+def cache_pack(near, exact):
+    some, tokens = step()
+    table = some["tokens_table"][0]
+    given = {"tokens": tokens, "tokens_table": table}
+    (packed,) = run("cache-pack", lines(tokens=70, dim=16), given, ("packed",))
+    assert torch.equal(packed.view(torch.float32).reshape(70, 2, 24), exact(tokens, table, 70, 16))
+
+
+@case("cache-unpack")
+def cache_unpack(near, exact):
+    some, tokens = step()
+    table, rows = some["tokens_table"][0], torch.randn(70, 2, 24)
+    want = exact(rows, tokens, table, 16)
+    given = {"tokens": tokens, "tokens_table": table, "packed": rows.view(torch.uint8).flatten()}
+    run("cache-unpack", lines(tokens=70, dim=16), given, ())
+    assert torch.equal(tokens, want)
 
 
 # ---- NVFP4 and experts ----

@@ -35,7 +35,7 @@ typedef struct attention_call {
         op_step) char program[OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(rowdot) + OP_STEP_BYTES(attend)];
 } attention_call;
 
-extern const op_family attention_family;
+extern const op_family attention_family, attention_decode_family;
 /* The parameters, which decoding has, too. */
 enum { ATTENTION_PARAMS = 4 };
 extern const op_param attention_param_rows[ATTENTION_PARAMS];

@@ -1,16 +1,23 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* decode.c - dense attention of the newest tokens over a cache. */
+/* decode.c - dense attention of a step's tokens over their sequences' pages. */
 #include "attention/attention.h"
 #include "cache/cache.h"
+#include "cache/step.h"
 
 #include "core/error.h"
 
 #include <math.h>
 
+typedef struct decode_call {
+    op_call head;
+    quern_attention_params params;
+    _Alignas(op_step) char program[OP_STEP_BYTES(decode)];
+} decode_call;
+
 static quern_status check_params(op_call *call)
 {
-    const quern_attention_params *p = &cache_call_of(call)->params.dense;
+    const quern_attention_params *p = &((decode_call *)call)->params;
     if (!p->causal)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "causal is false: a decoding call accepts true");
     if (p->query_offset != -1)
@@ -22,7 +29,8 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    for (int i = 0; i < DECODE_TENSORS; i++) call->role[i] = OP_REFUSED;
+    for (int i = 0; i < STEP_DECODE_TENSORS; i++) call->role[i] = OP_REFUSED;
+    for (int i = DD(slots); i <= DD(tokens_table); i++) call->role[i] = OP_NEEDED;
     call->role[DD(q)] = OP_NEEDED;
     call->role[DD(o)] = OP_RESULT;
     call->role[DD(lse)] = OP_OPTIONAL_RESULT;
@@ -38,54 +46,98 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const cache_call *c = cache_call_of(call);
-    const quern_cache_params *has = cache_params_of(call);
-    const quern_attention_params *p = &c->params.dense;
-    const stage_step step = cache_step(b);
-    if (c->tokens == 0 || call->symbol[DECODE_H] == 0) return;
+    const quern_attention_params *p = &((const decode_call *)call)->params;
+    const int64_t *s = call->symbol;
+    if (s[ST_T] == 0 || s[ST_H] == 0) return;
     decode_args *args = OP_ADD(b, decode);
-    args->tokens = cache_steps_plane(c, CACHE_TOKENS);
-    args->step = step;
-    args->capacity = has->capacity;
+    args->tokens = step_plane(b, DD(tokens), DD(tokens_table), false);
+    args->step = step_of(b, DD(slots));
+    args->capacity = s[ST_COLUMNS] * CACHE_BLOCK;
     args->window = p->window;
-    args->scale = p->scale > 0.0f ? p->scale : 1.0f / sqrtf((float)has->dim);
+    args->scale = p->scale > 0.0f ? p->scale : 1.0f / sqrtf((float)s[ST_D]);
     args->q = op_view(call, DD(q), true);
     args->o = op_view(call, DD(o), true);
     args->lse = op_view(call, DD(lse), true);
     args->sink = op_view(call, DD(sink), false);
 }
 
-static const char *const operations[] = {"attention_decode"};
-static const op_family family = {
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    const decode_args *args = OP_FIND(call, decode);
+    if (args == NULL) return QUERN_OK;
+    const step_data s = {call, data, DD(slots), &args->step, 0, 0};
+    const quern_status status = step_check(&s);
+    return status == QUERN_OK ? step_check_table(&s, &args->tokens, DD(tokens_table), false) : status;
+}
+
+static const char *const operations[] = {"attention_decode_step"};
+static const op_entry ops[] = {
+    {.name = "attention-decode-step",
+     .help = "dense attention of a step's tokens over their sequences' pages",
+     .backward = OP_NONE},
+};
+
+const op_family attention_decode_family = {
     .operations = operations,
     .operation_count = 1,
-    .tensors = cache_decode_tensors,
-    .tensor_count = DECODE_TENSORS,
+    .first = QUERN_OP_ATTENTION_DECODE_STEP,
+    .tensors = step_decode_tensors,
+    .tensor_count = STEP_DECODE_TENSORS,
     .varlen_by = OP_NONE,
     .params = attention_param_rows,
     .param_count = ATTENTION_PARAMS,
     .defaults = &attention_defaults,
     .params_init = "QUERN_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_DECODE_TENSORS_INIT",
-    .call_size = offsetof(cache_call, cache),
-    .params_at = offsetof(cache_call, params),
-    .program_at = offsetof(cache_call, program),
+    .symbols = step_symbols,
+    .group = "attention-decode-step",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(decode_call),
+    .params_at = offsetof(decode_call, params),
+    .program_at = offsetof(decode_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
-    .derive = cache_derive_decode,
-    .check_data = cache_check_data,
+    .derive = step_derive_decode,
+    .check_data = check_data,
     .build = build,
-    .begin = cache_write_step,
 };
+
+quern_status quern_attention_decode_step_workspace(quern_context *ctx, const quern_attention_params *params,
+                                                   const quern_decode_tensors *tensors, size_t *bytes)
+{
+    decode_call c;
+    return op_workspace_of(&c.head, &attention_decode_family, 0, ctx, params, tensors, bytes);
+}
+
+quern_status quern_attention_decode_step(quern_context *ctx, const quern_exec *exec,
+                                         const quern_attention_params *params,
+                                         const quern_decode_tensors *tensors, void *workspace,
+                                         size_t workspace_bytes)
+{
+    decode_call c;
+    return op_run(&c.head, &attention_decode_family, 0, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
+}
+
+/* The caller's tensors with those of the newest tokens, without entries. */
+static quern_status bind(const quern_cache *cache, const quern_cache_batch *batch, bool now,
+                         const quern_decode_tensors *given, cache_views *v, quern_decode_tensors *own)
+{
+    const quern_status status = cache_bind_decode(cache, batch, now, given, v, own);
+    own->slc = own->entries = own->entries_table = own->win = own->win_table = NULL;
+    return status;
+}
 
 quern_status quern_attention_decode_workspace(quern_context *ctx, const quern_attention_params *params,
                                               const quern_cache *cache, const quern_cache_batch *batch,
                                               const quern_decode_tensors *tensors, size_t *bytes)
 {
-    cache_call c;
-    const quern_status status = cache_take_batch(&c, cache, batch, false);
-    return status == QUERN_OK ? op_workspace_of(&c.head, &family, 0, ctx, params, tensors, bytes) : status;
+    cache_views v;
+    quern_decode_tensors t;
+    const quern_status status = bind(cache, batch, false, tensors, &v, &t);
+    return status == QUERN_OK ? quern_attention_decode_step_workspace(ctx, params, &t, bytes) : status;
 }
 
 quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec,
@@ -93,8 +145,9 @@ quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec,
                                     const quern_cache_batch *batch, const quern_decode_tensors *tensors,
                                     void *workspace, size_t workspace_bytes)
 {
-    cache_call c;
-    const quern_status status = cache_take_batch(&c, cache, batch, false);
+    cache_views v;
+    quern_decode_tensors t;
+    const quern_status status = bind(cache, batch, true, tensors, &v, &t);
     if (status != QUERN_OK) return status;
-    return op_run(&c.head, &family, 0, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return quern_attention_decode_step(ctx, exec, params, &t, workspace, workspace_bytes);
 }

@@ -1,273 +1,304 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * append.c - tokens into a cache:
+ * append.c - a step's keys and values into their pages:
  *
- *   cache_copy of each pair
- *   -> where blocks become whole: cache_copy of their tokens, compress, cache_copy of the entries
- *
- * An entry has the bits that a prefill gives it. The compress stage gets the block's tokens alone. Where it
- * sums overlapping blocks by runs of d tokens (by a run's number modulo l/d), it starts from an entry whose
- * number is a multiple of l/d.
+ *   copy_pages of each pool  ->  cache_copy of each pair  ->  cache_compress of the blocks that become whole
  */
 #include "cache/cache.h"
+#include "cache/step.h"
 
 #include "core/error.h"
-#include "core/view.h"
-
-/* A tensor by its field, and the extents. */
-#define P(field) OP_TENSOR(quern_cache_tensors, field)
-enum { A_T = 1, A_HKV, A_D, A_DV, A_IN, A_IN_V, A_L };
 
 static const op_tensor tensors[] = {
-    {"k", "K", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_D}, {0}},
-    {"v", "V", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_DV}, {0}},
-    {"k_slc", "K_slc", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_D}, {0}},
-    {"v_slc", "V_slc", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_DV}, {0}},
-    {"k_win", "K_win", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_D}, {0}},
-    {"v_win", "V_win", OP_ACTIVATION, OP_NONE, {A_T, A_HKV, A_DV}, {0}},
-    {"w_k", "w_k", OP_WEIGHT, OP_NONE, {A_HKV, A_IN, A_D}, {0}},
-    {"w_v", "w_v", OP_WEIGHT, OP_NONE, {A_HKV, A_IN_V, A_DV}, {0}},
-    {"pe_k", "pe_k", OP_WEIGHT, OP_NONE, {A_HKV, A_L, A_D}, {0}},
-    {"pe_v", "pe_v", OP_WEIGHT, OP_NONE, {A_HKV, A_L, A_DV}, {0}},
+    {"k", "K", OP_ACTIVATION, OP_NONE, {ST_T, ST_HKV, ST_D}, {0}},
+    {"v", "V", OP_ACTIVATION, OP_NONE, {ST_T, ST_HKV, ST_DV}, {0}},
+    {"k_slc", "K_slc", OP_ACTIVATION, OP_NONE, {ST_T, ST_HKV, ST_D}, {0}},
+    {"v_slc", "V_slc", OP_ACTIVATION, OP_NONE, {ST_T, ST_HKV, ST_DV}, {0}},
+    {"k_win", "K_win", OP_ACTIVATION, OP_NONE, {ST_T, ST_HKV, ST_D}, {0}},
+    {"v_win", "V_win", OP_ACTIVATION, OP_NONE, {ST_T, ST_HKV, ST_DV}, {0}},
+    {"w_k", "w_k", OP_WEIGHT, OP_NONE, {ST_HKV, ST_IN, ST_D}, {0}},
+    {"w_v", "w_v", OP_WEIGHT, OP_NONE, {ST_HKV, ST_IN_V, ST_DV}, {0}},
+    {"pe_k", "pe_k", OP_WEIGHT, OP_NONE, {ST_HKV, ST_L, ST_D}, {0}},
+    {"pe_v", "pe_v", OP_WEIGHT, OP_NONE, {ST_HKV, ST_L, ST_DV}, {0}},
+    STEP_ROWS,
+    {"copies", "copies", OP_I32, OP_NONE, {ST_COPIES, ST_COPY}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_tensors), "a row a tensor");
 
-static bool is_linear(const quern_cache_params *p)
+static const char *const compressions[] = {"mean", "linear", NULL};
+#define AT(member) offsetof(quern_cache_step_params, member)
+static const op_param params[] = {
+    {"block_size", AT(block_size), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of an entry; 0: no entries"},
+    {"stride", AT(stride), OP_INTEGER, 0, INT32_MAX, NULL, "tokens from an entry to the next; 0: block-size"},
+    {"compress", AT(compress), OP_CHOICE, 0, QUERN_NSA_COMPRESS_LINEAR, compressions,
+     "how a block becomes an entry"},
+};
+#undef AT
+static const quern_cache_step_params defaults = QUERN_CACHE_STEP_PARAMS_INIT;
+
+typedef struct append_call {
+    op_call head;
+    quern_cache_step_params params;
+    _Alignas(op_step) char program[4 * OP_STEP_BYTES(copy_pages) + 3 * OP_STEP_BYTES(cache_copy) +
+                                   OP_STEP_BYTES(cache_compress)];
+} append_call;
+
+static quern_cache_step_params *params_of(const op_call *call)
+{
+    return &((append_call *)(uintptr_t)call)->params;
+}
+
+static bool is_linear(const quern_cache_step_params *p)
 {
     return p->block_size > 0 && p->compress == QUERN_NSA_COMPRESS_LINEAR;
 }
 
+quern_status cache_check_stride(const char *prefix, int64_t block_size, int64_t *stride)
+{
+    if (*stride == 0) *stride = block_size;
+    if (block_size == 0 || (*stride >= 1 && block_size % *stride == 0)) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%sstride is %lld: a divisor of block_size %lld is accepted",
+                     prefix, (long long)*stride, (long long)block_size);
+}
+
+static quern_status check_params(op_call *call)
+{
+    return cache_check_stride("", params_of(call)->block_size, &params_of(call)->stride);
+}
+
 static void roles(op_call *call)
 {
-    const quern_cache_params *p = cache_params_of(call);
-    const bool linear = is_linear(p);
+    const quern_cache_step_params *p = params_of(call);
+    const bool linear = is_linear(p), slc = call->given[DR(slc)] != NULL, win = call->given[DR(win)] != NULL;
     uint8_t *r = call->role;
-    r[P(k)] = r[P(v)] = OP_NEEDED;
-    r[P(k_slc)] = r[P(v_slc)] = p->separate_slc ? OP_NEEDED : OP_REFUSED;
-    r[P(k_win)] = r[P(v_win)] = p->separate_win ? OP_NEEDED : OP_REFUSED;
-    r[P(w_k)] = r[P(w_v)] = linear ? OP_NEEDED : p->block_size > 0 ? OP_OPTIONAL : OP_REFUSED;
-    r[P(pe_k)] = r[P(pe_v)] = linear ? OP_OPTIONAL : OP_REFUSED;
+    r[DR(k)] = r[DR(v)] = OP_NEEDED;
+    r[DR(k_slc)] = r[DR(v_slc)] = slc ? OP_NEEDED : OP_REFUSED;
+    r[DR(k_win)] = r[DR(v_win)] = win ? OP_NEEDED : OP_REFUSED;
+    r[DR(w_k)] = r[DR(w_v)] = linear ? OP_NEEDED : p->block_size > 0 ? OP_OPTIONAL : OP_REFUSED;
+    r[DR(pe_k)] = r[DR(pe_v)] = linear ? OP_OPTIONAL : OP_REFUSED;
+    r[DR(slots)] = r[DR(positions)] = r[DR(cu)] = OP_NEEDED;
+    r[DR(copies)] = OP_OPTIONAL;
+    step_pool_roles(call, DR(tokens), p->block_size > 0, OP_UPDATED);
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     (void)call;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: the cache's parameters accept NULL",
-                     tensors[tensor].field);
+    const char *why = "without block_size NULL is accepted";
+    if (tensor == DR(pe_k) || tensor == DR(pe_v)) why = "compress linear takes it, else NULL is accepted";
+    if (tensor == DR(k_slc) || tensor == DR(v_slc)) why = "without slc NULL is accepted";
+    if (tensor == DR(k_win) || tensor == DR(v_win) || tensor == DR(win_table))
+        why = "without win NULL is accepted";
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
 }
 
 static quern_status derive(op_call *call)
 {
-    const quern_cache_params *p = cache_params_of(call);
+    const quern_cache_step_params *p = params_of(call);
     const int64_t rows = is_linear(p) ? p->block_size : 1;
     int64_t *s = call->symbol;
-    s[A_T] = cache_call_of(call)->tokens;
-    s[A_HKV] = p->kv_heads;
-    s[A_D] = p->dim;
-    s[A_DV] = p->dim_v;
-    s[A_IN] = rows * p->dim; /* of at most 2^31 rows */
-    s[A_IN_V] = rows * p->dim_v;
-    s[A_L] = p->block_size;
-    return cache_find_like(call, P(k));
-}
-
-/* Rows of a sequence from number `first` on, which are rows of the call's tensors from `row` on. */
-typedef struct row_run {
-    int64_t first, row, count;
-} row_run;
-
-/* The entries that the compress stage computes, from the first to the last that become whole, and their
- * tokens. `most`: the upper bound for so many tokens, at any position. */
-static void span_of(const cache_layout *layout, int64_t tokens, int64_t count, bool most, row_run *span,
-                    row_run *new)
-{
-    const quern_cache_params *p = &layout->params;
-    const int64_t first = cache_entries(layout, tokens), end = cache_entries(layout, tokens + count);
-    const int64_t parts =
-        p->compress == QUERN_NSA_COMPRESS_MEAN && p->stride > 0 ? p->block_size / p->stride : 1;
-    *span = *new = (row_run){0, 0, 0};
-    if (most && p->block_size > 0 && count > 0) {
-        new->count = (count + p->stride - 1) / p->stride;
-        span->count = (new->count + parts - 2) * p->stride + p->block_size;
-        new->count += parts - 1;
-        return;
+    quern_status status = step_derive_rows(call, DR(k));
+    if (status == QUERN_OK && call->given[DR(v)] == NULL)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "v is NULL: a tensor is needed");
+    if (status == QUERN_OK) status = op_check_activation(call, DR(v), 3);
+    if (status != QUERN_OK) return status;
+    s[ST_HKV] = call->given[DR(k)]->shape[1];
+    s[ST_D] = call->given[DR(k)]->shape[2];
+    s[ST_DV] = call->given[DR(v)]->shape[2];
+    if ((status = view_check_head_dim("k", s[ST_D])) != QUERN_OK ||
+        (status = view_check_head_dim("v", s[ST_DV])) != QUERN_OK)
+        return status;
+    s[ST_IN] = rows * s[ST_D]; /* of at most 2^31 rows */
+    s[ST_IN_V] = rows * s[ST_DV];
+    s[ST_L] = p->block_size;
+    s[ST_COPY] = 3;
+    if (op_uses(call, DR(copies))) {
+        if ((status = op_check_kind(call, DR(copies), 2)) != QUERN_OK) return status;
+        s[ST_COPIES] = call->given[DR(copies)]->shape[0];
     }
-    if (first == end) return;
-    const int64_t from = first - first % parts;
-    *new = (row_run){first, 0, end - first};
-    *span = (row_run){from * p->stride, 0, (end - 1 - from) * p->stride + p->block_size};
+    return step_derive(call, DR(slots));
 }
 
-/* Where the spans stand that the compress stage gets. */
-typedef struct span_place {
-    row_run span, new;
-    int64_t i, tokens, entries; /* of the spans before */
-} span_place;
-
-/* From {.i = -1} on, the next sequence of the batch; false past the last, where the sums are the call's. */
-static bool next_span(const cache_call *c, span_place *s)
+/* Copies of a pool's pages. */
+static void add_copies(op_build *b, int32_t pool, int64_t number)
 {
-    const cache_layout *l = &c->cache->layout;
-    const quern_cache_batch *b = &c->batch;
-    if (s->i >= 0) {
-        s->tokens += s->span.count;
-        s->entries += c->most ? s->new.count : cache_entries(l, s->span.count);
-    }
-    if (++s->i >= b->batch) return false;
-    span_of(l, c->cache->sequences[b->sequences[s->i]].tokens, b->counts[s->i], c->most, &s->span, &s->new);
-    s->new.row = s->entries + cache_entries(l, s->span.count) - s->new.count;
-    return true;
-}
-
-static void begin(const op_call *call, const op_frame *frame)
-{
-    const cache_call *c = (const cache_call *)call;
-    span_place s = {.i = -1};
-    cache_write_step(call, frame);
-    if (c->span_tokens == 0) return;
-    int32_t *cu_tokens = op_placed(c->cu_tokens.data, frame),
-            *cu_entries = op_placed(c->cu_entries.data, frame),
-            *from = op_placed(c->span_positions.data, frame), *to = op_placed(c->new_positions.data, frame),
-            *rows = op_placed(c->new_rows.data, frame);
-    while (next_span(c, &s)) {
-        cu_tokens[s.i] = (int32_t)s.tokens;
-        cu_entries[s.i] = (int32_t)s.entries;
-        from[s.i] = (int32_t)s.span.first;
-        to[s.i] = (int32_t)s.new.first;
-        rows[2 * s.i] = (int32_t)s.new.row;
-        rows[2 * s.i + 1] = (int32_t)(s.new.row + s.new.count);
-    }
-    cu_tokens[s.i] = (int32_t)s.tokens;
-    cu_entries[s.i] = (int32_t)s.entries;
-}
-
-/* Copies rows of a step between a kind of the cache and k, v [T, heads, dim]. */
-static void add_copy(op_build *b, cache_kind kind, const stage_step *step, const quern_tensor *k,
-                     const quern_tensor *v, bool from_cache)
-{
-    const cache_call *c = (const cache_call *)b->call;
-    *OP_ADD(b, cache_copy) = (cache_copy_args){
-        .plane = cache_steps_plane(c, kind), .step = *step, .k = *k, .v = *v, .from_cache = from_cache};
+    const quern_tensor pages = op_view(b->call, pool, false);
+    if (pages.ndim > 0 && op_uses(b->call, DR(copies)))
+        *OP_ADD(b, copy_pages) = (copy_pages_args){number, op_view(b->call, DR(copies), false), pages};
 }
 
 /* The pair whose keys are tensor k. */
-static void add_pair(op_build *b, cache_kind kind, const stage_step *step, int32_t k)
+static void add_pair(op_build *b, int32_t pool, int32_t table, const stage_step *step, int32_t k)
 {
     const quern_tensor keys = op_view(b->call, k, true), values = op_view(b->call, k + 1, true);
-    if (keys.ndim > 0) add_copy(b, kind, step, &keys, &values, false);
-}
-
-/* Computes the entries of blocks that become whole. */
-static void add_entries(op_build *b, const stage_step *step)
-{
-    cache_call *c = (cache_call *)b->call;
-    const quern_cache_params *p = &c->cache->layout.params;
-    const int64_t batch = c->batch.batch, more = batch + 1, pairs[] = {batch, 2};
-    const int64_t shapes[][4] = {{1, c->span_tokens, p->kv_heads, p->dim},
-                                 {1, c->span_tokens, p->kv_heads, p->dim_v},
-                                 {1, c->span_entries, p->kv_heads, p->dim},
-                                 {1, c->span_entries, p->kv_heads, p->dim_v}};
-    c->cu_tokens = op_room(b, QUERN_I32, 1, &more);
-    c->cu_entries = op_room(b, QUERN_I32, 1, &more);
-    c->span_positions = op_room(b, QUERN_I32, 1, &batch);
-    c->new_positions = op_room(b, QUERN_I32, 1, &batch);
-    c->new_rows = op_room(b, QUERN_I32, 2, pairs);
-    quern_tensor rows[4];
-    for (int i = 0; i < 4; i++) rows[i] = op_room(b, p->dtype, 4, shapes[i]);
-    const stage_step spans = {step->slots, c->span_positions, view_ranges(&c->cu_tokens)},
-                     news = {step->slots, c->new_positions, c->new_rows};
-    add_copy(b, CACHE_TOKENS, &spans, &rows[0], &rows[1], true);
-    *OP_ADD(b, compress_forward) = (compress_args){.seqs = {.batch = batch,
-                                                            .n_q = c->span_tokens,
-                                                            .n_kv = c->span_entries,
-                                                            .cu_q = c->cu_tokens,
-                                                            .cu_kv = c->cu_entries},
-                                                   .kind = (compress_kind)p->compress,
-                                                   .block_size = p->block_size,
-                                                   .stride = p->stride,
-                                                   .k = rows[0],
-                                                   .v = rows[1],
-                                                   .w_k = op_view(b->call, P(w_k), false),
-                                                   .w_v = op_view(b->call, P(w_v), false),
-                                                   .pe_k = op_view(b->call, P(pe_k), false),
-                                                   .pe_v = op_view(b->call, P(pe_v), false),
-                                                   .k_cmp = rows[2],
-                                                   .v_cmp = rows[3]};
-    add_copy(b, CACHE_ENTRIES, &news, &rows[2], &rows[3], false);
+    if (keys.ndim > 0)
+        *OP_ADD(b, cache_copy) = (cache_copy_args){
+            .plane = step_plane(b, pool, table, pool == DR(win)), .step = *step, .k = keys, .v = values};
 }
 
 static void build(op_build *b)
 {
-    cache_call *c = (cache_call *)b->call;
-    const stage_step step = cache_step(b);
-    span_place s = {.i = -1};
-    while (next_span(c, &s)) continue;
-    c->span_tokens = s.tokens;
-    c->span_entries = s.entries;
-    add_pair(b, CACHE_TOKENS, &step, P(k));
-    add_pair(b, CACHE_SLC, &step, P(k_slc));
-    add_pair(b, CACHE_WIN, &step, P(k_win));
-    if (s.tokens > 0) add_entries(b, &step);
+    const quern_cache_step_params *p = params_of(b->call);
+    const stage_step step = step_of(b, DR(slots));
+    add_copies(b, DR(tokens), QUERN_CACHE_TOKENS);
+    add_copies(b, DR(slc), QUERN_CACHE_TOKENS);
+    add_copies(b, DR(entries), QUERN_CACHE_ENTRIES);
+    add_copies(b, DR(win), QUERN_CACHE_WIN);
+    add_pair(b, DR(tokens), DR(tokens_table), &step, DR(k));
+    add_pair(b, DR(slc), DR(tokens_table), &step, DR(k_slc));
+    add_pair(b, DR(win), DR(win_table), &step, DR(k_win));
+    if (p->block_size == 0) return;
+    *OP_ADD(b, cache_compress) =
+        (cache_compress_args){.tokens = step_plane(b, DR(tokens), DR(tokens_table), false),
+                              .entries = step_plane(b, DR(entries), DR(entries_table), false),
+                              .step = step,
+                              .most = b->call->symbol[ST_T],
+                              .kind = (compress_kind)p->compress,
+                              .block_size = p->block_size,
+                              .stride = p->stride,
+                              .w_k = op_view(b->call, DR(w_k), false),
+                              .w_v = op_view(b->call, DR(w_v), false),
+                              .pe_k = op_view(b->call, DR(pe_k), false),
+                              .pe_v = op_view(b->call, DR(pe_v), false)};
 }
 
-/* The last check of an append makes the sequences own the pages that it writes. */
+/* Copies between pages of the pools. */
+static quern_status check_copies(const op_call *call, void *const *data)
+{
+    const copy_pages_args *args = OP_FIND(call, copy_pages);
+    const int64_t *s = call->symbol,
+                  pages[QUERN_LEDGER_POOLS + 1] = {s[ST_PAGES], s[ST_ENTRY_PAGES], s[ST_WIN_PAGES]};
+    for (int64_t i = 0; args != NULL && i < args->copies.shape[0]; i++) {
+        const int32_t *copy = (const int32_t *)data[DR(copies)] + i * args->copies.strides[0];
+        for (int64_t k = 1; copy[0] >= 0 && copy[0] <= QUERN_CACHE_WIN && k < 3; k++) {
+            const int32_t page = copy[k * args->copies.strides[1]];
+            if (page < 0 || page >= pages[copy[0]])
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "copies[%lld][%lld] is %d: a page of pool %d, 0 to %lld, is accepted",
+                                 (long long)i, (long long)k, page, copy[0], (long long)pages[copy[0]] - 1);
+        }
+    }
+    return QUERN_OK;
+}
+
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const cache_call *c = cache_call_of(call);
-    if (c->span_tokens > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "counts come to %lld tokens with those of their blocks: %d are accepted",
-                         (long long)c->span_tokens, INT32_MAX);
-    const quern_status status = cache_check_data(call, data);
-    return status == QUERN_OK ? cache_claim_pages((quern_cache *)(uintptr_t)c->cache, c) : status;
+    const quern_cache_step_params *p = params_of(call);
+    const cache_copy_args *copy = OP_FIND(call, cache_copy);
+    const cache_compress_args *compress = OP_FIND(call, cache_compress);
+    const step_data s = {call, data, DR(slots), &copy->step, p->block_size, p->stride};
+    quern_status status = step_check(&s);
+    if (status == QUERN_OK) status = step_check_table(&s, &copy->plane, DR(tokens_table), false);
+    if (status == QUERN_OK && compress != NULL)
+        status = step_check_table(&s, &compress->entries, DR(entries_table), true);
+    const op_step *step = op_program_steps(call);
+    for (int32_t i = 0; i < call->program.steps && status == QUERN_OK; i++, step = op_step_next(step)) {
+        const cache_copy_args *args = op_step_args(step);
+        if (step->stage == OP_cache_copy && args->plane.ring > 0)
+            status = step_check_table(&s, &args->plane, DR(win_table), false);
+    }
+    return status == QUERN_OK ? check_copies(call, data) : status;
 }
 
-static const size_t no_params = sizeof no_params;
-static const char *const operations[] = {"cache_append"};
-static const op_family family = {
+static const char *const operations[] = {"cache_append_step"};
+static const op_entry ops[] = {
+    {.name = "cache-append-step",
+     .help = "keys and values of a step into their pages, and the entries of blocks that become whole",
+     .backward = OP_NONE},
+};
+
+const op_family cache_append_family = {
     .operations = operations,
     .operation_count = 1,
+    .first = QUERN_OP_CACHE_APPEND_STEP,
     .tensors = tensors,
     .tensor_count = OP_TENSOR_COUNT(quern_cache_tensors),
     .varlen_by = OP_NONE,
-    .defaults = &no_params,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_CACHE_STEP_PARAMS_INIT",
     .tensors_init = "QUERN_CACHE_TENSORS_INIT",
-    .call_size = offsetof(cache_call, cache),
-    .params_at = offsetof(cache_call, params),
-    .program_at = offsetof(cache_call, program),
+    .symbols = step_symbols,
+    .group = "cache-append-step",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(append_call),
+    .params_at = offsetof(append_call, params),
+    .program_at = offsetof(append_call, program),
+    .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .build = build,
-    .begin = begin,
 };
+
+quern_status quern_cache_append_step_workspace(quern_context *ctx, const quern_cache_step_params *p,
+                                               const quern_cache_tensors *of, size_t *bytes)
+{
+    append_call c;
+    return op_workspace_of(&c.head, &cache_append_family, 0, ctx, p, of, bytes);
+}
+
+quern_status quern_cache_append_step(quern_context *ctx, const quern_exec *exec,
+                                     const quern_cache_step_params *p, const quern_cache_tensors *of,
+                                     void *workspace, size_t workspace_bytes)
+{
+    append_call c;
+    return op_run(&c.head, &cache_append_family, 0, ctx, exec, p, of, workspace, workspace_bytes);
+}
+
+/* ---- of a cache's sequences ---- */
+
+static quern_cache_step_params step_params(const quern_cache *cache)
+{
+    const quern_cache_params *p = &cache->params;
+    quern_cache_step_params s = QUERN_CACHE_STEP_PARAMS_INIT;
+    s.block_size = p->block_size;
+    s.stride = p->stride;
+    s.compress = p->compress;
+    return s;
+}
+
+/* The caller's tensors with those of the step. */
+static quern_status bind(const quern_cache *cache, const quern_cache_tensors *given, const cache_views *v,
+                         quern_cache_tensors *own)
+{
+    *own = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
+    const quern_status status = op_struct(own, given, "tensors", "QUERN_CACHE_TENSORS_INIT");
+    if (status != QUERN_OK) return status;
+    cache_bind(cache, v, &own->slots);
+    own->copies = &v->step.copies;
+    return cache_check_rows(cache, v, own->k, "k");
+}
 
 quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache *cache,
                                           const quern_cache_batch *batch, const quern_cache_tensors *of,
                                           size_t *bytes)
 {
-    cache_call c;
-    const quern_status status = cache_take_batch(&c, cache, batch, true);
-    c.most = true;
-    return status == QUERN_OK ? op_workspace_of(&c.head, &family, 0, ctx, &no_params, of, bytes) : status;
+    quern_cache_tensors t;
+    cache_views v;
+    quern_status status = cache_look(cache, batch, true, false, &v);
+    if (status == QUERN_OK) status = bind(cache, of, &v, &t);
+    if (status != QUERN_OK) return status;
+    const quern_cache_step_params p = step_params(cache);
+    return quern_cache_append_step_workspace(ctx, &p, &t, bytes);
 }
 
 quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quern_cache *cache,
                                 const quern_cache_batch *batch, const quern_cache_tensors *of,
                                 void *workspace, size_t workspace_bytes)
 {
-    cache_call c;
-    quern_status status = cache_take_batch(&c, cache, batch, true);
-    c.most = false;
-    if (status == QUERN_OK)
-        status = op_run(&c.head, &family, 0, ctx, exec, &no_params, of, workspace, workspace_bytes);
+    quern_cache_tensors t;
+    cache_views v;
+    quern_status status = cache_look(cache, batch, true, true, &v);
     if (status != QUERN_OK) return status;
-    for (int64_t i = 0; i < c.batch.batch; i++) {
-        cache_length *s = &cache->sequences[c.batch.sequences[i]];
-        s->tokens += c.batch.counts[i];
-        if (s->tokens > s->most) s->most = s->tokens;
+    if ((status = bind(cache, of, &v, &t)) == QUERN_OK) {
+        const quern_cache_step_params p = step_params(cache);
+        status = quern_cache_append_step(ctx, exec, &p, &t, workspace, workspace_bytes);
     }
-    return QUERN_OK;
+    (void)(status == QUERN_OK ? quern_ledger_commit : quern_ledger_abort)(cache->ledger);
+    return status;
 }

@@ -1,16 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cache.c - caches in the caller's memory: layout, creation, sizes, rollback, reset. */
+/* cache.c - a cache of one layer in the caller's memory: a ledger, pools, and the tensors of their steps. */
 #include "cache/cache.h"
+#include "cache/save.h"
+#include "cache/step.h"
 
 #include "core/arena.h"
 #include "core/error.h"
-#include "core/op.h"
-#include "core/view.h"
 
 #include <string.h>
 
 static const uint64_t cache_magic = 0x65686361436e5551; /* "QUnCache" */
+static const uint64_t saved_magic = 0x717553636e657551; /* "QuencSuq" */
 
 static quern_status check_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
@@ -23,12 +24,8 @@ static quern_status check_range(const char *name, int64_t given, int64_t least, 
 static quern_status check_compression(quern_cache_params *p)
 {
     quern_status status = check_range("block_size", p->block_size, 1, INT32_MAX);
+    if (status == QUERN_OK) status = cache_check_stride("params.", p->block_size, &p->stride);
     if (status != QUERN_OK) return status;
-    if (p->stride == 0) p->stride = p->block_size;
-    if (p->stride < 1 || p->block_size % p->stride != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "params.stride is %lld: a divisor of block_size %lld is accepted",
-                         (long long)p->stride, (long long)p->block_size);
     if (p->compress != QUERN_NSA_COMPRESS_MEAN && p->compress != QUERN_NSA_COMPRESS_LINEAR)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "params.compress is %d: 0 (mean) or 1 (linear) is accepted", (int)p->compress);
@@ -68,50 +65,73 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
     return QUERN_OK;
 }
 
-int64_t cache_entries(const cache_layout *layout, int64_t n)
+/* What follows from the parameters. */
+typedef struct cache_layout {
+    quern_cache_params params; /* resolved */
+    quern_ledger_params ledger;
+    size_t ledger_bytes, block_bytes, memory_bytes, rows_bytes;
+    int64_t pages[CACHE_POOLS], page_elements;
+} cache_layout;
+
+/* Pages of entries that the pages of `tokens` tokens can need, and copies of them. */
+static int64_t entry_pages(const quern_cache_params *p)
 {
-    const quern_cache_params *p = &layout->params;
-    return p->block_size > 0 ? mask_entries(n, p->block_size, p->stride) : 0;
+    const int64_t pages = p->pages / p->stride + 1 + p->sequences + p->sequences / 2;
+    return pages < INT32_MAX ? pages : INT32_MAX;
 }
 
-int64_t cache_blocks(const cache_layout *layout, cache_kind kind, int64_t n)
+static void set_ledger(const quern_cache_params *p, quern_ledger_params *l)
 {
-    const quern_cache_params *p = &layout->params;
-    if ((kind == CACHE_SLC && !p->separate_slc) || (kind == CACHE_WIN && !p->separate_win)) return 0;
-    const int64_t rows = kind == CACHE_ENTRIES ? cache_entries(layout, n) : n;
-    const int64_t blocks = rows / CACHE_BLOCK + (rows % CACHE_BLOCK != 0);
-    return kind == CACHE_WIN && blocks > layout->ring ? layout->ring : blocks;
-}
-
-quern_status cache_layout_of(const quern_cache_params *params, cache_layout *layout)
-{
-    cache_layout l = {.params = QUERN_CACHE_PARAMS_INIT};
-    const quern_status status = check_params(params, &l.params);
-    if (status != QUERN_OK) return status;
-    const quern_cache_params *p = &l.params;
+    *l = (quern_ledger_params)QUERN_LEDGER_PARAMS_INIT;
+    l->sequences = p->sequences;
+    l->capacity = p->capacity;
+    l->rollback = QUERN_CACHE_ROLLBACK_MOST;
+    l->step = p->separate_win ? p->step : 0;
+    l->pools[QUERN_CACHE_TOKENS] =
+        (quern_ledger_pool){QUERN_CACHE_PAGE, p->page != 0 ? p->pages : 0, 1, 1, 0};
+    if (p->block_size > 0)
+        l->pools[QUERN_CACHE_ENTRIES] = (quern_ledger_pool){
+            QUERN_CACHE_PAGE, p->page != 0 ? entry_pages(p) : 0, p->block_size, p->stride, 0};
+    /* The last tokens stay while a step's are written, which may be taken back. */
     if (p->separate_win)
-        l.ring = (p->window + QUERN_CACHE_ROLLBACK_MOST + p->step + CACHE_BLOCK - 1) / CACHE_BLOCK;
-    for (int i = 0; i < CACHE_KINDS; i++) {
-        l.blocks[i] = cache_blocks(&l, (cache_kind)i, p->capacity);
-        l.column[i] = l.columns;
-        l.columns += l.blocks[i];
-    }
-    l.block_bytes = CACHE_BLOCK * (p->dim + p->dim_v) * (int64_t)quern_dtype_size(p->dtype);
-    int64_t blocks = p->pages, bytes, owners, numbers;
-    bool fits = p->page != 0 || !__builtin_mul_overflow(p->sequences, l.columns, &blocks);
-    fits = fits && !__builtin_mul_overflow(blocks, p->kv_heads, &bytes) &&
-           !__builtin_mul_overflow(bytes, l.block_bytes, &bytes);
-    fits = fits && !__builtin_mul_overflow(p->sequences, l.columns, &owners);
-    fits = fits && !__builtin_mul_overflow(p->sequences, (int64_t)sizeof(cache_length), &numbers);
+        l->pools[QUERN_CACHE_WIN] =
+            (quern_ledger_pool){QUERN_CACHE_PAGE, 0, 1, 1, p->window + QUERN_CACHE_ROLLBACK_MOST + p->step};
+}
+
+/* Adds a product to *sum. False if that is too much. */
+static bool add(size_t *sum, int64_t a, int64_t b)
+{
+    int64_t product;
+    return !__builtin_mul_overflow(a, b, &product) && !__builtin_add_overflow(*sum, (size_t)product, sum) &&
+           *sum <= PTRDIFF_MAX;
+}
+
+static quern_status layout_of(const quern_cache_params *given, cache_layout *l)
+{
+    quern_ledger ledger;
+    *l = (cache_layout){.params = QUERN_CACHE_PARAMS_INIT};
+    quern_status status = check_params(given, &l->params);
+    if (status != QUERN_OK) return status;
+    const quern_cache_params *p = &l->params;
+    set_ledger(p, &l->ledger);
+    if ((status = ledger_layout(&l->ledger, &ledger, &l->ledger_bytes)) != QUERN_OK) return status;
+    l->pages[CACHE_TOKENS] = ledger.pool[QUERN_CACHE_TOKENS].params.pages;
+    l->pages[CACHE_SLC] = p->separate_slc ? l->pages[CACHE_TOKENS] : 0;
+    l->pages[CACHE_ENTRIES] = ledger.pool[QUERN_CACHE_ENTRIES].params.pages;
+    l->pages[CACHE_WIN] = ledger.pool[QUERN_CACHE_WIN].params.pages;
+    l->page_elements = CACHE_BLOCK * (p->dim + p->dim_v);
+    const int64_t size = (int64_t)quern_dtype_size(p->dtype) * l->page_elements;
+    bool fits = p->kv_heads <= INT64_MAX / size;
+    for (int i = 0; i < CACHE_POOLS; i++) fits = fits && add(&l->rows_bytes, l->pages[i], p->kv_heads * size);
+    l->block_bytes = ledger_block_bytes(&ledger, p->sequences);
+    l->memory_bytes = sizeof(quern_cache) + 3 * ARENA_ALIGN;
+    fits = fits && add(&l->memory_bytes, 1, (int64_t)l->ledger_bytes) &&
+           add(&l->memory_bytes, 1, (int64_t)l->block_bytes);
     if (!fits)
         return error_set(
             QUERN_ERR_INVALID_ARGUMENT,
             "params: %lld sequences of %lld tokens, %lld heads: fewer than 2^63 bytes are accepted",
             (long long)p->sequences, (long long)p->capacity, (long long)p->kv_heads);
-    l.rows_bytes = (size_t)bytes;
-    l.memory_bytes = sizeof(quern_cache) + (size_t)numbers +
-                     (p->page != 0 ? 2 * (size_t)p->pages * sizeof(int64_t) : 0) + ARENA_ALIGN - 1;
-    *layout = l;
     return QUERN_OK;
 }
 
@@ -125,10 +145,20 @@ quern_status cache_check(const quern_cache *cache)
     return QUERN_OK;
 }
 
+quern_status quern_cache_ledger_params(const quern_cache_params *params, quern_ledger_params *ledger)
+{
+    cache_layout l;
+    quern_ledger_params known = QUERN_LEDGER_PARAMS_INIT;
+    quern_status status = layout_of(params, &l);
+    if (status == QUERN_OK) status = op_struct(&known, ledger, "ledger", "QUERN_LEDGER_PARAMS_INIT");
+    if (status == QUERN_OK) op_struct_give(ledger, &l.ledger);
+    return status;
+}
+
 quern_status quern_cache_size(const quern_cache_params *params, size_t *memory_bytes, size_t *rows_bytes)
 {
     cache_layout layout;
-    const quern_status status = cache_layout_of(params, &layout);
+    const quern_status status = layout_of(params, &layout);
     if (status != QUERN_OK) return status;
     if (memory_bytes == NULL || rows_bytes == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a place for the size is needed",
@@ -142,7 +172,7 @@ quern_status quern_cache_create(const quern_cache_params *params, void *memory, 
                                 void *rows, size_t rows_bytes, quern_cache **cache)
 {
     cache_layout layout;
-    const quern_status status = cache_layout_of(params, &layout);
+    const quern_status status = layout_of(params, &layout);
     if (status != QUERN_OK) return status;
     if (cache == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: a place for the cache is needed");
@@ -164,41 +194,34 @@ quern_status quern_cache_create(const quern_cache_params *params, void *memory, 
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "rows is %p: a multiple of the element's %zu bytes is accepted", rows,
                          quern_dtype_size(layout.params.dtype));
-    quern_cache *c = (quern_cache *)(void *)arena_on(memory).base;
-    *c = (quern_cache){.magic = cache_magic, .layout = layout, .rows = rows};
-    c->sequences = (cache_length *)(c + 1);
-    c->owner = (int64_t *)(c->sequences + layout.params.sequences);
-    memset(c->sequences, 0, (size_t)layout.params.sequences * sizeof *c->sequences);
-    if (layout.params.page != 0) c->claim = c->owner + layout.params.pages;
-    for (int64_t i = 0; layout.params.page != 0 && i < layout.params.pages; i++)
-        c->owner[i] = c->claim[i] = -1;
+    arena a = arena_on(memory);
+    quern_cache *c = arena_take(&a, sizeof *c);
+    void *books = arena_take(&a, layout.ledger_bytes);
+    *c = (quern_cache){.magic = cache_magic, .params = layout.params, .block_bytes = layout.block_bytes};
+    c->block = arena_take(&a, layout.block_bytes);
+    char *at = rows;
+    for (int i = 0; i < CACHE_POOLS; i++) {
+        const int64_t shape[] = {layout.pages[i], layout.params.kv_heads, layout.page_elements};
+        if (i == CACHE_SLC       ? !layout.params.separate_slc
+            : i == CACHE_ENTRIES ? layout.params.block_size == 0
+                                 : i == CACHE_WIN && !layout.params.separate_win)
+            continue;
+        c->pool[i] = quern_tensor_contiguous(at, layout.params.dtype, 3, shape);
+        at += (size_t)view_elements(&c->pool[i]) * quern_dtype_size(layout.params.dtype);
+    }
     *cache = c;
-    return QUERN_OK;
-}
-
-quern_status cache_check_sequence(const quern_cache *cache, int64_t sequence, const char *name)
-{
-    const quern_status status = cache_check(cache);
-    if (status != QUERN_OK) return status;
-    if (sequence >= 0 && sequence < cache->layout.params.sequences) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: 0 to %lld is accepted", name,
-                     (long long)sequence, (long long)cache->layout.params.sequences - 1);
-}
-
-quern_status cache_check_table_given(const quern_cache *cache, const int32_t *table)
-{
-    const bool paged = cache->layout.params.page != 0;
-    if ((table != NULL) == paged) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "table is %s: %s", table != NULL ? "given" : "NULL",
-                     paged ? "a paged cache needs one" : "a contiguous cache takes none");
+    return ledger_create_at(&layout.ledger, books, &c->ledger);
 }
 
 quern_status quern_cache_length(const quern_cache *cache, int64_t sequence, int64_t *tokens, int64_t *entries)
 {
-    const quern_status status = cache_check_sequence(cache, sequence, "sequence");
+    int64_t n = 0;
+    quern_status status = cache_check(cache);
+    if (status == QUERN_OK) status = quern_ledger_length(cache->ledger, sequence, &n, NULL);
     if (status != QUERN_OK) return status;
-    if (tokens != NULL) *tokens = cache->sequences[sequence].tokens;
-    if (entries != NULL) *entries = cache_entries(&cache->layout, cache->sequences[sequence].tokens);
+    const quern_cache_params *p = &cache->params;
+    if (tokens != NULL) *tokens = n;
+    if (entries != NULL) *entries = p->block_size > 0 ? mask_entries(n, p->block_size, p->stride) : 0;
     return QUERN_OK;
 }
 
@@ -208,99 +231,197 @@ quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes)
     if (status != QUERN_OK) return status;
     if (bytes == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    const cache_layout *l = &cache->layout;
+    const quern_cache_params *p = &cache->params;
     int64_t rows = 0;
-    for (int64_t s = 0; s < l->params.sequences; s++) {
-        const int64_t n = cache->sequences[s].tokens, entries = cache_entries(l, n),
-                      ring = l->ring * CACHE_BLOCK;
-        const int64_t held[CACHE_KINDS] = {n, entries, l->params.separate_slc ? n : 0,
-                                           l->params.separate_win ? (n < ring ? n : ring) : 0};
-        for (int i = 0; i < CACHE_KINDS; i++)
-            rows += l->params.page != 0 ? cache_blocks(l, (cache_kind)i, n) * CACHE_BLOCK : held[i];
-    }
-    *bytes = rows * l->params.kv_heads * (l->block_bytes / CACHE_BLOCK);
+    for (int64_t s = 0; s < p->sequences; s++)
+        for (int i = 0; i <= QUERN_CACHE_WIN; i++) {
+            const ledger_pool *pool = &cache->ledger->pool[i];
+            const int64_t pages = ledger_pages(pool, cache->ledger->sequences[s].tokens) * QUERN_CACHE_PAGE,
+                          all = ledger_rows(pool, cache->ledger->sequences[s].tokens),
+                          held = p->page != 0 || pages < all ? pages : all;
+            if (pool->params.page > 0) rows += i == QUERN_CACHE_TOKENS && p->separate_slc ? 2 * held : held;
+        }
+    *bytes = rows * p->kv_heads * (p->dim + p->dim_v) * (int64_t)quern_dtype_size(p->dtype);
     return QUERN_OK;
 }
 
 quern_status quern_cache_rollback(quern_cache *cache, int64_t sequence, int64_t n)
 {
-    const quern_status status = cache_check_sequence(cache, sequence, "sequence");
-    if (status != QUERN_OK) return status;
-    const cache_layout *l = &cache->layout;
-    cache_length *s = &cache->sequences[sequence];
-    int64_t most = s->tokens < QUERN_CACHE_ROLLBACK_MOST ? s->tokens : QUERN_CACHE_ROLLBACK_MOST;
-    const int64_t room = s->tokens - (s->most - QUERN_CACHE_ROLLBACK_MOST);
-    if (l->params.separate_win && room < most) most = room;
-    if (n < 0 || n > most)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "n is %lld: 0 to %lld of sequence %lld's %lld tokens are accepted", (long long)n,
-                         (long long)most, (long long)sequence, (long long)s->tokens);
-    s->tokens -= n;
-    return QUERN_OK;
+    const quern_status status = cache_check(cache);
+    return status == QUERN_OK ? quern_ledger_rollback(cache->ledger, sequence, n) : status;
 }
 
 quern_status quern_cache_reset(quern_cache *cache, int64_t sequence)
 {
-    const quern_status status = cache_check_sequence(cache, sequence, "sequence");
-    if (status != QUERN_OK) return status;
-    cache->sequences[sequence] = (cache_length){0, 0};
-    return QUERN_OK;
+    const quern_status status = cache_check(cache);
+    return status == QUERN_OK ? quern_ledger_reset(cache->ledger, sequence) : status;
 }
 
-cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int32_t *table)
+quern_status quern_cache_fork(quern_cache *cache, int64_t from, int64_t to)
 {
-    const cache_layout *l = &cache->layout;
-    const quern_cache_params *p = &l->params;
-    const int64_t block = CACHE_BLOCK * (p->dim + p->dim_v), size = (int64_t)quern_dtype_size(p->dtype),
-                  pool[] = {p->pages, p->kv_heads, block},
-                  rows[] = {p->sequences, p->kv_heads, l->blocks[kind], block},
-                  columns[] = {p->sequences, l->blocks[kind]};
-    cache_plane plane = {.dim = p->dim, .dim_v = p->dim_v, .ring = kind == CACHE_WIN ? l->ring : 0};
-    if (p->page != 0) {
-        plane.blocks = quern_tensor_contiguous(cache->rows, p->dtype, 3, pool);
-        plane.table =
-            quern_tensor_contiguous((int32_t *)(uintptr_t)(table + l->column[kind]), QUERN_I32, 2, columns);
-        plane.table.strides[0] = l->columns;
-        return plane;
+    const quern_status status = cache_check(cache);
+    return status == QUERN_OK ? quern_ledger_fork(cache->ledger, from, to) : status;
+}
+
+/* ---- the tensors of a call ---- */
+
+quern_status cache_look(const quern_cache *cache, const quern_cache_batch *given, bool appends, bool now,
+                        cache_views *v)
+{
+    v->batch = (quern_cache_batch)QUERN_CACHE_BATCH_INIT;
+    v->step = (quern_step)QUERN_STEP_INIT;
+    v->tokens = 0;
+    const quern_cache_batch *b = &v->batch;
+    quern_status status = cache_check(cache);
+    if (status == QUERN_OK) status = op_struct(&v->batch, given, "batch", "QUERN_CACHE_BATCH_INIT");
+    if (status == QUERN_OK)
+        status = quern_ledger_step(cache->ledger, b->batch, cache->block, QUERN_CPU, 0, &v->step);
+    if (status != QUERN_OK) return status;
+    if (!now) status = ledger_check_members(cache->ledger, b->sequences, b->counts, b->batch, !appends);
+    else if (appends)
+        status = quern_ledger_begin(cache->ledger, b->sequences, b->counts, b->batch, cache->block,
+                                    cache->block_bytes);
+    else
+        status = quern_ledger_newest(cache->ledger, b->sequences, b->counts, b->batch, cache->block,
+                                     cache->block_bytes);
+    for (int64_t i = 0; status == QUERN_OK && i < b->batch; i++) v->tokens += b->counts[i];
+    return status;
+}
+
+void cache_bind(const quern_cache *cache, const cache_views *v, const quern_tensor **slots)
+{
+    const bool entries = cache->params.block_size > 0, win = cache->params.separate_win;
+    slots[STEP_SLOTS] = &v->step.slots;
+    slots[STEP_POSITIONS] = &v->step.positions;
+    slots[STEP_CU] = &v->step.cu;
+    slots[STEP_TOKENS] = &cache->pool[CACHE_TOKENS];
+    slots[STEP_TOKENS_TABLE] = &v->step.tables[QUERN_CACHE_TOKENS];
+    slots[STEP_SLC] = cache->params.separate_slc ? &cache->pool[CACHE_SLC] : NULL;
+    slots[STEP_ENTRIES] = entries ? &cache->pool[CACHE_ENTRIES] : NULL;
+    slots[STEP_ENTRIES_TABLE] = entries ? &v->step.tables[QUERN_CACHE_ENTRIES] : NULL;
+    slots[STEP_WIN] = win ? &cache->pool[CACHE_WIN] : NULL;
+    slots[STEP_WIN_TABLE] = win ? &v->step.tables[QUERN_CACHE_WIN] : NULL;
+}
+
+quern_status cache_check_rows(const quern_cache *cache, const cache_views *v, const quern_tensor *rows,
+                              const char *name)
+{
+    const quern_cache_params *p = &cache->params;
+    if (rows == NULL) return QUERN_OK; /* the operation says so */
+    if (rows->device != QUERN_CPU)
+        return error_set(QUERN_ERR_UNSUPPORTED, "%s is on device %d: the cpu keeps caches", name,
+                         (int)rows->device);
+    const quern_tensor like = {.dtype = p->dtype};
+    const int64_t shape[] = {v->tokens, name[0] == 'k' ? p->kv_heads : rows->shape[1], p->dim};
+    const view_want want = {name, view_dtype_bit(like.dtype), 3, shape, false, false};
+    view_span span;
+    return view_check_one(&want, rows, &like, &span);
+}
+
+quern_status cache_bind_decode(const quern_cache *cache, const quern_cache_batch *batch, bool now,
+                               const quern_decode_tensors *given, cache_views *v, quern_decode_tensors *own)
+{
+    *own = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
+    quern_status status = cache_look(cache, batch, false, now, v);
+    if (status == QUERN_OK) status = op_struct(own, given, "tensors", "QUERN_DECODE_TENSORS_INIT");
+    if (status == QUERN_OK) status = view_check_order(own->q, own->o);
+    if (status == QUERN_OK) status = cache_check_rows(cache, v, own->q, "q");
+    if (status == QUERN_OK) cache_bind(cache, v, &own->slots);
+    return status;
+}
+
+/* ---- saved sequences ---- */
+
+static saved_kind kind_of(const quern_cache *cache)
+{
+    static const char *const names[] = {"dtype",        "kv_heads", "dim",      "dim_v",
+                                        "block_size",   "stride",   "compress", "separate_slc",
+                                        "separate_win", "window",   "step",     NULL};
+    const quern_cache_params *p = &cache->params;
+    return (saved_kind){.magic = saved_magic,
+                        .capacity = p->capacity,
+                        .rollback = QUERN_CACHE_ROLLBACK_MOST,
+                        .names = names,
+                        .field = {p->dtype, p->kv_heads, p->dim, p->dim_v, p->block_size, p->stride,
+                                  p->compress, p->separate_slc, p->separate_win,
+                                  p->separate_win ? p->window : 0, p->separate_win ? p->step : 0}};
+}
+
+/* The call that packs a sequence of so many tokens. */
+typedef struct pack {
+    quern_cache_pack_params params;
+    quern_tensor tables[QUERN_CACHE_WIN + 1], packed;
+    quern_cache_pack_tensors tensors;
+    size_t bytes; /* with the header */
+} pack;
+
+static void set_pack(const quern_cache *cache, int64_t sequence, int64_t tokens, void *at, pack *p)
+{
+    const quern_cache_params *has = &cache->params;
+    int64_t rows = 0;
+    *p = (pack){.params = QUERN_CACHE_PACK_PARAMS_INIT, .tensors = QUERN_CACHE_PACK_TENSORS_INIT};
+    p->params.tokens = tokens;
+    p->params.dim = has->dim;
+    p->params.block_size = has->block_size;
+    p->params.stride = has->stride;
+    for (int i = 0; i <= QUERN_CACHE_WIN; i++) {
+        const ledger_pool *pool = &cache->ledger->pool[i];
+        const int64_t all = ledger_rows(pool, tokens), room = pool->columns * QUERN_CACHE_PAGE;
+        p->tables[i] =
+            quern_tensor_contiguous(ledger_row(cache->ledger, sequence, i), QUERN_I32, 1, &pool->columns);
+        rows += (all < room ? all : room) * (i == QUERN_CACHE_TOKENS && has->separate_slc ? 2 : 1);
     }
-    plane.blocks = quern_tensor_contiguous(cache->rows + l->column[kind] * p->kv_heads * block * size,
-                                           p->dtype, 4, rows);
-    plane.blocks.strides[0] = l->columns * p->kv_heads * block;
-    return plane;
+    const int64_t bytes =
+        rows * has->kv_heads * (has->dim + has->dim_v) * (int64_t)quern_dtype_size(has->dtype);
+    p->bytes = sizeof(saved_header) + (size_t)bytes;
+    p->packed = quern_tensor_contiguous(at, QUERN_U8, 1, &bytes);
+    p->tensors.tokens = &cache->pool[CACHE_TOKENS];
+    p->tensors.tokens_table = &p->tables[QUERN_CACHE_TOKENS];
+    if (has->separate_slc) p->tensors.slc = &cache->pool[CACHE_SLC];
+    if (has->block_size > 0) {
+        p->tensors.entries = &cache->pool[CACHE_ENTRIES];
+        p->tensors.entries_table = &p->tables[QUERN_CACHE_ENTRIES];
+    }
+    if (has->separate_win) {
+        p->tensors.win = &cache->pool[CACHE_WIN];
+        p->tensors.win_table = &p->tables[QUERN_CACHE_WIN];
+    }
+    p->tensors.packed = &p->packed;
 }
 
-quern_status quern_cache_columns_of(const quern_cache_params *params, quern_cache_columns *columns)
+quern_status quern_cache_save(quern_context *ctx, const quern_cache *cache, int64_t sequence, void *to,
+                              size_t *bytes)
 {
-    cache_layout l;
-    quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
-    quern_status status = cache_layout_of(params, &l);
-    if (status == QUERN_OK) status = op_struct(&c, columns, "columns", "QUERN_CACHE_COLUMNS_INIT");
+    pack p;
+    int64_t tokens, held;
+    quern_status status = cache_check(cache);
+    if (status == QUERN_OK) status = quern_ledger_length(cache->ledger, sequence, &tokens, &held);
     if (status != QUERN_OK) return status;
-    c.tokens = l.column[CACHE_TOKENS];
-    c.entries = l.column[CACHE_ENTRIES];
-    c.slc = l.column[CACHE_SLC];
-    c.win = l.column[CACHE_WIN];
-    c.columns = l.columns;
-    op_struct_give(columns, &c);
+    set_pack(cache, sequence, tokens, to != NULL ? (char *)to + sizeof(saved_header) : NULL, &p);
+    if ((status = saved_room(to, bytes, p.bytes)) != QUERN_OK) return status;
+    if (to != NULL) {
+        if ((status = quern_cache_pack(ctx, NULL, &p.params, &p.tensors, NULL, 0)) != QUERN_OK) return status;
+        const saved_kind kind = kind_of(cache);
+        saved_write(&kind, tokens, held, to, p.bytes);
+    }
+    *bytes = p.bytes;
     return QUERN_OK;
 }
 
-quern_status quern_cache_pages_of(const quern_cache_params *params, int64_t tokens,
-                                  quern_cache_columns *pages)
+quern_status quern_cache_restore(quern_context *ctx, quern_cache *cache, int64_t sequence, const void *from,
+                                 size_t from_bytes)
 {
-    cache_layout l;
-    quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
-    quern_status status = cache_layout_of(params, &l);
-    if (status == QUERN_OK) status = op_struct(&c, pages, "pages", "QUERN_CACHE_COLUMNS_INIT");
+    pack p;
+    saved_header h;
+    quern_status status = cache_check(cache);
+    if (status == QUERN_OK) status = quern_ledger_length(cache->ledger, sequence, NULL, NULL);
     if (status != QUERN_OK) return status;
-    if (tokens < 0 || tokens > l.params.capacity)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is %lld: 0 to the capacity %lld is accepted",
-                         (long long)tokens, (long long)l.params.capacity);
-    c.tokens = cache_blocks(&l, CACHE_TOKENS, tokens);
-    c.entries = cache_blocks(&l, CACHE_ENTRIES, tokens);
-    c.slc = cache_blocks(&l, CACHE_SLC, tokens);
-    c.win = cache_blocks(&l, CACHE_WIN, tokens);
-    c.columns = c.tokens + c.entries + c.slc + c.win;
-    op_struct_give(pages, &c);
-    return QUERN_OK;
+    const saved_kind kind = kind_of(cache);
+    if ((status = saved_read(&kind, from, from_bytes, &h)) != QUERN_OK) return status;
+    set_pack(cache, sequence, h.tokens, (char *)(uintptr_t)from + sizeof h, &p);
+    if ((status = saved_check(&h, from, from_bytes, p.bytes)) != QUERN_OK) return status;
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if ((status = ledger_assign(cache->ledger, sequence, h.tokens, h.held)) != QUERN_OK) return status;
+    return quern_cache_unpack(ctx, NULL, &p.params, &p.tensors, NULL, 0);
 }

@@ -96,10 +96,10 @@ static inline int64_t i32_at(const quern_tensor *t, int64_t i, int64_t otherwise
     return is_present(t) ? ((const int32_t *)t->data)[i * t->strides[0]] : otherwise;
 }
 
-/* Sequence b of a step: number `sequence` of the cache, whose rows from `first` on are the `count` rows from
- * `row` on of the call. */
+/* Sequence b of a step: its state is in `slot`, its rows from `first` on are the `count` rows from `row` on
+ * of the call. */
 typedef struct step_run {
-    int64_t sequence, first, row, count;
+    int64_t b, slot, first, row, count;
 } step_run;
 
 /* Element i of a vector of i32 or i64. */
@@ -112,8 +112,8 @@ static inline int64_t index_at(const quern_tensor *t, int64_t i)
 static inline step_run step_run_at(const stage_step *s, int64_t b)
 {
     const int32_t *rows = (const int32_t *)s->rows.data + b * s->rows.strides[0];
-    const int64_t sequence = index_at(&s->slots, b), first = index_at(&s->positions, b);
-    return (step_run){sequence, first, rows[0], sequence >= 0 ? rows[1] - rows[0] : 0};
+    const int64_t slot = index_at(&s->slots, b), first = index_at(&s->positions, b);
+    return (step_run){b, slot, first, rows[0], slot >= 0 ? rows[s->rows.strides[1]] - rows[0] : 0};
 }
 
 /* Whether a row of n elements can take non-temporal stores: it fills lines of 64 bytes. */

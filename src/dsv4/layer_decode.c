@@ -87,17 +87,21 @@ static quern_tensor states_of(const op_build *b, int which)
     return t;
 }
 
-/* The memory of what the books say. */
+/* Entries that so many tokens of the call's sequences complete, at most, wherever these stand. */
+static int64_t entries_most(const op_build *b)
+{
+    const int64_t ratio = cache_of(b)->params.ratio;
+    return ratio > 0 ? b->call->symbol[LS_T] / ratio + layer_batch_of(b->call)->batch : 0;
+}
+
+/* The memory of what the books say, which does not depend on what these hold. */
 static layer_step *take_step(op_build *b)
 {
     const layer_batch *d = layer_batch_of(b->call);
     layer_step *s = &((layer_decode_call *)b->call)->step;
-    turn t = {.b = -1};
-    int64_t most = 1;
-    while (next_turn(b->call, &t))
-        if (t.entries + t.made > most) most = t.entries + t.made;
-    const int64_t page = page_of(d->cache), batch = d->batch, more = batch + 1, runs[] = {batch, 3},
-                  columns[] = {batch, (most + page - 1) / page};
+    const int64_t batch = d->batch, more = batch + 1, runs[] = {batch, 3}, tokens = b->call->symbol[LS_T],
+                  entries = entries_most(b),
+                  columns[] = {batch, d->cache->columns > 1 ? d->cache->columns : 1};
     quern_tensor *const longs[] = {&s->slots, &s->copies},
                         *const ints[] = {&s->positions, &s->merged[0], &s->merged[1]},
                         *const ends[] = {&s->cu, &s->cu_raw},
@@ -106,9 +110,9 @@ static layer_step *take_step(op_build *b)
     for (int i = 0; i < 3; i++) *ints[i] = op_room(b, QUERN_I32, 1, &batch);
     for (int i = 0; i < 2; i++) *ends[i] = op_room(b, QUERN_I32, 1, &more);
     for (int i = 0; i < 4; i++) *copies[i] = op_room(b, QUERN_I64, 2, runs);
-    s->at = op_room(b, QUERN_I32, 1, &t.row);
-    s->raw_slots = op_room(b, QUERN_I64, 1, &t.row);
-    s->entry_slots = op_room(b, QUERN_I64, 1, &t.entry);
+    s->at = op_room(b, QUERN_I32, 1, &tokens);
+    s->raw_slots = op_room(b, QUERN_I64, 1, &tokens);
+    s->entry_slots = op_room(b, QUERN_I64, 1, &entries);
     s->table = op_room(b, QUERN_I32, 2, columns);
     return s;
 }
@@ -126,11 +130,9 @@ static void write_rows(const layer_step *s, const turn *t, const quern_dsv4_laye
 {
     int32_t *at = op_placed(s->at.data, frame), *table = op_placed(s->table.data, frame);
     int64_t *raw = op_placed(s->raw_slots.data, frame), *entry = op_placed(s->entry_slots.data, frame);
-    const int64_t page = page_of(c), columns = s->table.shape[1];
-    for (int64_t i = 0; i < columns; i++)
-        table[t->b * columns + i] = c->params.page == 0 ? (int32_t)t->id
-                                    : i < c->columns    ? c->table[t->id * c->columns + i]
-                                                        : 0;
+    const int64_t page = page_of(c), columns = s->table.shape[1], pages = c->sequence[t->id].pages;
+    if (c->params.page == 0) table[t->b] = (int32_t)t->id;
+    for (int64_t i = 0; i < pages; i++) table[t->b * columns + i] = c->table[t->id * c->columns + i];
     for (int64_t i = 0; i < t->count; i++) {
         at[t->row + i] = (int32_t)(t->position + i);
         raw[t->row + i] = t->raw_row + t->raw + i;
@@ -168,6 +170,8 @@ void layer_begin_decode(const op_call *call, const op_frame *frame)
     }
     cu[t.b] = (int32_t)t.row;
     cu_raw[t.b] = (int32_t)t.raw_row;
+    int64_t *entry = op_placed(s->entry_slots.data, frame);
+    for (int64_t i = t.entry; i < s->entry_slots.shape[0]; i++) entry[i] = -1;
 }
 
 static void copy_runs(op_build *b, const quern_tensor *runs, const quern_tensor *x, const quern_tensor *out)
@@ -203,7 +207,7 @@ static compressor append(op_build *b, const layer_step *s, const quern_tensor *p
     const quern_tensor bias = layer_view(b, first), cache = area_of(b, area);
     compressor x = {.which = which, .states = states_of(b, which)};
     if (proj->ndim == 0) return x;
-    x.made = op_matrix(b, QUERN_F32, b->call->symbol[LS_S], c->plane[area].width);
+    x.made = op_matrix(b, QUERN_F32, entries_most(b), c->plane[area].width);
     if (c->params.format != QUERN_DSV4_ROWS || c->params.key_format != QUERN_DSV4_ROWS) {
         x.copies = op_matrix(b, QUERN_F32, layer_batch_of(b->call)->batch, x.states.shape[1]);
         copy_runs(b, &s->copied, &x.states, &x.copies);
@@ -291,10 +295,9 @@ void layer_build_decode(op_build *b)
     const layer_step *s = take_step(b);
     const layer_plane *plane = &cache_of(b)->plane[LAYER_RAW];
     const int64_t *symbol = b->call->symbol;
-    turn t = {.b = -1};
-    while (next_turn(b->call, &t)) continue;
+    const int64_t rows = symbol[LS_T] + layer_batch_of(b->call)->batch * cache_of(b)->kept;
     const quern_tensor area = area_of(b, LAYER_RAW), kv = op_matrix(b, QUERN_F32, symbol[LS_T], symbol[LS_D]),
-                       raw = op_matrix(b, plane->dtype, t.raw_row, plane->columns);
+                       raw = op_matrix(b, plane->dtype, rows, plane->columns);
     quern_tensor cached;
     (void)view_flatten(&area, &cached); /* it is contiguous */
     layer_rotate(b, &parts.kv_in, &kv, 1, 1, &s->at, true, DL(kv_norm));
@@ -307,8 +310,10 @@ void layer_build_decode(op_build *b)
                        groups = layer_heads(&o_a_out, 1, symbol[LS_G]);
     op_give(b, DL(q_residual), &parts.residual);
     give_rows(b, DL(kv_rows), &kv);
-    give_rows(b, DL(compressed), &main.made);
-    give_rows(b, DL(idx_k), &index.made);
+    const quern_tensor entries = layer_rows(&main.made, 0, symbol[LS_S]),
+                       keys = layer_rows(&index.made, 0, symbol[LS_S]);
+    give_rows(b, DL(compressed), &entries);
+    give_rows(b, DL(idx_k), &keys);
     op_give(b, DL(core_irope), &by_head);
     op_give(b, DL(o_a_out), &groups);
     copy_runs(b, &s->kept, &raw, &cached);

@@ -1,12 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * decode.c - native sparse attention of the newest tokens over a cache: checks, then the nsa_decode stage.
+ * decode.c - native sparse attention of a step's tokens over their sequences' pages: checks, then the
+ * nsa_decode stage.
  *
  * The selection's own check (params.c) decides which parameters are legal. It runs on a call of the
- * selection's shapes: one sequence as long as the cache's capacity.
+ * selection's shapes: one sequence as long as the tables' columns.
  */
 #include "cache/cache.h"
+#include "cache/step.h"
 #include "nsa/call.h"
 
 #include "core/error.h"
@@ -18,9 +20,15 @@ static quern_status accepts(const char *what, const char *accepted)
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: a decoding call accepts %s", what, accepted);
 }
 
+typedef struct decode_call {
+    op_call head;
+    quern_nsa_params params;
+    _Alignas(op_step) char program[OP_STEP_BYTES(nsa_decode)];
+} decode_call;
+
 static quern_nsa_params *params_of(const op_call *call)
 {
-    return &((cache_call *)(uintptr_t)call)->params.sparse;
+    return &((decode_call *)(uintptr_t)call)->params;
 }
 
 /* What a decoding call takes of what NSA has. */
@@ -45,24 +53,6 @@ static quern_status check_params(op_call *call)
     return QUERN_OK;
 }
 
-/* Checks that the cache holds what the parameters ask for. */
-static quern_status check_cache(const quern_cache_params *has, const quern_nsa_params *p)
-{
-    if (has->block_size != p->block_size || has->stride != p->stride)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
-                         (long long)p->block_size, (long long)p->stride, (long long)has->block_size,
-                         (long long)has->stride);
-    if (has->compress != p->compress)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is %d: that of the cache, %d, is accepted",
-                         (int)p->compress, (int)has->compress);
-    if (has->separate_win && p->window > has->window)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "window is %lld: at most that of the cache's ring, %lld, is accepted",
-                         (long long)p->window, (long long)has->window);
-    return QUERN_OK;
-}
-
 static void roles(op_call *call)
 {
     const quern_nsa_params *p = params_of(call);
@@ -74,32 +64,41 @@ static void roles(op_call *call)
     r[DD(w_gate)] = p->gate == QUERN_NSA_GATE_WEIGHTS ? OP_NEEDED : OP_REFUSED;
     r[DD(gates)] = given ? OP_NEEDED : OP_OPTIONAL_RESULT;
     r[DD(block_idx)] = r[DD(block_count)] = slc ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    r[DD(slots)] = r[DD(positions)] = r[DD(cu)] = OP_NEEDED;
+    step_pool_roles(call, DD(tokens), true, OP_NEEDED);
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *why = "without the selected branch NULL is accepted";
     if (tensor == DD(lse) || tensor == DD(sink)) why = "sparse attention accepts NULL";
+    if (tensor == DD(win_table)) why = "without win NULL is accepted";
     if (tensor == DD(w_gate)) why = "gate weights takes it, else NULL is accepted";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", call->family->tensors[tensor].field, why);
+}
+
+/* Tokens of a sequence, at most: a table may have more columns than there can be tokens. */
+static int64_t capacity_of(const op_call *call)
+{
+    const int64_t columns = call->symbol[ST_COLUMNS];
+    return columns < INT32_MAX / CACHE_BLOCK ? columns * CACHE_BLOCK : INT32_MAX;
 }
 
 /* Checks the parameters by the selection's own rules, on a call of its shapes; resolves defaults. */
 static quern_status derive(op_call *call)
 {
-    quern_status status = cache_derive_decode(call);
+    quern_status status = step_derive_decode(call);
     if (status != QUERN_OK) return status;
-    const quern_cache_params *has = cache_params_of(call);
     quern_nsa_params *p = params_of(call), chosen = *p;
     int64_t *s = call->symbol;
-    s[DECODE_HS] = quern_nsa_list_heads(p, s[DECODE_H], has->kv_heads);
-    s[DECODE_K] = p->num_selected;
-    const int64_t q_shape[] = {1, has->capacity, s[DECODE_H], has->dim},
-                  entries = quern_nsa_entries(p, has->capacity),
-                  key_shape[] = {1, entries > 0 ? entries : 0, has->kv_heads, has->dim},
-                  idx_shape[] = {1, s[DECODE_HS], has->capacity, s[DECODE_K]};
-    const quern_tensor q = quern_tensor_contiguous(NULL, has->dtype, 4, q_shape),
-                       k = quern_tensor_contiguous(NULL, has->dtype, 4, key_shape);
+    const int64_t capacity = capacity_of(call);
+    s[ST_HS] = quern_nsa_list_heads(p, s[ST_H], s[ST_HKV]);
+    s[ST_K] = p->num_selected;
+    const int64_t q_shape[] = {1, capacity, s[ST_H], s[ST_D]}, entries = quern_nsa_entries(p, capacity),
+                  key_shape[] = {1, entries > 0 ? entries : 0, s[ST_HKV], s[ST_D]},
+                  idx_shape[] = {1, s[ST_HS], capacity, s[ST_K]};
+    const quern_tensor q = quern_tensor_contiguous(NULL, call->like.dtype, 4, q_shape),
+                       k = quern_tensor_contiguous(NULL, call->like.dtype, 4, key_shape);
     const quern_tensor idx = quern_tensor_contiguous(NULL, QUERN_I32, 4, idx_shape),
                        count = quern_tensor_contiguous(NULL, QUERN_I32, 3, idx_shape);
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
@@ -118,23 +117,26 @@ static quern_status derive(op_call *call)
     if (status != QUERN_OK) return status;
     p->stride = select.params.stride;
     p->select_block = select.params.select_block;
-    if (p->scale == 0.0f) p->scale = 1.0f / sqrtf((float)has->dim);
-    return check_cache(has, p);
+    if (p->scale == 0.0f) p->scale = 1.0f / sqrtf((float)s[ST_D]);
+    const int64_t ring = s[ST_WIN_COLUMNS] * CACHE_BLOCK;
+    if (op_uses(call, DD(win)) && s[ST_WIN_COLUMNS] < s[ST_COLUMNS] && p->window > ring)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "window is %lld: at most that of the cache's ring, %lld, is accepted",
+                         (long long)p->window, (long long)ring);
+    return QUERN_OK;
 }
 
 /* Lists that the caller did not ask for are in the workspace. */
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const cache_call *c = cache_call_of(call);
-    const quern_cache_params *has = cache_params_of(call);
     const quern_nsa_params *p = params_of(call);
-    const int64_t *s = call->symbol, lists[] = {1, s[DECODE_HS], s[DECODE_T], s[DECODE_K]};
-    const stage_step step = cache_step(b);
-    if (s[DECODE_T] == 0 || s[DECODE_H] == 0) return;
+    const int64_t *s = call->symbol, lists[] = {1, s[ST_HS], s[ST_T], s[ST_K]};
+    const cache_plane tokens = step_plane(b, DD(tokens), DD(tokens_table), false);
+    if (s[ST_T] == 0 || s[ST_H] == 0) return;
     nsa_decode_args *d = OP_ADD(b, nsa_decode);
-    d->step = step;
-    d->capacity = has->capacity;
+    d->step = step_of(b, DD(slots));
+    d->capacity = capacity_of(call);
     d->window = p->window;
     d->branches = p->branches;
     d->gate = (gate_kind)p->gate;
@@ -144,53 +146,125 @@ static void build(op_build *b)
     d->blocks = op_view(call, DD(block_idx), true);
     d->block_count = op_view(call, DD(block_count), true);
     d->w_gate = op_view(call, DD(w_gate), false);
-    d->plane[NSA_CMP] = cache_steps_plane(c, CACHE_ENTRIES);
-    d->plane[NSA_SLC] = cache_steps_plane(c, has->separate_slc ? CACHE_SLC : CACHE_TOKENS);
-    d->plane[NSA_WIN] = cache_steps_plane(c, has->separate_win ? CACHE_WIN : CACHE_TOKENS);
+    d->plane[NSA_CMP] = step_plane(b, DD(entries), DD(entries_table), false);
+    d->plane[NSA_SLC] = op_uses(call, DD(slc)) ? step_plane(b, DD(slc), DD(tokens_table), false) : tokens;
+    d->plane[NSA_WIN] = op_uses(call, DD(win)) ? step_plane(b, DD(win), DD(win_table), true) : tokens;
     d->rule = nsa_select_rule(p);
     if (d->blocks.ndim == 0 && (p->branches & QUERN_NSA_BRANCH_SLC))
         d->blocks = op_room(b, QUERN_I32, 4, lists);
 }
 
-static const char *const operations[] = {"nsa_decode"};
-static const op_family family = {
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    const nsa_decode_args *args = OP_FIND(call, nsa_decode);
+    if (args == NULL) return QUERN_OK;
+    const quern_nsa_params *p = params_of(call);
+    const step_data s = {call, data, DD(slots), &args->step, p->block_size, p->stride};
+    quern_status status = step_check(&s);
+    if (status == QUERN_OK) status = step_check_table(&s, &args->plane[NSA_SLC], DD(tokens_table), false);
+    if (status == QUERN_OK) status = step_check_table(&s, &args->plane[NSA_CMP], DD(entries_table), true);
+    if (status == QUERN_OK && args->plane[NSA_WIN].ring > 0)
+        status = step_check_table(&s, &args->plane[NSA_WIN], DD(win_table), false);
+    return status;
+}
+
+static const char *const operations[] = {"nsa_decode_step"};
+static const op_entry ops[] = {
+    {.name = "nsa-decode-step",
+     .help = "native sparse attention of a step's tokens over their sequences' pages",
+     .backward = OP_NONE},
+};
+/* How the gate comes follows from what is there. */
+static const op_mode modes[] = {{NSA_GATE_PARAM, {OP_NONE, DD(w_gate), DD(gates)}}};
+
+const op_family nsa_decode_family = {
     .operations = operations,
     .operation_count = 1,
-    .tensors = cache_decode_tensors,
-    .tensor_count = DECODE_TENSORS,
+    .first = QUERN_OP_NSA_DECODE_STEP,
+    .tensors = step_decode_tensors,
+    .tensor_count = STEP_DECODE_TENSORS,
     .varlen_by = OP_NONE,
     .params = nsa_param_rows,
     .param_count = NSA_PARAMS,
     .defaults = &nsa_defaults,
     .params_init = "QUERN_NSA_PARAMS_INIT",
     .tensors_init = "QUERN_DECODE_TENSORS_INIT",
-    .call_size = offsetof(cache_call, cache),
-    .params_at = offsetof(cache_call, params),
-    .program_at = offsetof(cache_call, program),
+    .symbols = step_symbols,
+    .group = "nsa-decode-step",
+    .entries = ops,
+    .modes = modes,
+    .entry_count = sizeof ops / sizeof *ops,
+    .mode_count = sizeof modes / sizeof *modes,
+    .call_size = sizeof(decode_call),
+    .params_at = offsetof(decode_call, params),
+    .program_at = offsetof(decode_call, program),
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = cache_check_data,
+    .check_data = check_data,
     .build = build,
-    .begin = cache_write_step,
 };
+
+quern_status quern_nsa_decode_step_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                             const quern_decode_tensors *tensors, size_t *bytes)
+{
+    decode_call c;
+    return op_workspace_of(&c.head, &nsa_decode_family, 0, ctx, params, tensors, bytes);
+}
+
+quern_status quern_nsa_decode_step(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                                   const quern_decode_tensors *tensors, void *workspace,
+                                   size_t workspace_bytes)
+{
+    decode_call c;
+    return op_run(&c.head, &nsa_decode_family, 0, ctx, exec, params, tensors, workspace, workspace_bytes);
+}
+
+/* ---- of a cache's sequences ---- */
+
+/* Checks that the cache holds what the parameters ask for. */
+static quern_status check_cache(const quern_cache *cache, const quern_nsa_params *given)
+{
+    const quern_cache_params *has = &cache->params;
+    quern_nsa_params p = nsa_defaults;
+    const quern_status status = op_struct(&p, given, "params", "QUERN_NSA_PARAMS_INIT");
+    if (status != QUERN_OK) return status;
+    if (p.stride == 0) p.stride = p.block_size;
+    if (has->block_size != p.block_size || has->stride != p.stride)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
+                         (long long)p.block_size, (long long)p.stride, (long long)has->block_size,
+                         (long long)has->stride);
+    if (p.compress != QUERN_NSA_COMPRESS_GIVEN && has->compress != p.compress)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is %d: that of the cache, %d, is accepted",
+                         (int)p.compress, (int)has->compress);
+    if (has->separate_win && p.window > has->window)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "window is %lld: at most that of the cache's ring, %lld, is accepted",
+                         (long long)p.window, (long long)has->window);
+    return QUERN_OK;
+}
 
 quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params,
                                         const quern_cache *cache, const quern_cache_batch *batch,
                                         const quern_decode_tensors *tensors, size_t *bytes)
 {
-    cache_call c;
-    const quern_status status = cache_take_batch(&c, cache, batch, false);
-    return status == QUERN_OK ? op_workspace_of(&c.head, &family, 0, ctx, params, tensors, bytes) : status;
+    cache_views v;
+    quern_decode_tensors t;
+    quern_status status = cache_bind_decode(cache, batch, false, tensors, &v, &t);
+    if (status == QUERN_OK) status = check_cache(cache, params);
+    return status == QUERN_OK ? quern_nsa_decode_step_workspace(ctx, params, &t, bytes) : status;
 }
 
 quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                               const quern_cache *cache, const quern_cache_batch *batch,
                               const quern_decode_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
-    cache_call c;
-    const quern_status status = cache_take_batch(&c, cache, batch, false);
+    cache_views v;
+    quern_decode_tensors t;
+    quern_status status = cache_bind_decode(cache, batch, true, tensors, &v, &t);
+    if (status == QUERN_OK) status = check_cache(cache, params);
     if (status != QUERN_OK) return status;
-    return op_run(&c.head, &family, 0, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return quern_nsa_decode_step(ctx, exec, params, &t, workspace, workspace_bytes);
 }

@@ -173,7 +173,7 @@ static const op_entry ops[] = {
      .backward = NSA_GATE_BACKWARD},
 };
 /* gate, selection and groups stand last. */
-static const op_mode modes[] = {{NSA_PARAMS - 3, {OP_NONE, T(w_gate), T(gates)}},
+static const op_mode modes[] = {{NSA_GATE_PARAM, {OP_NONE, T(w_gate), T(gates)}},
                                 {NSA_PARAMS - 2, {OP_NONE, T(block_idx), T(q_index)}},
                                 {NSA_PARAMS - 1, {OP_NONE, T(group_idx)}}};
 

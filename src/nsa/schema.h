@@ -58,9 +58,9 @@ typedef enum nsa_symbol {
 /* Shapes of k_index, fixed length and varlen. */
 enum { LEAD_KEYS, LEAD_KEY_ROWS };
 
-extern const op_family nsa_family;
+extern const op_family nsa_family, nsa_decode_family;
 /* The parameters, which decoding has, too. */
-enum { NSA_PARAMS = 20 };
+enum { NSA_PARAMS = 20, NSA_GATE_PARAM = NSA_PARAMS - 3 };
 extern const op_param nsa_param_rows[NSA_PARAMS];
 extern const quern_nsa_params nsa_defaults;
 

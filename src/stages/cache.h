@@ -5,30 +5,30 @@
 #ifndef QUERN_STAGES_CACHE_H
 #define QUERN_STAGES_CACHE_H
 
+#include "stages/compress.h"
 #include "stages/gate.h"
 #include "stages/select.h"
 #include "stages/step.h"
 
 enum { CACHE_BLOCK = 64 };
 
-/* One kind of rows of all sequences: tokens, compressed entries, a branch's own tokens. A block holds 64 rows
- * of one head: keys [64, dim], then values [64, dim_v]. */
+/* One kind of rows: tokens, compressed entries, a branch's own tokens. A page holds 64 of them of each head:
+ * keys [64, dim], then values [64, dim_v]. */
 typedef struct cache_plane {
-    quern_tensor blocks; /* [S, heads, blocks, 64 (dim + dim_v)]; with a table the pool that it points into,
-                          * [pages, heads, 64 (dim + dim_v)] */
-    quern_tensor table;  /* i32 [S, columns]: the page of block b of sequence s; or absent */
+    quern_tensor blocks; /* [pages, heads, 64 (dim + dim_v)] */
+    quern_tensor table;  /* i32 [B, columns]: the page of block b of a step's sequence */
     int64_t dim, dim_v;
     int64_t ring; /* blocks of the ring; 0: no ring, rows stay */
 } cache_plane;
-/* A block of a sequence, once the views have addresses that the caller may read. */
-static inline char *cache_block(const cache_plane *p, int64_t sequence, int64_t head, int64_t block)
+/* A block of the step's sequence b, once the views have addresses that the caller may read. */
+static inline char *cache_block(const cache_plane *p, int64_t b, int64_t head, int64_t block)
 {
     const quern_tensor *t = &p->blocks;
-    const int32_t *table = (const int32_t *)p->table.data;
     if (p->ring > 0) block %= p->ring;
-    const int64_t at = table != NULL ? table[sequence * p->table.strides[0] + block] * t->strides[0]
-                                     : sequence * t->strides[0] + block * t->strides[2];
-    return (char *)t->data + (at + head * t->strides[1]) * (int64_t)quern_dtype_size(t->dtype);
+    const int64_t page =
+        ((const int32_t *)p->table.data)[b * p->table.strides[0] + block * p->table.strides[1]];
+    return (char *)t->data +
+           (page * t->strides[0] + head * t->strides[1]) * (int64_t)quern_dtype_size(t->dtype);
 }
 
 /* Copies the rows of a step between k, v [T, heads, dim] and a plane. */
@@ -42,6 +42,27 @@ STAGE_DECLARE(cache_copy);
 #define CACHE_COPY_TENSORS(IN, OUT, GRAD)                                                                    \
     OUT(plane.blocks) IN(plane.table) STAGE_STEP_TENSORS(IN) OUT(k) OUT(v)
 #define CACHE_COPY_VALUES(F) F(plane.dim) F(plane.dim_v) F(plane.ring) F(from_cache)
+
+/* Computes the entries that a step's tokens complete, which the tokens' plane holds already, by the compress
+ * stage's rules: an entry has the bits that it gives it in the whole sequence. */
+typedef struct cache_compress_args {
+    cache_plane tokens, entries;
+    stage_step step;
+    int64_t most; /* tokens of the step, at most */
+    compress_kind kind;
+    int64_t block_size, stride;
+    quern_tensor w_k, w_v, pe_k, pe_v;
+} cache_compress_args;
+STAGE_DECLARE(cache_compress);
+#define CACHE_COMPRESS_TENSORS(IN, OUT, GRAD)                                                                \
+    IN(tokens.blocks)                                                                                        \
+    IN(tokens.table)                                                                                         \
+    OUT(entries.blocks) IN(entries.table) STAGE_STEP_TENSORS(IN) IN(w_k) IN(w_v) IN(pe_k) IN(pe_v)
+#define CACHE_COMPRESS_VALUES(F)                                                                             \
+    F(tokens.dim)                                                                                            \
+    F(tokens.dim_v)                                                                                          \
+    F(tokens.ring)                                                                                           \
+    F(entries.dim) F(entries.dim_v) F(entries.ring) F(most) F(kind) F(block_size) F(stride)
 
 /* Dense attention of a step's tokens, which the plane holds already, over all tokens up to them. */
 typedef struct decode_args {

@@ -99,7 +99,8 @@ typedef struct pool_append_args {
     quern_tensor proj, bias_a, bias_b;
     quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of sequences without a row. Or absent */
     entry_args entry;
-    /* rows of the entries that become whole, sequence after sequence; pooled may be absent */
+    /* rows of the entries that become whole, sequence after sequence, and maybe more rows, which stay; pooled
+     * may be absent */
     quern_tensor out, pooled;
 } pool_append_args;
 STAGE_DECLARE(pool_append);

@@ -26,7 +26,11 @@ int main(void)
     CHECK(quern_attention_params, QUERN_ATTENTION_PARAMS_INIT);
     CHECK(quern_attention_tensors, QUERN_ATTENTION_TENSORS_INIT);
     CHECK(quern_cache_params, QUERN_CACHE_PARAMS_INIT);
-    CHECK(quern_cache_columns, QUERN_CACHE_COLUMNS_INIT);
+    CHECK(quern_ledger_params, QUERN_LEDGER_PARAMS_INIT);
+    CHECK(quern_step, QUERN_STEP_INIT);
+    CHECK(quern_cache_step_params, QUERN_CACHE_STEP_PARAMS_INIT);
+    CHECK(quern_cache_pack_params, QUERN_CACHE_PACK_PARAMS_INIT);
+    CHECK(quern_cache_pack_tensors, QUERN_CACHE_PACK_TENSORS_INIT);
     CHECK(quern_cache_batch, QUERN_CACHE_BATCH_INIT);
     CHECK(quern_cache_tensors, QUERN_CACHE_TENSORS_INIT);
     CHECK(quern_decode_tensors, QUERN_DECODE_TENSORS_INIT);

@@ -235,9 +235,12 @@ static void change_fields(void *params, const field *fields, size_t count, void 
 static void use_cache(const void *params)
 {
     size_t memory, rows;
-    quern_cache_columns columns = QUERN_CACHE_COLUMNS_INIT;
-    (void)quern_cache_columns_of(params, &columns);
-    for (size_t i = 0; i < COUNT(wide); i++) (void)quern_cache_pages_of(params, wide[i], &columns);
+    quern_ledger_params l = QUERN_LEDGER_PARAMS_INIT;
+    int64_t pages;
+    if (quern_cache_ledger_params(params, &l) == QUERN_OK)
+        for (size_t i = 0; i < COUNT(wide); i++)
+            for (int pool = 0; pool <= QUERN_LEDGER_STATES; pool++)
+                (void)quern_ledger_pages(&l, pool, wide[i], &pages, NULL);
     if (quern_cache_size(params, &memory, &rows) == QUERN_OK) assert_true(memory > 0);
 }
 
@@ -295,7 +298,7 @@ static void numbers_of_caches(void **state)
 /* Sequences, counts and rows to take back. */
 static void numbers_of_calls_on_caches(void **state)
 {
-    static char memory[1 << 14], rows[1 << 14];
+    static char memory[1 << 15], rows[1 << 16];
     quern_cache_params p = QUERN_CACHE_PARAMS_INIT;
     quern_dsv4_layer_cache_params lp = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
     quern_cache *cache = NULL;
@@ -314,16 +317,16 @@ static void numbers_of_calls_on_caches(void **state)
         const int64_t x = wide[i], one = 1, counts[] = {x, x};
         const int32_t id = (int32_t)(x >> 32), zero = 0;
         const quern_cache_tensors none = QUERN_CACHE_TENSORS_INIT;
-        const quern_cache_batch batches[] = {{sizeof *batches, x, &zero, &one, NULL},
-                                             {sizeof *batches, 1, &zero, counts, NULL},
-                                             {sizeof *batches, 1, &id, &one, NULL}};
+        const quern_cache_batch batches[] = {{sizeof *batches, x, &zero, &one},
+                                             {sizeof *batches, 1, &zero, counts},
+                                             {sizeof *batches, 1, &id, &one}};
         for (size_t b = 0; b < COUNT(batches); b++)
             assert_int_equal(quern_cache_append_workspace(ctx, cache, &batches[b], &none, &bytes),
                              QUERN_ERR_INVALID_ARGUMENT);
         assert_int_not_equal(quern_cache_rollback(cache, 0, x), QUERN_OK);
         assert_int_not_equal(quern_cache_reset(cache, x), QUERN_OK);
-        assert_int_not_equal(quern_cache_fork(cache, 0, x, NULL), QUERN_OK);
-        assert_int_not_equal(quern_cache_save(cache, x, NULL, NULL, &bytes), QUERN_OK);
+        assert_int_not_equal(quern_cache_fork(cache, 0, x), QUERN_OK);
+        assert_int_not_equal(quern_cache_save(ctx, cache, x, NULL, &bytes), QUERN_OK);
         assert_int_not_equal(quern_dsv4_layer_cache_rollback(layer, 0, x), QUERN_OK);
         assert_int_not_equal(quern_dsv4_layer_cache_reset(layer, x), QUERN_OK);
         assert_int_not_equal(quern_dsv4_layer_cache_fork(layer, 0, x), QUERN_OK);

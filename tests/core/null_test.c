@@ -290,12 +290,11 @@ static quern_cache_params cache_params(void)
 static quern_status cache_make(void)
 {
     const quern_cache_params p = cache_params();
-    quern_cache_columns columns = QUERN_CACHE_COLUMNS_INIT;
+    quern_ledger_params l = QUERN_LEDGER_PARAMS_INIT;
     quern_cache *made = NULL;
-    (void)quern_cache_columns_of(at(0, &p), at(1, &columns));
-    (void)quern_cache_pages_of(at(2, &p), 3, at(3, &columns));
-    (void)quern_cache_size(at(4, &p), at(5, &memory_bytes), at(6, &rows_bytes));
-    (void)quern_cache_create(at(7, &p), at(8, saved), sizeof saved, at(9, rows), sizeof rows, at(10, &made));
+    (void)quern_cache_ledger_params(at(0, &p), at(1, &l));
+    (void)quern_cache_size(at(2, &p), at(3, &memory_bytes), at(4, &rows_bytes));
+    (void)quern_cache_create(at(5, &p), at(6, saved), sizeof saved, at(7, rows), sizeof rows, at(8, &made));
     return quern_cache_create(&p, memory, sizeof memory, rows, sizeof rows, &cache);
 }
 static quern_status cache_use(void)
@@ -306,13 +305,13 @@ static quern_status cache_use(void)
     (void)quern_cache_held(at(3, cache), at(4, &a));
     (void)quern_cache_rollback(at(5, cache), 0, 0);
     (void)quern_cache_reset(at(6, cache), 0);
-    (void)quern_cache_fork(at(7, cache), 0, 1, NULL);
-    (void)quern_cache_save(at(8, cache), 0, NULL, at(9, saved), at(10, &bytes));
-    return quern_cache_restore(at(11, cache), 0, NULL, at(12, saved), bytes);
+    (void)quern_cache_fork(at(7, cache), 0, 1);
+    (void)quern_cache_save(at(8, ctx), at(9, cache), 0, at(10, saved), at(11, &bytes));
+    return quern_cache_restore(at(12, ctx), at(13, cache), 0, at(14, saved), bytes);
 }
 static quern_status cache_calls(void)
 {
-    const quern_cache_batch b = {sizeof b, 1, at(0, ids), at(1, counts), NULL};
+    const quern_cache_batch b = {sizeof b, 1, at(0, ids), at(1, counts)};
     const quern_cache_tensors t = {.size = sizeof t, .k = at(2, &view), .v = at(3, &view)};
     const quern_decode_tensors d = {.size = sizeof d, .q = at(4, &view), .o = at(5, &view)};
     const quern_attention_params a = QUERN_ATTENTION_PARAMS_INIT;
@@ -328,6 +327,64 @@ static quern_status cache_calls(void)
                                      at(33, &bytes));
     return quern_nsa_decode(at(34, ctx), NULL, at(35, &n), at(36, cache), at(37, &b), at(38, &d),
                             at(39, saved), sizeof saved);
+}
+
+/* ---- ledgers, and operations of a step ---- */
+
+static quern_ledger *ledger;
+static char block[1 << 12] __attribute__((aligned(4)));
+
+static quern_status ledger_make(void)
+{
+    const quern_ledger_params p = {.size = sizeof p, .sequences = 2, .capacity = 8, .pools = {{.page = 4}}};
+    quern_ledger *made = NULL;
+    int64_t a, b;
+    (void)quern_ledger_size(at(0, &p), at(1, &bytes));
+    (void)quern_ledger_pages(at(2, &p), 0, 3, at(3, &a), at(4, &b));
+    (void)quern_ledger_create(at(5, &p), at(6, saved), sizeof saved, at(7, &made));
+    return quern_ledger_create(&p, memory, sizeof memory, &ledger);
+}
+static quern_status ledger_use(void)
+{
+    int64_t a, b;
+    quern_step step = QUERN_STEP_INIT;
+    (void)quern_ledger_begin(at(0, ledger), at(1, ids), at(2, counts), 1, at(3, block), sizeof block);
+    (void)quern_ledger_step(at(4, ledger), 1, at(5, block), QUERN_CPU, 0, at(6, &step));
+    (void)quern_ledger_abort(at(7, ledger));
+    (void)quern_ledger_block_bytes(at(8, ledger), 1, at(9, &bytes));
+    (void)quern_ledger_free_pages(at(10, ledger), 0, at(11, &a));
+    (void)quern_ledger_length(at(12, ledger), 0, at(13, &a), at(14, &b));
+    (void)quern_ledger_newest(at(15, ledger), at(16, ids), at(17, counts), 0, at(18, block), sizeof block);
+    (void)quern_ledger_rollback(at(19, ledger), 0, 0);
+    (void)quern_ledger_fork(at(20, ledger), 0, 1);
+    (void)quern_ledger_reset(at(21, ledger), 0);
+    (void)quern_ledger_abort(ledger); /* where the one above was not called */
+    assert_int_equal(quern_ledger_begin(ledger, ids, counts, 1, block, sizeof block), QUERN_OK);
+    const quern_status status = quern_ledger_commit(at(22, ledger));
+    if (status != QUERN_OK) (void)quern_ledger_abort(ledger);
+    else assert_int_equal(quern_ledger_reset(ledger, ids[0]), QUERN_OK);
+    return status;
+}
+static quern_status step_calls(void)
+{
+    const quern_cache_step_params s = QUERN_CACHE_STEP_PARAMS_INIT;
+    const quern_cache_pack_params p = QUERN_CACHE_PACK_PARAMS_INIT;
+    const quern_attention_params a = QUERN_ATTENTION_PARAMS_INIT;
+    const quern_nsa_params n = QUERN_NSA_PARAMS_INIT;
+    const quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
+    const quern_decode_tensors d = QUERN_DECODE_TENSORS_INIT;
+    const quern_cache_pack_tensors k = QUERN_CACHE_PACK_TENSORS_INIT;
+    (void)quern_cache_append_step_workspace(at(0, ctx), at(1, &s), at(2, &t), at(3, &bytes));
+    (void)quern_cache_append_step(at(4, ctx), NULL, at(5, &s), at(6, &t), at(7, saved), sizeof saved);
+    (void)quern_attention_decode_step_workspace(at(8, ctx), at(9, &a), at(10, &d), at(11, &bytes));
+    (void)quern_attention_decode_step(at(12, ctx), NULL, at(13, &a), at(14, &d), at(15, saved), sizeof saved);
+    (void)quern_nsa_decode_step_workspace(at(16, ctx), at(17, &n), at(18, &d), at(19, &bytes));
+    (void)quern_nsa_decode_step(at(20, ctx), NULL, at(21, &n), at(22, &d), at(23, saved), sizeof saved);
+    (void)quern_cache_pack_workspace(at(24, ctx), at(25, &p), at(26, &k), at(27, &bytes));
+    (void)quern_cache_pack(at(28, ctx), NULL, at(29, &p), at(30, &k), at(31, saved), sizeof saved);
+    (void)quern_cache_unpack_workspace(at(32, ctx), at(33, &p), at(34, &k), at(35, &bytes));
+    (void)quern_cache_unpack(at(36, ctx), NULL, at(37, &p), at(38, &k), at(39, saved), sizeof saved);
+    return QUERN_OK;
 }
 
 /* ---- DeepSeek V4 ---- */
@@ -410,8 +467,9 @@ static quern_status layer_decodes(void)
 
 static void caches(void **state)
 {
-    static quern_status (*const calls[])(void) = {cache_make, cache_use, cache_calls,  states,
-                                                  appends,    tables,    layer_caches, layer_decodes};
+    static quern_status (*const calls[])(void) = {cache_make,  cache_use,  cache_calls,  states,
+                                                  appends,     tables,     layer_caches, layer_decodes,
+                                                  ledger_make, ledger_use, step_calls};
     static quern_tensor absent_view;
     (void)state;
     const int64_t shape[] = {1, 1, 8};

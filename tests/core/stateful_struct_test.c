@@ -63,7 +63,7 @@ static const quern_tensor key = {rows, QUERN_F32, QUERN_CPU, 0, 3, {3, 1, 16}, {
 static quern_cache *cache;
 static quern_dsv4_state *a_state;
 static quern_dsv4_layer_cache *layer_cache;
-static const quern_cache_batch batch = {sizeof batch, 1, ids, counts, NULL};
+static const quern_cache_batch batch = {sizeof batch, 1, ids, counts};
 static const quern_cache_tensors tensors = {.size = sizeof tensors, .k = &key, .v = &key};
 static const quern_decode_tensors decode_tensors = {.size = sizeof decode_tensors, .q = &query, .o = &query};
 static const quern_dsv4_append_tensors append_tensors = {
@@ -108,14 +108,16 @@ static outcome cache_size(void *given)
     return (outcome){status, {(int64_t)bytes[0], (int64_t)bytes[1]}};
 }
 
-static outcome columns_of(void *given)
+static outcome cache_ledger(void *given)
 {
-    return (outcome){quern_cache_columns_of(&sparse_params, given), {0}};
+    return (outcome){quern_cache_ledger_params(&sparse_params, given), {0}};
 }
 
-static outcome pages_of(void *given)
+static outcome ledger_size(void *given)
 {
-    return (outcome){quern_cache_pages_of(&sparse_params, 100, given), {0}};
+    size_t bytes = 0;
+    const quern_status status = quern_ledger_size(given, &bytes);
+    return (outcome){status, {(int64_t)bytes}};
 }
 
 static outcome append_by_batch(void *given)
@@ -262,7 +264,11 @@ static void check(const subject *s)
 static void structs_may_be_older_or_newer(void **state)
 {
     (void)state;
-    const quern_cache_columns columns = QUERN_CACHE_COLUMNS_INIT;
+    const quern_ledger_params no_ledger = QUERN_LEDGER_PARAMS_INIT,
+                              ledger = {.size = sizeof ledger,
+                                        .sequences = 3,
+                                        .capacity = 70,
+                                        .pools = {{.page = 8}, {.page = 4, .block = 4, .stride = 2}}};
     const quern_dsv4_rope_params rope_params = {.size = sizeof rope_params,
                                                 .base = 160000,
                                                 .factor = 16,
@@ -273,8 +279,8 @@ static void structs_may_be_older_or_newer(void **state)
     quern_dsv4_layer_rows none = QUERN_DSV4_LAYER_ROWS_INIT;
     assert_int_equal(quern_dsv4_layer_cache_get(layer_cache, 0, &none), QUERN_OK);
     SUBJECT("params", quern_cache_params, QUERN_CACHE_PARAMS_INIT, &sparse_params, cache_size)
-    SUBJECT("columns", quern_cache_columns, QUERN_CACHE_COLUMNS_INIT, &columns, columns_of)
-    SUBJECT("pages", quern_cache_columns, QUERN_CACHE_COLUMNS_INIT, &columns, pages_of)
+    SUBJECT("ledger", quern_ledger_params, QUERN_LEDGER_PARAMS_INIT, &no_ledger, cache_ledger)
+    SUBJECT("params", quern_ledger_params, QUERN_LEDGER_PARAMS_INIT, &ledger, ledger_size)
     SUBJECT("batch", quern_cache_batch, QUERN_CACHE_BATCH_INIT, &batch, append_by_batch)
     SUBJECT("tensors", quern_cache_tensors, QUERN_CACHE_TENSORS_INIT, &tensors, append_by_tensors)
     SUBJECT("tensors", quern_decode_tensors, QUERN_DECODE_TENSORS_INIT, &decode_tensors, decode)

@@ -8,14 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-void cache_case_make(cache_case *c, const quern_cache_params *params, test_random *random)
+void cache_case_make(cache_case *c, const quern_cache_params *params)
 {
     memset(c, 0, sizeof *c);
     c->params = *params;
-    c->columns = (quern_cache_columns)QUERN_CACHE_COLUMNS_INIT;
-    if (params->page != 0) c->params.pages = 1;
-    if (quern_cache_columns_of(&c->params, &c->columns) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
-    if (params->page != 0) c->params.pages = params->sequences * c->columns.columns + 1;
+    const int64_t columns = (params->capacity + QUERN_CACHE_PAGE - 1) / QUERN_CACHE_PAGE;
+    if (params->page != 0 && params->pages == 0)
+        c->params.pages = params->sequences * columns + params->sequences / 2;
     size_t memory, rows;
     if (quern_cache_size(&c->params, &memory, &rows) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
     c->memory = test_workspace_make(memory);
@@ -27,69 +26,30 @@ void cache_case_make(cache_case *c, const quern_cache_params *params, test_rando
     memset(c->rows_at, 0xff, rows); /* NaN in every dtype */
     if (quern_cache_create(&c->params, c->memory.data, memory, c->rows_at, rows, &c->cache) != QUERN_OK)
         fail_msg("%s", quern_last_error(NULL));
-    if (params->page == 0) return;
-    const int64_t cells = params->sequences * c->columns.columns;
-    c->free_count = c->params.pages;
-    c->table = malloc((size_t)(cells + 1) * sizeof *c->table);
-    c->free_pages = malloc((size_t)c->free_count * sizeof *c->free_pages);
-    for (int64_t i = 0; i < cells; i++)
-        c->table[i] = i % 2 ? -1 - (int32_t)i : INT32_MAX; /* no call may read these */
-    for (int64_t i = 0; i < c->free_count; i++) {
-        const int64_t j = test_random_int(random, 0, i);
-        c->free_pages[i] = c->free_pages[j];
-        c->free_pages[j] = (int32_t)i;
-    }
 }
 
 void cache_case_free(cache_case *c)
 {
     test_workspace_close(&c->memory);
     test_workspace_close(&c->rows);
-    free(c->table);
-    free(c->free_pages);
 }
 
-static bool is_page(const cache_case *c, int32_t entry)
-{
-    return entry >= 0 && entry < c->params.pages;
-}
-
-void cache_case_assign(cache_case *c, int64_t sequence, int64_t tokens)
-{
-    quern_cache_columns pages = QUERN_CACHE_COLUMNS_INIT;
-    if (c->table == NULL) return;
-    if (quern_cache_pages_of(&c->params, tokens, &pages) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
-    const int64_t first[] = {c->columns.tokens, c->columns.entries, c->columns.slc, c->columns.win};
-    const int64_t count[] = {pages.tokens, pages.entries, pages.slc, pages.win};
-    int32_t *row = c->table + sequence * c->columns.columns;
-    for (int i = 0; i < 4; i++)
-        for (int64_t k = first[i]; k < first[i] + count[i]; k++)
-            if (!is_page(c, row[k])) row[k] = c->free_pages[--c->free_count];
-}
-
-void cache_case_reset(cache_case *c, int64_t sequence)
-{
-    assert_int_equal(quern_cache_reset(c->cache, sequence), QUERN_OK);
-    if (c->table == NULL) return;
-    int32_t *row = c->table + sequence * c->columns.columns;
-    for (int64_t k = 0; k < c->columns.columns; k++) {
-        if (is_page(c, row[k])) c->free_pages[c->free_count++] = row[k];
-        row[k] = -1;
-    }
-}
-
+/* Tokens of the sequences, and all rows. */
 void *cache_case_copy(const cache_case *c)
 {
-    char *copy = malloc(c->memory.bytes + c->rows_bytes + 1);
-    memcpy(copy, c->memory.data, c->memory.bytes);
-    memcpy(copy + c->memory.bytes, c->rows_at, c->rows_bytes);
+    const size_t lengths = (size_t)c->params.sequences * sizeof(int64_t);
+    char *copy = malloc(lengths + c->rows_bytes + 1);
+    for (int64_t s = 0; s < c->params.sequences; s++)
+        assert_int_equal(quern_cache_length(c->cache, s, (int64_t *)(void *)copy + s, NULL), QUERN_OK);
+    memcpy(copy + lengths, c->rows_at, c->rows_bytes);
     return copy;
 }
 
 void cache_case_check_same(const cache_case *c, void *copy)
 {
-    assert_memory_equal(copy, c->memory.data, c->memory.bytes);
-    assert_memory_equal((char *)copy + c->memory.bytes, c->rows_at, c->rows_bytes);
+    void *now = cache_case_copy(c);
+    assert_memory_equal(copy, now, (size_t)c->params.sequences * sizeof(int64_t) + c->rows_bytes);
+    free(now);
     free(copy);
 }
 

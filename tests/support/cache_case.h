@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cache_case.h - a cache under test: guarded memory that reads as NaN where nothing was written, pages dealt
- * in random order, and rows of a varlen batch as the tensors of a call. */
+/* cache_case.h - a cache under test: guarded memory that reads as NaN where nothing was written, and rows of
+ * a varlen batch as the tensors of a call. */
 #ifndef QUERN_TEST_CACHE_CASE_H
 #define QUERN_TEST_CACHE_CASE_H
 
@@ -15,20 +15,13 @@ typedef struct cache_case {
     test_workspace memory, rows;
     char *rows_at;
     size_t rows_bytes;
-    quern_cache_columns columns;
-    int32_t *table, *free_pages; /* NULL: contiguous */
-    int64_t free_count;
 } cache_case;
 
-/* params.pages is set to what all sequences need together. */
-void cache_case_make(cache_case *c, const quern_cache_params *params, test_random *random);
+/* With a page, params.pages 0 becomes what all sequences need together. */
+void cache_case_make(cache_case *c, const quern_cache_params *params);
 /* Checks the guards and frees. */
 void cache_case_free(cache_case *c);
-/* Gives a sequence the pages that so many tokens need. */
-void cache_case_assign(cache_case *c, int64_t sequence, int64_t tokens);
-/* Takes a sequence's pages back, and empties it. */
-void cache_case_reset(cache_case *c, int64_t sequence);
-/* Memory from which a cache of these parameters was made, to compare. */
+/* What a cache holds, to compare. */
 void *cache_case_copy(const cache_case *c);
 void cache_case_check_same(const cache_case *c, void *copy);
 

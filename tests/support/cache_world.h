@@ -22,20 +22,13 @@ world world_make(test_random *random);
 void world_free(world *w);
 /* Rows of a bank for tokens, in memory of the caller's. */
 quern_tensor world_rows(const world *w, int bank, const uint8_t *token, int64_t n);
-quern_status world_append(const world *w, quern_cache *cache, int32_t sequence, const int32_t *table,
-                          const uint8_t *token, int64_t n);
+quern_status world_append(const world *w, quern_cache *cache, int32_t sequence, const uint8_t *token,
+                          int64_t n);
 /* Compares a sequence of a cache with one that has seen nothing else. */
-void world_check(const world *w, quern_cache *cache, int32_t sequence, const int32_t *table,
-                 const uint8_t *token, int64_t length);
+void world_check(const world *w, quern_cache *cache, int32_t sequence, const uint8_t *token, int64_t length);
 void world_check_all(const world *w);
-/* A sequence's row of the page table. */
-int32_t *world_row(const world *w, int64_t sequence);
-/* A page that no row names. */
-int32_t world_free_page(const world *w);
-/* Gives a sequence pages of its own for so many tokens. From `origin` (-1: none) it may take full ones. */
-void world_deal(world *w, int64_t sequence, int64_t tokens, int64_t origin, test_random *random);
 void world_empty(world *w, int64_t s);
-/* Appends random tokens. Where that would write a shared page, it is refused, and the sequence is emptied. */
+/* Appends random tokens. Where pages lack, the sequence is emptied. */
 void world_grow(world *w, int64_t s, test_random *random);
 /* Notes that sequence `to` now has the tokens of `from`. */
 void world_copied(world *w, int64_t from, int64_t to);

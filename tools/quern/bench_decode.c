@@ -23,7 +23,7 @@ typedef struct decode_data {
     quern_nsa_params nsa;
     quern_attention_params attention;
     void *memory, *rows, *workspace, *q_data, *o_data;
-    int32_t *ids, *table;
+    int32_t *ids;
     int64_t *counts;
     quern_cache_batch batch;
     size_t bytes;
@@ -37,7 +37,7 @@ static int fill(decode_data *d, quern_context *ctx)
     const size_t row = (size_t)(d->kv_heads * d->dim) * quern_dtype_size(d->params.dtype);
     quern_tensor kv[2];
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
-    quern_cache_batch one = {sizeof one, 1, NULL, NULL, d->table};
+    quern_cache_batch one = {sizeof one, 1, NULL, NULL};
     size_t bytes = 0, needed;
     void *workspace = NULL, *data[] = {malloc(PIECE * row), malloc(PIECE * row)};
     int code =
@@ -127,14 +127,11 @@ static int64_t keys_read(const decode_data *d)
 
 static int open_data(decode_data *d, quern_context *ctx)
 {
-    quern_cache_columns columns = QUERN_CACHE_COLUMNS_INIT;
     size_t memory, bytes;
-    const bool paged = d->params.page != 0;
-    quern_status status = quern_cache_columns_of(&d->params, &columns);
+    const int64_t tokens = d->sequences * d->queries * CALLS, page = d->params.page;
+    if (page != 0) d->params.pages = d->sequences * ((d->params.capacity + page - 1) / page);
+    quern_status status = quern_cache_size(&d->params, &memory, &bytes);
     if (status != QUERN_OK) return fail_status(status);
-    const int64_t cells = d->sequences * columns.columns, tokens = d->sequences * d->queries * CALLS;
-    if (paged) d->params.pages = cells;
-    if ((status = quern_cache_size(&d->params, &memory, &bytes)) != QUERN_OK) return fail_status(status);
     const int64_t shape[] = {tokens, d->heads, d->dim};
     const size_t row_bytes = (size_t)(tokens * d->heads * d->dim) * quern_dtype_size(d->params.dtype);
     d->memory = malloc(memory);
@@ -143,17 +140,14 @@ static int open_data(decode_data *d, quern_context *ctx)
     d->o_data = malloc(row_bytes);
     d->ids = malloc((size_t)d->sequences * sizeof *d->ids);
     d->counts = malloc((size_t)d->sequences * sizeof *d->counts);
-    d->table = paged ? malloc((size_t)cells * sizeof *d->table) : NULL;
     if (d->memory == NULL || d->rows == NULL || d->q_data == NULL || d->o_data == NULL || d->ids == NULL ||
-        d->counts == NULL || (paged && d->table == NULL))
+        d->counts == NULL)
         return fail(EXIT_MACHINE, "no memory for a cache of %zu bytes", bytes);
-    for (int64_t i = 0; i < cells && paged; i++)
-        d->table[i] = (int32_t)(i * 7919 % cells); /* pages as a busy server has them */
     for (int64_t i = 0; i < d->sequences; i++) {
         d->ids[i] = (int32_t)i;
         d->counts[i] = d->queries;
     }
-    d->batch = (quern_cache_batch){sizeof d->batch, d->sequences, d->ids, d->counts, d->table};
+    d->batch = (quern_cache_batch){sizeof d->batch, d->sequences, d->ids, d->counts};
     const quern_tensor q = quern_tensor_contiguous(d->q_data, d->params.dtype, 3, shape);
     fill_normal(&q, 99);
     if ((status = quern_cache_create(&d->params, d->memory, memory, d->rows, bytes, &d->cache)) != QUERN_OK)
@@ -169,7 +163,7 @@ static int open_data(decode_data *d, quern_context *ctx)
 static void close_data(bench_run *r)
 {
     decode_data *d = r->data;
-    void *const all[] = {d->memory, d->rows, d->workspace, d->q_data, d->o_data, d->ids, d->counts, d->table};
+    void *const all[] = {d->memory, d->rows, d->workspace, d->q_data, d->o_data, d->ids, d->counts};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(d);
 }

@@ -65,7 +65,7 @@ static const bench_extent decode[] = {
     {"dim", "D", 1, MOST, "D and Dv"},
     {"sequences", "B", 1, MOST, "sequences of a step"},
     {"queries", "T", 1, 16, "newest tokens of each that are attended"},
-    {"page", "page", 0, 65536, "tokens of a page: 64; 0: a contiguous cache"},
+    {"page", "page", 0, 65536, "tokens of a page; 0: room for all sequences"},
     {"window", "W", 0, INT32_MAX, "W; attention-decode: 0 is none"},
     {"block-size", "l", 0, MOST, "nsa-decode: l, and l'"},
     {"stride", "d", 0, MOST, "nsa-decode: d; 0: l"},

@@ -19,7 +19,7 @@ static const option_row rows[] = {
     {"prefill", OPTION_INT, AT(prefill), NULL,
      "tokens of each sequence that are appended and attended in one call"},
     {"step", OPTION_INT, AT(step), NULL, "tokens of each sequence in every call afterwards"},
-    {"page", OPTION_INT, AT(page), NULL, "tokens of a page: 64; 0: a contiguous cache"},
+    {"page", OPTION_INT, AT(page), NULL, "tokens of a page: 64; 0: room for all"},
     {"rollback", OPTION_INT, AT(rollback), NULL,
      "0 to 8 tokens that are taken back and appended again before each step but the first"},
 };
@@ -51,7 +51,7 @@ typedef struct decode_run {
     quern_cache *cache;
     void *memory, *cache_rows, *workspace;
     size_t workspace_bytes;
-    int32_t *table, *ids;
+    int32_t *ids;
     int64_t *counts, *tokens;
 } decode_run;
 
@@ -155,7 +155,6 @@ static int make_cache(decode_run *r)
 {
     const quern_tensor *k = r->nsa.k, *v = r->nsa.v;
     const quern_nsa_params *p = &r->j->params.nsa;
-    quern_cache_columns columns = QUERN_CACHE_COLUMNS_INIT;
     quern_cache_params *c = &r->params;
     size_t memory, bytes;
     *c = (quern_cache_params)QUERN_CACHE_PARAMS_INIT;
@@ -166,7 +165,7 @@ static int make_cache(decode_run *r)
     c->dim_v = v->shape[v->ndim - 1];
     c->capacity = longest(r);
     c->page = options.page;
-    c->pages = options.page != 0 ? 1 : 0;
+    c->pages = options.page != 0 ? c->sequences * ((c->capacity + options.page - 1) / options.page) : 0;
     if (r->sparse) {
         c->block_size = p->block_size;
         c->stride = p->stride;
@@ -178,21 +177,16 @@ static int make_cache(decode_run *r)
                                                                     : options.step + options.rollback;
         if (c->step > c->capacity) c->step = c->capacity;
     }
-    quern_status status = quern_cache_columns_of(c, &columns);
+    quern_status status = quern_cache_size(c, &memory, &bytes);
     if (status != QUERN_OK) return fail_status(status);
-    if (c->page != 0) c->pages = c->sequences * columns.columns;
-    if ((status = quern_cache_size(c, &memory, &bytes)) != QUERN_OK) return fail_status(status);
-    const size_t cells = (size_t)c->sequences * (size_t)columns.columns;
     r->memory = malloc(memory);
     r->cache_rows = malloc(bytes + 1);
-    r->table = c->page != 0 ? malloc(cells * sizeof *r->table) : NULL;
     r->ids = malloc((size_t)c->sequences * sizeof *r->ids);
     r->counts = malloc((size_t)c->sequences * sizeof *r->counts);
     r->tokens = calloc((size_t)c->sequences, sizeof *r->tokens);
-    if (r->memory == NULL || r->cache_rows == NULL || (c->page != 0 && r->table == NULL) || r->ids == NULL ||
-        r->counts == NULL || r->tokens == NULL)
+    if (r->memory == NULL || r->cache_rows == NULL || r->ids == NULL || r->counts == NULL ||
+        r->tokens == NULL)
         return fail(EXIT_MACHINE, "no memory for a cache of %zu bytes", bytes);
-    for (size_t i = 0; i < cells && c->page != 0; i++) r->table[i] = (int32_t)(cells - 1 - i);
     status = quern_cache_create(c, r->memory, memory, r->cache_rows, bytes, &r->cache);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
@@ -334,7 +328,7 @@ static void store_lists(const decode_run *r, const quern_cache_batch *batch, int
  * *more: some are left. */
 static int call(decode_run *r, int64_t most, int64_t back, bool *more)
 {
-    quern_cache_batch batch = {sizeof batch, 0, r->ids, r->counts, r->table};
+    quern_cache_batch batch = {sizeof batch, 0, r->ids, r->counts};
     int64_t count = 0;
     quern_status status = QUERN_OK;
     *more = false;
@@ -398,8 +392,7 @@ static int compute(job *j, quern_context *ctx)
     if (code == EXIT_DONE) code = make_cache(&r);
     if (code == EXIT_DONE) code = make_streams(&r);
     if (code == EXIT_DONE) code = decode(&r);
-    void *const blocks[] = {r.memory, r.cache_rows, r.workspace, r.table,
-                            r.ids,    r.counts,     r.tokens,    r.idx.data};
+    void *const blocks[] = {r.memory, r.cache_rows, r.workspace, r.ids, r.counts, r.tokens, r.idx.data};
     for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
     for (int i = 0; i < STREAMS; i++) free(r.streams[i].piece.data);
     return code;

@@ -10,7 +10,7 @@ one length: a varlen batch is a call for each of them, and a row from a cache is
 Memory grows with N²; use it up to a few thousand tokens.
 """
 
-from . import dsv4, moe, nvfp4
+from . import cache, dsv4, moe, nvfp4
 from ._attention import attention, masked_attention, window_mask
 from ._linear import fp8_weight, linear, rms_norm, rope
 from ._nsa import attend, combine, compress, gate, gates_of, nsa
@@ -19,6 +19,10 @@ from ._nsa_select import chosen_blocks, convert_blocks, index, index_loss, liste
 # The operations of the library, by the names of `quern run`.
 OPERATIONS = {
     "attention": attention,
+    "attention-decode-step": cache.attention_step,
+    "cache-append-step": cache.append_step,
+    "cache-pack": cache.pack,
+    "cache-unpack": cache.unpack,
     "csa-compress": dsv4.compress,
     "hca-compress": dsv4.compress,
     "linear": linear,
@@ -29,6 +33,7 @@ OPERATIONS = {
     "nsa-attend": attend,
     "nsa-combine": combine,
     "nsa-compress": compress,
+    "nsa-decode-step": cache.nsa_step,
     "nsa-gate": gate,
     "nsa-gates": gates_of,
     "nsa-index": index,
@@ -54,6 +59,7 @@ __all__ = [
     "OPERATIONS",
     "attend",
     "attention",
+    "cache",
     "chosen_blocks",
     "combine",
     "compress",

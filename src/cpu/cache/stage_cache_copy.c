@@ -28,7 +28,7 @@ static void copy_rows(const cache_copy_args *args, const step_run *run, int64_t 
     const size_t size = quern_dtype_size(p->blocks.dtype), key = (size_t)p->dim * size,
                  value = (size_t)p->dim_v * size;
     for (int64_t h = 0; h < p->blocks.shape[1]; h++) {
-        char *keys = cache_block(p, run->sequence, h, block) + (size_t)(from % CACHE_BLOCK) * key;
+        char *keys = cache_block(p, run->b, h, block) + (size_t)(from % CACHE_BLOCK) * key;
         char *values =
             keys + (size_t)(CACHE_BLOCK - from % CACHE_BLOCK) * key + (size_t)(from % CACHE_BLOCK) * value;
         for (int64_t t = from; t < end; t++, keys += key, values += value) {

@@ -235,12 +235,11 @@ void decode_rows_finish(const decode_shape *shape, decode_rows *rows)
     }
 }
 
-decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64_t head, int64_t *key,
-                               int64_t end)
+decode_panel decode_next_panel(const cache_plane *plane, int64_t b, int64_t head, int64_t *key, int64_t end)
 {
     const int64_t at = *key % PANEL_KEYS, size = (int64_t)quern_dtype_size(plane->blocks.dtype);
     const int64_t stop = *key - at + PANEL_KEYS < end ? *key - at + PANEL_KEYS : end;
-    const char *block = cache_block(plane, sequence, head, *key / PANEL_KEYS);
+    const char *block = cache_block(plane, b, head, *key / PANEL_KEYS);
     const decode_panel panel = {block + at * plane->dim * size,
                                 block + (PANEL_KEYS * plane->dim + at * plane->dim_v) * size, stop - *key};
     *key = stop;

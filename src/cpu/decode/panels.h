@@ -77,6 +77,5 @@ void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel
 void decode_rows_finish(const decode_shape *shape, decode_rows *rows);
 
 /* Keys [*key, end) of a sequence as the next panel, as far as they stand in one block; moves *key on. */
-decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64_t head, int64_t *key,
-                               int64_t end);
+decode_panel decode_next_panel(const cache_plane *plane, int64_t b, int64_t head, int64_t *key, int64_t end);
 #endif

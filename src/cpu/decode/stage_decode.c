@@ -181,10 +181,10 @@ static void run_keys(const decode_job *job, const query_tile *t, int64_t from, i
     const int64_t first = t->run->first + t->first, low = low_of(job->args, first + t->queries - 1);
     int64_t next_key = from;
     decode_panel next = *after;
-    if (from < to) next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
+    if (from < to) next = decode_next_panel(plane, t->run->b, t->head, &next_key, to);
     for (int64_t key = from; key < to;) {
         const decode_panel panel = next;
-        next = next_key < to ? decode_next_panel(plane, t->run->sequence, t->head, &next_key, to) : *after;
+        next = next_key < to ? decode_next_panel(plane, t->run->b, t->head, &next_key, to) : *after;
         s->scratch.ahead = next;
         if (low <= key && first + 1 >= key + panel.n) {
             const int32_t keys = decode_scores(&job->shape, &s->rows, &panel, 1, false, &s->scratch);
@@ -299,8 +299,8 @@ static void run_tasks(void *arg, int64_t index, int32_t thread)
             next = share_at(job, i + 1);
             int64_t key = next.from;
             if (key < next.to)
-                after = decode_next_panel(&job->args->tokens, next.tile.run->sequence, next.tile.head, &key,
-                                          next.to);
+                after =
+                    decode_next_panel(&job->args->tokens, next.tile.run->b, next.tile.head, &key, next.to);
         }
         if (now.share < now.tile.shares) run_share(job, &now, &after, &job->spaces[thread]);
     }

@@ -175,7 +175,7 @@ static void close_branch(const nsa_job *job, int branch, nsa_space *s)
 /* The panel of keys from `key` on. */
 static decode_panel peek(const cache_plane *plane, const nsa_query *q, int64_t key, int64_t end)
 {
-    return decode_next_panel(plane, q->run->sequence, q->head, &key, end);
+    return decode_next_panel(plane, q->run->b, q->head, &key, end);
 }
 
 static decode_panel window_start(const nsa_job *job, const nsa_query *q)
@@ -205,7 +205,7 @@ static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
         int32_t count = 0, keys;
         while (count < most && key < q->seen) {
             const int64_t at = key;
-            panels[count] = decode_next_panel(plane, q->run->sequence, q->head, &key, q->seen);
+            panels[count] = decode_next_panel(plane, q->run->b, q->head, &key, q->seen);
             if (job->slc && !job->softmax) score_means(job, &panels[count], at, s);
             count++;
         }
@@ -293,7 +293,7 @@ static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64
 {
     while (from < end) {
         const decode_panel panel =
-            decode_next_panel(&job->args->plane[branch], q->run->sequence, q->head, &from, end);
+            decode_next_panel(&job->args->plane[branch], q->run->b, q->head, &from, end);
         if (panel.n < PANEL_KEYS) {
             gather(job, panel, s);
             continue;

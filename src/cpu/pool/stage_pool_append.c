@@ -34,6 +34,7 @@ typedef struct append_job {
     f32_rows bias_a, bias_b;
     entry_plan entry;
     int64_t batch, width, columns, sums_floats; /* of both accumulators */
+    int64_t entries;                            /* that become whole */
     append_state *states;
     float *work;              /* [batch]: sums with the ring's rows, the state's new sums */
     float *rows;              /* a thread's: a row, angles */
@@ -70,7 +71,7 @@ static append_job carve(const stage_exec *exec, const pool_append_args *args, ar
     return job;
 }
 
-static void find_states(const append_job *job)
+static void find_states(append_job *job)
 {
     const pool_append_args *args = job->args;
     int64_t entry = 0;
@@ -81,9 +82,10 @@ static void find_states(const append_job *job)
         s->origin = i32_at(&args->origins, b, 0);
         s->merged = s->left = index_at(&args->merged, b);
         if (s->end - args->ring > s->left) s->left = s->end - args->ring;
-        if (run.sequence >= 0) s->data = (float *)args->state.data + run.sequence * args->state.strides[0];
+        if (run.slot >= 0) s->data = (float *)args->state.data + run.slot * args->state.strides[0];
         entry += entries_before(job, s, s->end) - entries_before(job, s, s->position);
     }
+    job->entries = entry;
 }
 
 /* Contiguous rows from q on: in the ring up to its end, or in proj. */
@@ -254,7 +256,7 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
 
 static bool every_entry_is_storable(const append_job *job)
 {
-    for (int64_t n = 0; n < job->args->out.shape[0]; n++) {
+    for (int64_t n = 0; n < job->entries; n++) {
         const float *row = job->finished + n * job->width;
         if (row_is_encodable(job->kernels, job->args->entry.format, row, job->width)) continue;
         int64_t column = 0;
@@ -285,7 +287,7 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
     parallel_for(exec, job.batch, append_one, &job);
     if (job.finished != NULL) {
         if (!every_entry_is_storable(&job)) return QUERN_ERR_INVALID_ARGUMENT;
-        for (int64_t n = 0; n < args->out.shape[0]; n++) {
+        for (int64_t n = 0; n < job.entries; n++) {
             encode_row(job.kernels, args->entry.format, job.finished + n * job.width, job.width,
                        out_row(&args->out, n), args->out.dtype);
             if (job.pooled != NULL)

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { CACHE_PAGE_FLOATS = QUERN_CACHE_PAGE * (16 + 16) };
+
 /* A paged cache of two sequences with a few tokens each, and a call that is right. */
 typedef struct fixture {
     quern_context *ctx;
@@ -37,16 +39,15 @@ static void set_tokens(fixture *f, int64_t first, int64_t second)
 
 static void fixture_open(fixture *f, int64_t page)
 {
-    test_random random = {7};
     memset(f, 0, sizeof *f);
     const quern_cache_params params = {sizeof params, QUERN_F32, 3, 1, 16, 16, 300, page, 0, 0, 0, 0,
                                        false,         false,     0, 0};
-    cache_case_make(&f->cache, &params, &random);
+    cache_case_make(&f->cache, &params);
     f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     for (int i = 0; i < 80 * 16; i++) f->rows[i] = (float)i;
     f->ids[0] = 2;
     f->ids[1] = 0;
-    f->batch = (quern_cache_batch){sizeof f->batch, 2, f->ids, f->counts, f->cache.table};
+    f->batch = (quern_cache_batch){sizeof f->batch, 2, f->ids, f->counts};
     f->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
     f->d = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
     f->params = (quern_attention_params)QUERN_ATTENTION_PARAMS_INIT;
@@ -54,7 +55,6 @@ static void fixture_open(fixture *f, int64_t page)
     f->d.q = &f->q;
     f->d.o = &f->o;
     set_tokens(f, 63, 10);
-    cache_case_assign(&f->cache, 2, 63), cache_case_assign(&f->cache, 0, 10);
     assert_int_equal(
         quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace, sizeof f->workspace),
         QUERN_OK);
@@ -108,12 +108,14 @@ static void sequences_and_counts_are_checked(void **state)
     fixture_open(&f, 0);
     set_tokens(&f, 1, 1);
     f.ids[1] = 2;
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[1] is 2 again");
-    refuse_decode(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[1] is 2 again");
+    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[0] and sequences[1] are 2");
+    refuse_decode(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[0] and sequences[1] are 2");
     f.ids[1] = 3;
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[1] is 3: 0 to 2");
+    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[1] is 3: -1 to 2");
     f.ids[1] = -1;
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[1] is -1");
+    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "counts[1] is 1: 0 to 0 tokens of sequence -1");
+    f.ids[1] = -2;
+    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences[1] is -2");
     f.ids[1] = 0;
     f.counts[1] = 291;
     refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "counts[1] is 291: 0 to 290 tokens of sequence 0");
@@ -128,9 +130,6 @@ static void sequences_and_counts_are_checked(void **state)
     f.batch.sequences = NULL;
     refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "sequences is NULL");
     f.batch.sequences = f.ids;
-    f.batch.table = f.ids;
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "table is given");
-    f.batch.table = NULL;
     refuse_rollback(&f, 2, 9, "n is 9: 0 to 8 of sequence 2's 63 tokens");
     refuse_rollback(&f, 1, 1, "n is 1: 0 to 0 of sequence 1's 0 tokens");
     refuse_rollback(&f, 0, -1, "n is -1");
@@ -178,44 +177,58 @@ static void tensors_are_checked(void **state)
     fixture_close(&f);
 }
 
-static void pages_are_checked(void **state)
+/* An engine's own tables and numbers. */
+static void steps_are_checked(void **state)
 {
     (void)state;
     fixture f;
-    fixture_open(&f, 64);
-    int32_t *mine = f.cache.table + 2 * f.cache.columns.columns, *other = f.cache.table;
-    const int32_t first = mine[0], pages = (int32_t)f.cache.params.pages;
-    set_tokens(&f, 2, 1); /* sequence 2 needs a second page */
-    mine[1] = pages;
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "table[2][1] is");
-    mine[1] = -1;
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "table[2][1] is -1: a page of the pool");
-    mine[1] = other[0];
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "which table[0][0] writes");
-    mine[1] = mine[0];
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "which table[2][0] writes");
-    mine[1] = f.cache.free_pages[0];
-    set_tokens(&f, 2, 60);
-    other[1] = mine[1]; /* both sequences would start the same free page */
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "writes: each page is written in one place");
+    fixture_open(&f, 0);
+    static float pool[4 * CACHE_PAGE_FLOATS], before[4 * CACHE_PAGE_FLOATS];
+    int32_t slots[] = {0, 1}, positions[] = {63, 10}, cu[] = {0, 2, 3}, pages[] = {3, 0, 1, 2},
+            copies[] = {0, 1, 2};
+    const int64_t batch[] = {2}, more[] = {3}, of_table[] = {2, 2}, of_copies[] = {1, 3},
+                  of_pool[] = {4, 1, CACHE_PAGE_FLOATS};
+    quern_tensor tslots = quern_tensor_contiguous(slots, QUERN_I32, 1, batch),
+                 tpositions = quern_tensor_contiguous(positions, QUERN_I32, 1, batch),
+                 tcu = quern_tensor_contiguous(cu, QUERN_I32, 1, more),
+                 table = quern_tensor_contiguous(pages, QUERN_I32, 2, of_table),
+                 tcopies = quern_tensor_contiguous(copies, QUERN_I32, 2, of_copies),
+                 tokens = quern_tensor_contiguous(pool, QUERN_F32, 3, of_pool);
+    quern_cache_step_params params = QUERN_CACHE_STEP_PARAMS_INIT;
     set_tokens(&f, 2, 1);
-    mine[0] = -5;
-    refuse_decode(&f, QUERN_ERR_INVALID_ARGUMENT, "table[2][0] is -5");
-    mine[0] = first;
-    f.batch.table = NULL;
-    refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "table is NULL");
-    f.batch.table = f.cache.table;
-    assert_int_equal(
-        quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace),
-        QUERN_OK);
-    /* A page of a sequence that was emptied is free for another; two sequences may read the same one. */
-    set_tokens(&f, 0, 60);
-    const int32_t its = mine[1];
-    assert_int_equal(quern_cache_reset(f.cache.cache, 2), QUERN_OK);
-    other[1] = its;
-    assert_int_equal(
-        quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace),
-        QUERN_OK);
+    f.t.slots = &tslots, f.t.positions = &tpositions, f.t.cu = &tcu;
+    f.t.tokens = &tokens, f.t.tokens_table = &table, f.t.copies = &tcopies;
+    for (int i = 0; i < 4 * CACHE_PAGE_FLOATS; i++) pool[i] = before[i] = (float)i;
+    struct {
+        int32_t *at, value;
+        const char *sentence;
+    } cases[] = {{&positions[1], -1, "positions[1] is -1"},
+                 {&positions[0], 127, "tokens_table has 2 columns"},
+                 {&cu[0], 1, "cu[0] is 1"},
+                 {&cu[1], 4, "cu[1] is 4"},
+                 {&cu[2], 1, "cu[2] is 1"},
+                 {&pages[1], 4, "tokens_table[0][1] is 4: a page of the pool, 0 to 3"},
+                 {&pages[0], -1, "tokens_table[0][0] is -1"},
+                 {&copies[2], 4, "copies[0][2] is 4"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const int32_t good = *cases[i].at;
+        *cases[i].at = cases[i].value;
+        assert_int_equal(quern_cache_append_step(f.ctx, NULL, &params, &f.t, f.workspace, sizeof f.workspace),
+                         QUERN_ERR_INVALID_ARGUMENT);
+        if (strstr(quern_last_error(f.ctx), cases[i].sentence) == NULL)
+            fail_msg("'%s' is not in '%s'", cases[i].sentence, quern_last_error(f.ctx));
+        *cases[i].at = good;
+    }
+    assert_memory_equal(pool, before, sizeof pool);
+    slots[1] = -1; /* none: its numbers are not looked at */
+    pages[2] = 99;
+    assert_int_equal(quern_cache_append_step(f.ctx, NULL, &params, &f.t, f.workspace, sizeof f.workspace),
+                     QUERN_OK);
+    assert_memory_equal(pool + 2 * CACHE_PAGE_FLOATS, before + CACHE_PAGE_FLOATS,
+                        sizeof pool / 4); /* copied */
+    assert_memory_equal(pool + 3 * CACHE_PAGE_FLOATS + 63 * 16, f.rows, 16 * sizeof(float));
+    assert_memory_equal(pool, f.rows + 16, 16 * sizeof(float));
+    assert_memory_equal(pool + 16, before + 16, 16 * sizeof(float));
     fixture_close(&f);
 }
 
@@ -227,14 +240,21 @@ static void parameters_are_checked(void **state)
     struct {
         quern_cache_params p;
         const char *sentence;
-    } cases[] = {{good, "params.dtype is i32"},        {good, "params.sequences is 0"},
-                 {good, "params.kv_heads is -1"},      {good, "params.dim: head dim 12"},
-                 {good, "params.dim_v: head dim 520"}, {good, "params.capacity is 0"},
-                 {good, "params.page is 32"},          {good, "params.pages is 0"},
-                 {good, "params.block_size is -1"},    {good, "params.stride is 5"},
-                 {good, "params.compress is 2"},       {good, "params.window is 0"},
-                 {good, "params.step is 0"},           {good, "params.size is 0"},
-                 {good, "fewer than 2^63 bytes"}};
+    } cases[] = {{good, "params.dtype is i32"},
+                 {good, "params.sequences is 0"},
+                 {good, "params.kv_heads is -1"},
+                 {good, "params.dim: head dim 12"},
+                 {good, "params.dim_v: head dim 520"},
+                 {good, "params.capacity is 0"},
+                 {good, "params.page is 32"},
+                 {good, "params.pages is 0"},
+                 {good, "params.block_size is -1"},
+                 {good, "params.stride is 5"},
+                 {good, "params.compress is 2"},
+                 {good, "params.window is 0"},
+                 {good, "params.step is 0"},
+                 {good, "params.size is 0"},
+                 {good, "are too many"}};
     cases[0].p.dtype = QUERN_I32;
     cases[1].p.sequences = 0;
     cases[2].p.kv_heads = -1;
@@ -278,7 +298,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(sequences_and_counts_are_checked),
         cmocka_unit_test(tensors_are_checked),
-        cmocka_unit_test(pages_are_checked),
+        cmocka_unit_test(steps_are_checked),
         cmocka_unit_test(parameters_are_checked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

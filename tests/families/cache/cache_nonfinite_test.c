@@ -41,7 +41,7 @@ static void append(const setting *s, quern_context *ctx, const cache_case *cache
 {
     test_random random = {1};
     const int32_t id = 1;
-    const quern_cache_batch batch = {sizeof batch, 1, &id, &s->tokens, cache->table};
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &s->tokens};
     test_tensor k = tensor(&random, s->dtype, r->k, s->tokens, KV_HEADS),
                 v = tensor(&random, s->dtype, r->v, s->tokens, KV_HEADS);
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
@@ -60,7 +60,7 @@ static void decode(const setting *s, quern_context *ctx, const cache_case *cache
     test_random random = {2};
     const int32_t id = 1;
     const int64_t count = QUERIES, o_shape[] = {QUERIES, HEADS, DIM}, lse_shape[] = {HEADS, QUERIES};
-    const quern_cache_batch batch = {sizeof batch, 1, &id, &count, cache->table};
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &count};
     test_tensor q = tensor(&random, s->dtype, r->q, QUERIES, HEADS),
                 o = test_tensor_make(&random, s->dtype, 3, o_shape, TEST_CONTIGUOUS),
                 lse = test_tensor_make(&random, QUERN_F32, 2, lse_shape, TEST_CONTIGUOUS);
@@ -84,7 +84,6 @@ static void decode(const setting *s, quern_context *ctx, const cache_case *cache
 
 static void run(const setting *s, rows *r)
 {
-    test_random random = {3};
     const quern_cache_params params = {.size = sizeof params,
                                        .dtype = s->dtype,
                                        .sequences = 2,
@@ -94,8 +93,7 @@ static void run(const setting *s, rows *r)
                                        .capacity = s->capacity,
                                        .page = s->page};
     cache_case cache;
-    cache_case_make(&cache, &params, &random);
-    cache_case_assign(&cache, 1, s->tokens);
+    cache_case_make(&cache, &params);
     quern_context *ctx = test_context(s->level, 2);
     append(s, ctx, &cache, r);
     decode(s, ctx, &cache, r);

@@ -73,7 +73,7 @@ static void player_open(player *p, test_random *random)
     cache.dim = p->d;
     cache.dim_v = p->dv;
     cache.page = test_random_one_in(random, 2) ? QUERN_CACHE_PAGE : 0;
-    cache_case_make(&p->cache, &cache, random);
+    cache_case_make(&p->cache, &cache);
     p->q = values(random, p->dtype, p->rows * p->h * p->d);
     p->k = values(random, p->dtype, p->rows * p->hkv * p->d);
     p->v = values(random, p->dtype, p->rows * p->hkv * p->dv);
@@ -170,7 +170,7 @@ static void play(player *p, test_random *random)
                 p->tokens[b] -= n;
             }
             if (test_random_one_in(random, 40)) { /* from the start again */
-                cache_case_reset(&p->cache, b + 1);
+                assert_int_equal(quern_cache_reset(p->cache.cache, b + 1), QUERN_OK);
                 p->tokens[b] = 0;
             }
             more = more || p->tokens[b] < p->length[b];
@@ -180,7 +180,6 @@ static void play(player *p, test_random *random)
                                  : test_random_one_in(random, 3)          ? STEP_MOST
                                                                           : 4;
             const int64_t n = test_random_int(random, 0, left < most ? left : most);
-            cache_case_assign(&p->cache, b + 1, p->tokens[b] + n);
             x.ids[x.batch.batch] = (int32_t)b + 1;
             x.counts[x.batch.batch++] = n;
             for (int64_t i = 0; i < n; i++) x.rows[x.n++] = p->row0[b] + p->tokens[b] + i;
@@ -188,7 +187,6 @@ static void play(player *p, test_random *random)
         }
         x.batch.sequences = x.ids;
         x.batch.counts = x.counts;
-        x.batch.table = p->cache.table;
         append(p, &x, random);
         attend(p, &x, random);
     }
@@ -250,12 +248,10 @@ static void rolled_back_rows_reach_no_result(void **state)
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int64_t page = 0; page <= 64; page += 64) {
-            test_random random = {4};
             quern_cache_params params = {sizeof params, QUERN_BF16, 2, 1, 16, 16, 100, page, 0, 0, 0, 0,
                                          false,         false,      0, 0};
             cache_case cache;
-            cache_case_make(&cache, &params, &random);
-            cache_case_assign(&cache, 0, 100), cache_case_assign(&cache, 1, 100);
+            cache_case_make(&cache, &params);
             quern_context *ctx = test_context(level, 1);
             uint16_t rows[70 * 16], q[16] = {0x3f80}, o[16];
             for (int i = 0; i < 70 * 16; i++) rows[i] = i >= 65 * 16 ? 0x7fc0 : (uint16_t)(0x3f80 + i % 16);
@@ -265,7 +261,7 @@ static void rolled_back_rows_reach_no_result(void **state)
             const quern_tensor kv = quern_tensor_contiguous(rows, QUERN_BF16, 3, shape);
             const quern_tensor query = quern_tensor_contiguous(q, QUERN_BF16, 3, one),
                                out = quern_tensor_contiguous(o, QUERN_BF16, 3, one);
-            quern_cache_batch batch = {sizeof batch, 1, &id, &count, cache.table};
+            quern_cache_batch batch = {sizeof batch, 1, &id, &count};
             quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
             quern_decode_tensors d = QUERN_DECODE_TENSORS_INIT;
             quern_attention_params attention = QUERN_ATTENTION_PARAMS_INIT;
@@ -290,11 +286,10 @@ static void rolled_back_rows_reach_no_result(void **state)
 static void a_query_with_heads_before_tokens_is_named(void **state)
 {
     (void)state;
-    test_random random = {5};
     quern_cache_params params = {sizeof params, QUERN_F32, 1, 1, 16, 16, 100, 0, 0, 0, 0, 0,
                                  false,         false,     0, 0};
     cache_case cache;
-    cache_case_make(&cache, &params, &random);
+    cache_case_make(&cache, &params);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     float rows[4 * 2 * 16] = {0}, out[4 * 2 * 16] = {0};
     const int32_t id = 0;
@@ -302,7 +297,7 @@ static void a_query_with_heads_before_tokens_is_named(void **state)
     const quern_tensor kv = quern_tensor_contiguous(rows, QUERN_F32, 3, of_kv),
                        q = quern_tensor_contiguous(rows, QUERN_F32, 3, of_q),
                        o = quern_tensor_contiguous(out, QUERN_F32, 3, of_o);
-    const quern_cache_batch batch = {sizeof batch, 1, &id, &count, NULL};
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &count};
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
     quern_decode_tensors d = QUERN_DECODE_TENSORS_INIT;
     const quern_attention_params attention = QUERN_ATTENTION_PARAMS_INIT;
@@ -327,14 +322,19 @@ static void sizes_and_bytes_held(void **state)
     size_t memory, rows;
     const int64_t row = 2 * (16 + 24) * 2, ring = (100 + 8 + 4 + 63) / 64 * 64;
     assert_int_equal(quern_cache_size(&p, &memory, &rows), QUERN_OK);
-    assert_int_equal(rows, (1024 + 64 + ring) * 3 * row); /* 61 entries */
-    quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
-    assert_int_equal(quern_cache_columns_of(&p, &c), QUERN_OK);
-    assert_int_equal(c.entries, 16), assert_int_equal(c.slc, 17), assert_int_equal(c.win, 17),
-        assert_int_equal(c.columns, 19);
-    assert_int_equal(quern_cache_pages_of(&p, 65, &c), QUERN_OK);
-    assert_int_equal(c.tokens, 2), assert_int_equal(c.entries, 1), assert_int_equal(c.slc, 0),
-        assert_int_equal(c.win, 2);
+    /* 61 entries; a page of each and a ring beside what two sequences hold */
+    assert_int_equal(rows, ((1024 + 64 + ring) * 3 + 64 + 64 + ring) * row);
+    quern_ledger_params l = QUERN_LEDGER_PARAMS_INIT;
+    int64_t pages, whole;
+    assert_int_equal(quern_cache_ledger_params(&p, &l), QUERN_OK);
+    static const int64_t most[] = {16, 1, 2}, of_65[] = {2, 1, 2};
+    for (int i = QUERN_CACHE_TOKENS; i <= QUERN_CACHE_WIN; i++) {
+        assert_int_equal(quern_ledger_pages(&l, i, 1000, &pages, &whole), QUERN_OK);
+        assert_int_equal(pages, most[i]);
+        assert_int_equal(whole, 3 * most[i] + (i == QUERN_CACHE_WIN ? 2 : 1));
+        assert_int_equal(quern_ledger_pages(&l, i, 65, &pages, NULL), QUERN_OK);
+        assert_int_equal(pages, of_65[i]);
+    }
 }
 
 int main(void)

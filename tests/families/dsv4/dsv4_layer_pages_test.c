@@ -376,9 +376,54 @@ static void rows_that_cannot_be_stored(void **state)
     }
 }
 
+/* What a decoding call of one token needs, of the layer's output alone. */
+static size_t workspace_of_one(const layer_case *c, quern_context *ctx, const layer_store *s)
+{
+    const quern_dsv4_layer_params p = layer_case_params(c);
+    quern_dsv4_layer_tensors t = layer_case_tensors(c);
+    const quern_tensor *given[LAYER_TENSORS];
+    const int64_t shape[] = {1, c->shape.width}, one = 1;
+    const int32_t id = 0;
+    const quern_tensor row = quern_tensor_contiguous(NULL, c->dtype, 2, shape);
+    size_t bytes = 0;
+    memcpy(given, (const char *)&t + sizeof t.size, sizeof given);
+    for (int i = LAYER_Q_RESIDUAL; i < LAYER_TENSORS; i++) given[i] = NULL;
+    memcpy((char *)&t + sizeof t.size, given, sizeof given);
+    t.x = t.out = &row;
+    if (quern_dsv4_layer_decode_workspace(ctx, &p, s->cache, &id, &one, 1, &t, &bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
+    return bytes;
+}
+
+/* The workspace of a decoding call depends on the cache's capacity, not on what its sequences hold. */
+static void a_workspace_is_of_one_size(void **state)
+{
+    (void)state;
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+    for (int kind = ORACLE_CSA; kind <= ORACLE_SWA; kind++)
+        for (int i = 0; i < 2 * LAYER_STORAGES; i++) {
+            test_random random = {(uint64_t)i + 3};
+            layer_case c = layer_storage_case(&random, (oracle_layer_kind)kind, QUERN_F32);
+            quern_dsv4_layer_cache_params p = layer_storage_params(&c, &layer_storages[i / 2], 2);
+            p.page = kind == ORACLE_SWA ? 0 : i % 2 * 3;
+            layer_store s = layer_store_open(&p);
+            layer_store_grow(&s, 0, 1);
+            const size_t first = workspace_of_one(&c, ctx, &s);
+            for (int64_t at = 0; at + 1 < STORED_TOKENS; at++) {
+                layer_case_append(&c, ctx, &s, 0, 0, at, 1);
+                layer_store_grow(&s, 0, at + 2);
+                assert_int_equal(workspace_of_one(&c, ctx, &s), first);
+            }
+            layer_store_close(&s);
+            layer_case_free(&c);
+        }
+    quern_context_destroy(ctx);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(pages_and_saved_sequences_change_no_bit),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_workspace_is_of_one_size),
+                                       cmocka_unit_test(pages_and_saved_sequences_change_no_bit),
                                        cmocka_unit_test(damaged_bytes),
                                        cmocka_unit_test(forged_bytes),
                                        cmocka_unit_test(bad_pages),

@@ -80,7 +80,7 @@ static void append(const nsa_case *whole, const cache_case *cache, quern_context
                    int64_t count)
 {
     const int32_t id = 0;
-    const quern_cache_batch batch = {sizeof batch, 1, &id, &count, cache->table};
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &count};
     const quern_tensor k = rows_of(&whole->tensor[NSA_K].view, first, count),
                        v = rows_of(&whole->tensor[NSA_V].view, first, count);
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
@@ -102,7 +102,7 @@ static void check_newest(const char *name, const nsa_case *whole, const cache_ca
                   lists = f->params.scope == QUERN_NSA_SCOPE_HEAD ? f->h : f->hkv;
     const int64_t o_shape[] = {NEWEST, f->h, f->dv}, idx_shape[] = {lists, NEWEST, k};
     const int32_t id = 0;
-    const quern_cache_batch batch = {sizeof batch, 1, &id, &count, cache->table};
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &count};
     const quern_tensor q = rows_of(&whole->tensor[NSA_Q].view, first, count),
                        expected = rows_of(&whole->tensor[NSA_O].view, first, count),
                        *all = &whole->tensor[NSA_BLOCK_IDX].view;
@@ -140,7 +140,6 @@ static void check_shape(const shape *s, quern_dtype dtype, quern_cpu_level level
     char name[200];
     quern_context *ctx = test_context(level, 2);
     nsa_case *whole = prefill(s, dtype, ctx);
-    test_random random = {2};
     const quern_cache_params params = {.size = sizeof params,
                                        .dtype = dtype,
                                        .sequences = 1,
@@ -152,8 +151,7 @@ static void check_shape(const shape *s, quern_dtype dtype, quern_cpu_level level
                                        .block_size = s->block,
                                        .stride = s->stride};
     cache_case cache;
-    cache_case_make(&cache, &params, &random);
-    cache_case_assign(&cache, 0, s->n);
+    cache_case_make(&cache, &params);
     snprintf(name, sizeof name, "l %d d %d H %d/%d D %d, %s, %s", (int)s->block, (int)s->stride, (int)s->h,
              (int)s->hkv, (int)s->d, quern_dtype_name(dtype), quern_cpu_level_name(level));
     for (int64_t i = 0, held = 0; i < PLACES; i++) {

@@ -17,9 +17,8 @@ enum { LONG = 700, NEWEST = 3, KV_HEADS = 2, HEADS = 4, DIM = 16, BLOCK = 16, TO
 static void spoil_row(const cache_case *cache, int64_t head, int64_t token)
 {
     const size_t row = DIM * quern_dtype_size(cache->params.dtype);
-    const int64_t blocks = (cache->params.capacity + QUERN_CACHE_PAGE - 1) / QUERN_CACHE_PAGE;
-    char *block =
-        cache->rows_at + (size_t)((head * blocks + token / QUERN_CACHE_PAGE) * 2 * QUERN_CACHE_PAGE) * row;
+    const int64_t page = token / QUERN_CACHE_PAGE; /* a ledger takes the first free one */
+    char *block = cache->rows_at + (size_t)((page * KV_HEADS + head) * 2 * QUERN_CACHE_PAGE) * row;
     for (int part = 0; part < 2; part++)
         memset(block + (size_t)(part * QUERN_CACHE_PAGE + token % QUERN_CACHE_PAGE) * row, 0xff, row);
 }
@@ -29,7 +28,7 @@ static void decode_newest(quern_context *ctx, const cache_case *cache, const que
 {
     const int32_t id = 0;
     const int64_t count = q->view.shape[0];
-    const quern_cache_batch batch = {sizeof batch, 1, &id, &count, NULL};
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &count};
     quern_decode_tensors t = QUERN_DECODE_TENSORS_INIT;
     t.q = &q->view;
     t.o = &o->view;
@@ -66,7 +65,7 @@ static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scop
                                        .dim_v = DIM,
                                        .capacity = LONG + 9,
                                        .block_size = BLOCK};
-    const quern_cache_batch batch = {sizeof batch, 1, &id, &length, NULL};
+    const quern_cache_batch batch = {sizeof batch, 1, &id, &length};
     quern_nsa_params p = QUERN_NSA_PARAMS_INIT;
     p.block_size = BLOCK;
     p.num_selected = TOP;
@@ -74,7 +73,7 @@ static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scop
     p.scope = scope;
     p.gate = QUERN_NSA_GATE_NONE;
     cache_case cache;
-    cache_case_make(&cache, &params, &random);
+    cache_case_make(&cache, &params);
     quern_context *ctx = test_context(level, 1);
     test_tensor kv = test_tensor_make(&random, dtype, 3, rows, TEST_CONTIGUOUS),
                 q = test_tensor_make(&random, dtype, 3, queries, TEST_CONTIGUOUS),

@@ -101,7 +101,7 @@ static void player_open(player *p, const nsa_config *config, quern_cpu_level lev
     cache.separate_win = config->separate_win && (config->params.branches & QUERN_NSA_BRANCH_WIN);
     cache.window = config->params.window;
     cache.step = STEP_MOST;
-    cache_case_make(&p->cache, &cache, random);
+    cache_case_make(&p->cache, &cache);
     const int64_t shift = test_random_int(random, 0, cache.sequences - 1);
     for (int64_t b = 0; b < config->batch; b++) p->id[b] = (b + shift) % cache.sequences;
 }
@@ -149,7 +149,6 @@ static void append(player *p, piece *x, test_random *random)
     const quern_tensor **places[] = {&t.k, &t.v, &t.k_slc, &t.v_slc, &t.k_win, &t.v_win};
     x->batch.sequences = x->ids;
     x->batch.counts = x->counts;
-    x->batch.table = p->cache.table;
     for (int i = 0; i < 6; i++) {
         if (!wanted[i]) continue;
         rows[i] = cache_rows(random, g->dtype, p->in[slots[i]], x->rows, x->n, g->hkv, i % 2 ? g->dv : g->d);
@@ -292,7 +291,6 @@ static void play(player *p, test_random *random)
             const int64_t b = p->steps % 2 ? i : g->batch - 1 - i;
             if (g->batch > 1 && test_random_one_in(random, 3)) continue;
             const int64_t n = test_random_int(random, 0, room[b]);
-            cache_case_assign(&p->cache, p->id[b], p->tokens[b] + n);
             piece_add(p, b, p->tokens[b], n, &x);
             p->tokens[b] += n;
         }
@@ -301,34 +299,40 @@ static void play(player *p, test_random *random)
     }
 }
 
-/* Entry e of a head in a contiguous cache: its key, then (`value`) its value. */
-static const char *entry_at(const cache_case *cache, int64_t sequence, int64_t head, int64_t e, bool value)
+/* The rows that a cache packs of a sequence: entries behind tokens, before those of a ring. */
+static const char *packed_entries(const player *p, const nsa_sequence *s, int64_t b, char **saved)
 {
-    const quern_cache_params *p = &cache->params;
-    const quern_cache_columns *c = &cache->columns;
-    const int64_t size = (int64_t)quern_dtype_size(p->dtype), row = e % QUERN_CACHE_PAGE,
-                  block = QUERN_CACHE_PAGE * (p->dim + p->dim_v) * size, blocks = c->slc - c->entries;
-    const char *at =
-        cache->rows_at +
-        ((sequence * c->columns + c->entries) * p->kv_heads + head * blocks + e / QUERN_CACHE_PAGE) * block;
-    return at + (value ? (QUERN_CACHE_PAGE * p->dim + row * p->dim_v) * size : row * p->dim * size);
+    const quern_cache_params *c = &p->cache.params;
+    const int64_t row = c->kv_heads * (c->dim + c->dim_v) * (int64_t)quern_dtype_size(c->dtype),
+                  ring = c->separate_win ? (c->window + 8 + c->step + 63) / 64 * 64 : 0,
+                  kept = p->tokens[b] < ring ? p->tokens[b] : ring;
+    size_t bytes;
+    assert_int_equal(quern_cache_save(p->ctx[0], p->cache.cache, p->id[b], NULL, &bytes), QUERN_OK);
+    *saved = malloc(bytes);
+    assert_int_equal(quern_cache_save(p->ctx[0], p->cache.cache, p->id[b], *saved, &bytes), QUERN_OK);
+    return *saved + bytes - (size_t)((kept + oracle_nsa_entries(&s->a)) * row);
 }
 
 /* The cache's entries have the bits of the prefill's. */
 static void check_entries(const player *p)
 {
     static const nsa_slot slots[] = {NSA_K_CMP, NSA_V_CMP};
-    if (p->cache.table != NULL || !(nsa_forward_outputs(p->c) & NSA_BIT(NSA_K_CMP))) return;
+    if (!(nsa_forward_outputs(p->c) & NSA_BIT(NSA_K_CMP))) return;
     for (int64_t b = 0; b < p->c->config.batch; b++) {
         const nsa_sequence s = nsa_sequence_of(p->c, b);
+        char *saved;
+        const char *at = packed_entries(p, &s, b, &saved);
         for (int64_t i = 0; i < 2 * s.a.hkv * oracle_nsa_entries(&s.a); i++) {
             const quern_tensor *t = &p->c->tensor[slots[i % 2]].view;
             const int64_t h = i / 2 % s.a.hkv, e = i / 2 / s.a.hkv,
                           size = (int64_t)quern_dtype_size(t->dtype);
-            assert_memory_equal(
-                (const char *)t->data + ((s.entry + e) * t->strides[0] + h * t->strides[1]) * size,
-                entry_at(&p->cache, p->id[b], h, e, i % 2 == 1), (size_t)(t->shape[2] * size));
+            const size_t bytes = (size_t)(t->shape[2] * size);
+            assert_memory_equal((const char *)t->data +
+                                    ((s.entry + e) * t->strides[0] + h * t->strides[1]) * size,
+                                at, bytes);
+            at += bytes;
         }
+        free(saved);
     }
 }
 
@@ -388,11 +392,10 @@ typedef struct fixture {
 
 static void fixture_open(fixture *f)
 {
-    test_random random = {7};
     memset(f, 0, sizeof *f);
     const quern_cache_params params = {sizeof params, QUERN_F32, 1,  1, 16, 16, 100, 0, 0, 8, 4, 0,
                                        false,         true,      10, 20};
-    cache_case_make(&f->cache, &params, &random);
+    cache_case_make(&f->cache, &params);
     f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     for (int i = 0; i < 24 * 32; i++) f->rows[i] = (float)(i % 7);
     const int64_t kv[] = {20, 1, 16}, q[] = {2, 2, 16}, idx[] = {1, 2, 4};
@@ -401,7 +404,7 @@ static void fixture_open(fixture *f)
     f->q = quern_tensor_contiguous(f->rows, QUERN_F32, 3, q);
     f->o = quern_tensor_contiguous(f->out, QUERN_F32, 3, q);
     f->idx = quern_tensor_contiguous(f->lists, QUERN_I32, 3, idx);
-    f->batch = (quern_cache_batch){sizeof f->batch, 1, &f->id, &f->count, NULL};
+    f->batch = (quern_cache_batch){sizeof f->batch, 1, &f->id, &f->count};
     f->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
     f->d = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
     f->t.k = f->t.v = f->t.k_win = f->t.v_win = &f->kv;

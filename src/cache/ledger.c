@@ -1,0 +1,636 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * ledger.c - lengths of sequences and the pages that they hold.
+ *
+ * A page has a count of the sequences that hold it. A fork raises counts and copies nothing. A step that
+ * would write a page with a count above 1 takes a free one in its place and lists the copy. begin() first
+ * counts what it needs, then changes; until commit() a replaced page keeps its count, so that abort() can
+ * give it back. A sequence holds the pages that its tokens need, and during a step those of the step's.
+ */
+#include "cache/ledger.h"
+
+#include "core/arena.h"
+#include "core/error.h"
+
+#include <string.h>
+
+static const uint64_t ledger_magic = 0x72656467656c7551; /* "Quledger" */
+
+static quern_status in_range(const char *name, int64_t given, int64_t least, int64_t most)
+{
+    if (given >= least && given <= most) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: %lld to %lld is accepted", name,
+                     (long long)given, (long long)least, (long long)most);
+}
+
+int64_t ledger_rows(const ledger_pool *pool, int64_t tokens)
+{
+    const quern_ledger_pool *p = &pool->params;
+    return p->page == 0 || tokens < p->block ? 0 : (tokens - p->block) / p->stride + 1;
+}
+
+int64_t ledger_pages(const ledger_pool *pool, int64_t tokens)
+{
+    if (pool->params.page == 0) return 0;
+    const int64_t rows = ledger_rows(pool, tokens),
+                  pages = rows / pool->params.page + (rows % pool->params.page != 0);
+    return pool->params.ring > 0 && pages > pool->columns ? pool->columns : pages;
+}
+
+static quern_status check_pool(quern_ledger_pool *pool)
+{
+    if (pool->page == 0) {
+        *pool = (quern_ledger_pool){0};
+        return QUERN_OK;
+    }
+    if (pool->block == 0) pool->block = 1;
+    if (pool->stride == 0) pool->stride = pool->block;
+    quern_status status = in_range("pools[].page", pool->page, 1, INT32_MAX);
+    if (status == QUERN_OK) status = in_range("pools[].pages", pool->pages, 0, INT32_MAX);
+    if (status == QUERN_OK) status = in_range("pools[].block", pool->block, 1, INT32_MAX);
+    if (status == QUERN_OK) status = in_range("pools[].stride", pool->stride, 1, INT32_MAX);
+    return status == QUERN_OK ? in_range("pools[].ring", pool->ring, 0, INT32_MAX) : status;
+}
+
+/* A pool's columns and pages. */
+static quern_status lay_out_pool(quern_ledger *l, int i)
+{
+    ledger_pool *pool = &l->pool[i];
+    quern_ledger_pool *p = &pool->params;
+    pool->column = l->columns;
+    if (p->page == 0) return QUERN_OK;
+    const int64_t rows = ledger_rows(pool, l->params.capacity),
+                  kept = p->ring > 0 && p->ring < rows ? p->ring : rows;
+    pool->columns = kept / p->page + (kept % p->page != 0);
+    l->columns += pool->columns;
+    const int64_t sequences = l->params.sequences, copies = p->ring > 0 ? pool->columns : 1;
+    l->copies_most += copies;
+    if (p->pages > 0) return QUERN_OK;
+    if (pool->columns > INT32_MAX / sequences)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "params: %lld sequences of %lld pages are too many: up to %d pages are accepted",
+                         (long long)sequences, (long long)pool->columns, INT32_MAX);
+    /* Until a step is committed, its copies stand beside pages that two or more sequences hold. */
+    p->pages = sequences * pool->columns + sequences / 2 * copies;
+    return QUERN_OK;
+}
+
+/* Takes an array from memory of which *bytes are taken; `memory` may be NULL. */
+static void *take(char *memory, size_t *bytes, int64_t count, size_t each, bool *fits)
+{
+    size_t product;
+    void *at = memory != NULL ? memory + *bytes : NULL;
+    *fits = *fits && !__builtin_mul_overflow((size_t)count, each, &product) &&
+            !__builtin_add_overflow(*bytes, product + product % sizeof(int64_t), bytes);
+    return at;
+}
+
+/* The arrays of a ledger at `memory`, which may be NULL. */
+static bool place(quern_ledger *l, char *memory, size_t *bytes)
+{
+    const int64_t sequences = l->params.sequences;
+    bool fits = true;
+    *bytes = sizeof *l;
+    l->sequences = take(memory, bytes, sequences, sizeof *l->sequences, &fits);
+    l->copied = take(memory, bytes, sequences, (size_t)l->copies_most * sizeof *l->copied, &fits);
+    l->members = take(memory, bytes, sequences, sizeof *l->members, &fits);
+    l->pages = take(memory, bytes, sequences, (size_t)l->columns * sizeof *l->pages, &fits);
+    for (int i = 0; i < LEDGER_POOLS; i++) {
+        ledger_pool *pool = &l->pool[i];
+        pool->holders = take(memory, bytes, pool->params.pages, sizeof *pool->holders, &fits);
+        pool->free = take(memory, bytes, pool->params.pages, sizeof *pool->free, &fits);
+    }
+    return fits && *bytes <= PTRDIFF_MAX;
+}
+
+quern_status ledger_layout(const quern_ledger_params *given, quern_ledger *l, size_t *bytes)
+{
+    *l = (quern_ledger){.magic = ledger_magic, .params = QUERN_LEDGER_PARAMS_INIT, .batch = -1};
+    quern_ledger_params *p = &l->params;
+    quern_status status = op_struct(p, given, "params", "QUERN_LEDGER_PARAMS_INIT");
+    if (status == QUERN_OK) status = in_range("sequences", p->sequences, 1, INT32_MAX);
+    if (status == QUERN_OK) status = in_range("capacity", p->capacity, 1, INT32_MAX);
+    if (status == QUERN_OK) status = in_range("rollback", p->rollback, 0, QUERN_LEDGER_ROLLBACK_MOST);
+    if (status == QUERN_OK) status = in_range("step", p->step, 0, INT32_MAX);
+    for (int i = 0; i < QUERN_LEDGER_POOLS && status == QUERN_OK; i++) {
+        status = check_pool(&p->pools[i]);
+        l->pool[i].params = p->pools[i];
+    }
+    /* A state is a page of one row, which every step writes. */
+    if (p->states) l->pool[LEDGER_STATES].params = (quern_ledger_pool){1, 0, 1, 1, 1};
+    for (int i = 0; i < LEDGER_POOLS && status == QUERN_OK; i++) status = lay_out_pool(l, i);
+    if (status != QUERN_OK) return status;
+    if (!place(l, NULL, bytes))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "params: %lld sequences of %lld tokens: fewer than 2^63 bytes are accepted",
+                         (long long)p->sequences, (long long)p->capacity);
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_size(const quern_ledger_params *params, size_t *bytes)
+{
+    quern_ledger l;
+    size_t needed;
+    const quern_status status = ledger_layout(params, &l, &needed);
+    if (status != QUERN_OK) return status;
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    *bytes = needed + ARENA_ALIGN - 1;
+    return QUERN_OK;
+}
+
+quern_status ledger_create_at(const quern_ledger_params *params, void *memory, quern_ledger **ledger)
+{
+    quern_ledger l;
+    size_t bytes;
+    const quern_status status = ledger_layout(params, &l, &bytes);
+    if (status != QUERN_OK) return status;
+    (void)place(&l, memory, &bytes);
+    for (int64_t s = 0; s < l.params.sequences; s++) l.sequences[s] = (ledger_sequence){0, 0, -1};
+    for (int i = 0; i < LEDGER_POOLS; i++) {
+        ledger_pool *pool = &l.pool[i];
+        pool->left = pool->params.pages;
+        for (int64_t n = 0; n < pool->left; n++) { /* pages are taken from the first on */
+            pool->holders[n] = 0;
+            pool->free[n] = (int32_t)(pool->left - 1 - n);
+        }
+    }
+    memcpy(memory, &l, sizeof l);
+    *ledger = memory;
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_create(const quern_ledger_params *params, void *memory, size_t bytes,
+                                 quern_ledger **ledger)
+{
+    size_t needed;
+    const quern_status status = quern_ledger_size(params, &needed);
+    if (status != QUERN_OK) return status;
+    if (memory == NULL || ledger == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %s is needed",
+                         memory == NULL ? "memory" : "ledger",
+                         memory == NULL ? "what quern_ledger_size() says" : "a place for the ledger");
+    if (bytes < needed)
+        return error_set(QUERN_ERR_WORKSPACE, "memory has %zu bytes: at least %zu are accepted", bytes,
+                         needed);
+    return ledger_create_at(params, arena_on(memory).base, ledger);
+}
+
+quern_status ledger_check(const quern_ledger *ledger)
+{
+    if (ledger != NULL && ledger->magic == ledger_magic) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "ledger is %s: one of quern_ledger_create() is accepted",
+                     ledger == NULL ? "NULL" : "none");
+}
+
+quern_status ledger_check_sequence(const quern_ledger *ledger, int64_t sequence, const char *name)
+{
+    const quern_status status = ledger_check(ledger);
+    if (status != QUERN_OK) return status;
+    if (sequence < 0 || sequence >= ledger->params.sequences)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: 0 to %lld is accepted", name,
+                         (long long)sequence, (long long)ledger->params.sequences - 1);
+    return QUERN_OK;
+}
+
+/* The same, for a call that changes the sequence, which no step may have. */
+static quern_status check_change(const quern_ledger *ledger, int64_t sequence, const char *name)
+{
+    const quern_status status = ledger_check_sequence(ledger, sequence, name);
+    if (status != QUERN_OK || ledger->sequences[sequence].count < 0) return status;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s is %lld, of which a step has begun: commit or abort comes first", name,
+                     (long long)sequence);
+}
+
+static quern_status check_pool_number(int64_t pool)
+{
+    if (pool >= 0 && pool < LEDGER_POOLS) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "pool is %lld: 0 to %d is accepted", (long long)pool,
+                     LEDGER_STATES);
+}
+
+quern_status quern_ledger_pages(const quern_ledger_params *params, int64_t pool, int64_t tokens,
+                                int64_t *pages, int64_t *whole)
+{
+    quern_ledger l;
+    size_t bytes;
+    quern_status status = ledger_layout(params, &l, &bytes);
+    if (status == QUERN_OK) status = check_pool_number(pool);
+    if (status != QUERN_OK) return status;
+    if (tokens < 0 || tokens > l.params.capacity)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is %lld: 0 to the capacity %lld is accepted",
+                         (long long)tokens, (long long)l.params.capacity);
+    if (pages != NULL) *pages = ledger_pages(&l.pool[pool], tokens);
+    if (whole != NULL) *whole = l.pool[pool].params.pages;
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_free_pages(const quern_ledger *ledger, int64_t pool, int64_t *pages)
+{
+    quern_status status = ledger_check(ledger);
+    if (status == QUERN_OK) status = check_pool_number(pool);
+    if (status != QUERN_OK) return status;
+    if (pages == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "pages is NULL: a place for the count is needed");
+    *pages = ledger->pool[pool].left;
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_length(const quern_ledger *ledger, int64_t sequence, int64_t *tokens, int64_t *held)
+{
+    const quern_status status = ledger_check_sequence(ledger, sequence, "sequence");
+    if (status != QUERN_OK) return status;
+    if (tokens != NULL) *tokens = ledger->sequences[sequence].tokens;
+    if (held != NULL) *held = ledger->sequences[sequence].held;
+    return QUERN_OK;
+}
+
+/* ---- pages ---- */
+
+static void release(ledger_pool *pool, int32_t page)
+{
+    if (--pool->holders[page] == 0) pool->free[pool->left++] = page;
+}
+
+static int32_t take_page(ledger_pool *pool)
+{
+    const int32_t page = pool->free[--pool->left];
+    pool->holders[page] = 1;
+    return page;
+}
+
+/* The sequence no longer holds what it needs for `had` tokens and not for `tokens`. */
+static void shrink(quern_ledger *l, int64_t sequence, int64_t had, int64_t tokens)
+{
+    for (int i = 0; i < LEDGER_POOLS; i++) {
+        const int32_t *row = ledger_row(l, sequence, i);
+        for (int64_t c = ledger_pages(&l->pool[i], had); c > ledger_pages(&l->pool[i], tokens); c--)
+            release(&l->pool[i], row[c - 1]);
+    }
+}
+
+static void grow(quern_ledger *l, int64_t sequence, int64_t had, int64_t tokens)
+{
+    for (int i = 0; i < LEDGER_POOLS; i++) {
+        int32_t *row = ledger_row(l, sequence, i);
+        const int64_t end = ledger_pages(&l->pool[i], tokens);
+        for (int64_t c = ledger_pages(&l->pool[i], had); c < end; c++) row[c] = take_page(&l->pool[i]);
+    }
+}
+
+/* The columns of a pool whose pages a step writes and the sequence has already: `count` of them from `first`
+ * on, modulo a ring's columns. */
+typedef struct written {
+    int64_t first, count;
+} written;
+
+static written written_of(const ledger_pool *pool, int64_t tokens, int64_t count)
+{
+    const int64_t from = ledger_rows(pool, tokens), to = ledger_rows(pool, tokens + count),
+                  page = pool->params.page, has = ledger_pages(pool, tokens);
+    if (pool->params.ring == 0) return (written){from / page, to > from && from / page < has ? 1 : 0};
+    if (to == from) return (written){0, 0};
+    const int64_t first = from / page, touched = (to - 1) / page - first + 1;
+    return (written){first, touched < pool->columns ? touched : pool->columns};
+}
+
+/* Copies that a sequence's step makes in a pool; with `now` they are made. */
+static int64_t copy_written(quern_ledger *l, int64_t sequence, int i, int64_t count, bool now)
+{
+    ledger_pool *pool = &l->pool[i];
+    const int64_t tokens = l->sequences[sequence].tokens, has = ledger_pages(pool, tokens);
+    const written w = pool->params.page > 0 ? written_of(pool, tokens, count) : (written){0, 0};
+    int32_t *row = ledger_row(l, sequence, i);
+    int64_t copies = 0;
+    for (int64_t k = 0; k < w.count; k++) {
+        const int64_t c = (w.first + k) % pool->columns;
+        if (c >= has || pool->holders[row[c]] == 1) continue;
+        copies++;
+        if (!now) continue;
+        const int32_t from = row[c];
+        row[c] = take_page(pool);
+        l->copied[l->copies++] = (ledger_copy){(int32_t)sequence, i, from, row[c], c};
+    }
+    return copies;
+}
+
+quern_status ledger_assign(quern_ledger *l, int64_t sequence, int64_t tokens, int64_t held)
+{
+    ledger_sequence *s = &l->sequences[sequence];
+    for (int i = 0; i < LEDGER_POOLS; i++) {
+        int64_t own = 0; /* pages that come back when the sequence is emptied */
+        const int64_t needed = ledger_pages(&l->pool[i], tokens);
+        for (int64_t c = 0; c < ledger_pages(&l->pool[i], s->tokens); c++)
+            own += l->pool[i].holders[ledger_row(l, sequence, i)[c]] == 1;
+        if (needed - own > l->pool[i].left)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "pool %d lacks %lld pages: %lld are free, %lld are needed", i,
+                             (long long)(needed - own - l->pool[i].left), (long long)l->pool[i].left,
+                             (long long)(needed - own));
+    }
+    shrink(l, sequence, s->tokens, 0);
+    grow(l, sequence, 0, tokens);
+    *s = (ledger_sequence){tokens, held, -1};
+    return QUERN_OK;
+}
+
+/* ---- what happens to one sequence ---- */
+
+quern_status quern_ledger_rollback(quern_ledger *ledger, int64_t sequence, int64_t n)
+{
+    const quern_status status = check_change(ledger, sequence, "sequence");
+    if (status != QUERN_OK) return status;
+    ledger_sequence *s = &ledger->sequences[sequence];
+    if (n < 0 || n > s->held)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "n is %lld: 0 to %lld of sequence %lld's %lld tokens are accepted", (long long)n,
+                         (long long)s->held, (long long)sequence, (long long)s->tokens);
+    bool limited = ledger->params.states;
+    for (int i = 0; i < QUERN_LEDGER_POOLS; i++) limited = limited || ledger->pool[i].params.ring > 0;
+    shrink(ledger, sequence, s->tokens, s->tokens - n);
+    s->tokens -= n;
+    if (limited) s->held -= n;
+    else if (s->held > s->tokens) s->held = s->tokens;
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_reset(quern_ledger *ledger, int64_t sequence)
+{
+    const quern_status status = check_change(ledger, sequence, "sequence");
+    return status == QUERN_OK ? ledger_assign(ledger, sequence, 0, 0) : status;
+}
+
+quern_status quern_ledger_fork(quern_ledger *ledger, int64_t from, int64_t to)
+{
+    quern_status status = check_change(ledger, from, "from");
+    if (status == QUERN_OK) status = check_change(ledger, to, "to");
+    if (status != QUERN_OK) return status;
+    if (from == to)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "from and to are both %lld: two sequences are accepted",
+                         (long long)from);
+    ledger_sequence *s = &ledger->sequences[from];
+    shrink(ledger, to, ledger->sequences[to].tokens, 0);
+    for (int i = 0; i < LEDGER_POOLS; i++) {
+        const int32_t *row = ledger_row(ledger, from, i);
+        const int64_t pages = ledger_pages(&ledger->pool[i], s->tokens);
+        for (int64_t c = 0; c < pages; c++) ledger->pool[i].holders[row[c]]++;
+        if (pages > 0) memcpy(ledger_row(ledger, to, i), row, (size_t)pages * sizeof *row);
+    }
+    ledger->sequences[to] = *s;
+    return QUERN_OK;
+}
+
+/* ---- steps ---- */
+
+/* Where the tensors of a block stand, in numbers of i32. */
+typedef struct block_layout {
+    int64_t positions, cu, tables[QUERN_LEDGER_POOLS], copies, copies_most, end;
+} block_layout;
+
+static block_layout block_of(const quern_ledger *l, int64_t batch)
+{
+    block_layout b = {.positions = batch, .cu = 2 * batch, .end = 3 * batch + 1};
+    for (int i = 0; i < QUERN_LEDGER_POOLS; i++) {
+        b.tables[i] = b.end;
+        b.end += batch * l->pool[i].columns;
+    }
+    b.copies = b.end;
+    b.copies_most = batch * l->copies_most;
+    b.end += 3 * b.copies_most;
+    return b;
+}
+
+size_t ledger_block_bytes(const quern_ledger *ledger, int64_t batch)
+{
+    return (size_t)block_of(ledger, batch).end * sizeof(int32_t);
+}
+
+static quern_status check_batch(const quern_ledger *l, int64_t batch)
+{
+    const quern_status status = ledger_check(l);
+    if (status != QUERN_OK) return status;
+    if (batch < 0 || batch > l->params.sequences)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "batch is %lld: 0 to the %lld sequences are accepted",
+                         (long long)batch, (long long)l->params.sequences);
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_block_bytes(const quern_ledger *ledger, int64_t batch, size_t *bytes)
+{
+    const quern_status status = check_batch(ledger, batch);
+    if (status != QUERN_OK) return status;
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    *bytes = ledger_block_bytes(ledger, batch);
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_step(const quern_ledger *ledger, int64_t batch, const void *block,
+                               quern_device device, int32_t device_id, quern_step *step)
+{
+    quern_step known = QUERN_STEP_INIT;
+    quern_status status = check_batch(ledger, batch);
+    if (status == QUERN_OK) status = op_struct(&known, step, "step", "QUERN_STEP_INIT");
+    if (status != QUERN_OK) return status;
+    if (block == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "block is NULL: a block is needed");
+    const block_layout b = block_of(ledger, batch);
+    int32_t *at = (int32_t *)(uintptr_t)block;
+    const int64_t rows[] = {batch}, more[] = {batch + 1}, copies[] = {b.copies_most, 3};
+    known = (quern_step)QUERN_STEP_INIT;
+    known.slots = quern_tensor_contiguous(at, QUERN_I32, 1, rows);
+    known.positions = quern_tensor_contiguous(at + b.positions, QUERN_I32, 1, rows);
+    known.cu = quern_tensor_contiguous(at + b.cu, QUERN_I32, 1, more);
+    known.copies = quern_tensor_contiguous(at + b.copies, QUERN_I32, 2, copies);
+    quern_tensor *views[] = {&known.slots, &known.positions, &known.cu, &known.copies};
+    for (int i = 0; i < 4; i++) views[i]->device = device, views[i]->device_id = device_id;
+    for (int i = 0; i < QUERN_LEDGER_POOLS; i++) {
+        const int64_t table[] = {batch, ledger->pool[i].columns};
+        if (ledger->pool[i].params.page == 0) continue;
+        known.tables[i] = quern_tensor_contiguous(at + b.tables[i], QUERN_I32, 2, table);
+        known.tables[i].device = device;
+        known.tables[i].device_id = device_id;
+    }
+    op_struct_give(step, &known);
+    return QUERN_OK;
+}
+
+quern_status ledger_check_members(const quern_ledger *l, const int32_t *sequences, const int64_t *counts,
+                                  int64_t batch, bool newest)
+{
+    int64_t all = 0;
+    const quern_status status = check_batch(l, batch);
+    if (status != QUERN_OK) return status;
+    if (batch > 0 && (sequences == NULL || counts == NULL))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an array of batch entries is needed",
+                         sequences == NULL ? "sequences" : "counts");
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t id = sequences[b];
+        if (id < -1 || id >= l->params.sequences)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequences[%lld] is %lld: -1 to %lld is accepted",
+                             (long long)b, (long long)id, (long long)l->params.sequences - 1);
+        for (int64_t i = 0; i < b && id >= 0; i++)
+            if (sequences[i] == id)
+                return error_set(
+                    QUERN_ERR_INVALID_ARGUMENT,
+                    "sequences[%lld] and sequences[%lld] are %lld: each sequence is accepted once",
+                    (long long)i, (long long)b, (long long)id);
+        int64_t most = 0;
+        if (id >= 0) {
+            most = newest ? l->sequences[id].tokens : l->params.capacity - l->sequences[id].tokens;
+            if (l->params.step > 0 && most > l->params.step) most = l->params.step;
+        }
+        if (counts[b] < 0 || counts[b] > most)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "counts[%lld] is %lld: 0 to %lld tokens of sequence %lld are accepted",
+                             (long long)b, (long long)counts[b], (long long)most, (long long)id);
+        if (counts[b] > INT32_MAX - all)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "counts[%lld] is %lld: %d tokens in all are accepted", (long long)b,
+                             (long long)counts[b], INT32_MAX);
+        all += counts[b];
+    }
+    return QUERN_OK;
+}
+
+static quern_status check_block(const quern_ledger *l, int64_t batch, const void *block, size_t bytes)
+{
+    const size_t needed = ledger_block_bytes(l, batch);
+    if (block == NULL || (uintptr_t)block % sizeof(int32_t) != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "block is %p: memory of %zu bytes, aligned to 4, is needed", block, needed);
+    if (bytes < needed)
+        return error_set(QUERN_ERR_WORKSPACE, "block has %zu bytes: at least %zu are accepted", bytes,
+                         needed);
+    return QUERN_OK;
+}
+
+/* Whether the pools have the pages that the members need. */
+static quern_status check_room(quern_ledger *l, const int32_t *sequences, const int64_t *counts,
+                               int64_t batch)
+{
+    for (int i = 0; i < LEDGER_POOLS; i++) {
+        ledger_pool *pool = &l->pool[i];
+        int64_t needed = 0;
+        for (int64_t b = 0; b < batch && pool->params.page > 0; b++) {
+            if (sequences[b] < 0 || counts[b] == 0) continue;
+            const int64_t tokens = l->sequences[sequences[b]].tokens;
+            needed += ledger_pages(pool, tokens + counts[b]) - ledger_pages(pool, tokens) +
+                      copy_written(l, sequences[b], i, counts[b], false);
+        }
+        if (needed > pool->left)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "pool %d lacks %lld pages: %lld are free, the step needs %lld", i,
+                             (long long)(needed - pool->left), (long long)pool->left, (long long)needed);
+    }
+    return QUERN_OK;
+}
+
+/* Fills a block. `newest`: the counts are of tokens that the sequences have. */
+static void fill(const quern_ledger *l, const int32_t *sequences, const int64_t *counts, int64_t batch,
+                 bool newest, int32_t *at)
+{
+    const block_layout layout = block_of(l, batch);
+    int32_t *positions = at + layout.positions, *cu = at + layout.cu, *copies = at + layout.copies;
+    cu[0] = 0;
+    for (int64_t b = 0; b < batch; b++) {
+        const int32_t id = sequences[b];
+        const int64_t tokens = id >= 0 ? l->sequences[id].tokens : 0,
+                      end = newest ? tokens : tokens + counts[b];
+        const bool empty = id < 0 || (end == 0 && l->params.states);
+        at[b] = empty ? -1 : l->params.states ? *ledger_row(l, id, LEDGER_STATES) : id;
+        positions[b] = (int32_t)(newest ? tokens - counts[b] : tokens);
+        cu[b + 1] = cu[b] + (int32_t)counts[b];
+        for (int i = 0; i < QUERN_LEDGER_POOLS && id >= 0; i++) {
+            const int64_t pages = ledger_pages(&l->pool[i], end);
+            if (pages > 0)
+                memcpy(at + layout.tables[i] + b * l->pool[i].columns, ledger_row(l, id, i),
+                       (size_t)pages * sizeof *at);
+        }
+    }
+    const int64_t made = newest ? 0 : l->copies;
+    for (int64_t i = 0; i < made; i++, copies += 3) {
+        copies[0] = l->copied[i].pool;
+        copies[1] = l->copied[i].from;
+        copies[2] = l->copied[i].to;
+    }
+    memset(copies, 0xff, (size_t)(3 * (layout.copies_most - made)) * sizeof *copies);
+}
+
+quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences, const int64_t *counts,
+                                int64_t batch, void *block, size_t bytes)
+{
+    quern_status status = ledger_check_members(ledger, sequences, counts, batch, false);
+    if (status == QUERN_OK) status = check_block(ledger, batch, block, bytes);
+    if (status == QUERN_OK && ledger->batch >= 0)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "a step has begun: commit or abort comes first");
+    if (status == QUERN_OK) status = check_room(ledger, sequences, counts, batch);
+    if (status != QUERN_OK) return status;
+    ledger->batch = batch;
+    ledger->copies = 0;
+    for (int64_t b = 0; b < batch; b++) {
+        ledger->members[b] = sequences[b];
+        if (sequences[b] < 0) continue;
+        ledger->sequences[sequences[b]].count = counts[b];
+        if (counts[b] == 0) continue;
+        const int64_t tokens = ledger->sequences[sequences[b]].tokens;
+        for (int i = 0; i < LEDGER_POOLS; i++) (void)copy_written(ledger, sequences[b], i, counts[b], true);
+        grow(ledger, sequences[b], tokens, tokens + counts[b]);
+    }
+    fill(ledger, sequences, counts, batch, false, block);
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_newest(const quern_ledger *ledger, const int32_t *sequences, const int64_t *counts,
+                                 int64_t batch, void *block, size_t bytes)
+{
+    quern_status status = ledger_check_members(ledger, sequences, counts, batch, true);
+    if (status == QUERN_OK) status = check_block(ledger, batch, block, bytes);
+    if (status == QUERN_OK) fill(ledger, sequences, counts, batch, true, block);
+    return status;
+}
+
+static quern_status need_step(const quern_ledger *ledger)
+{
+    const quern_status status = ledger_check(ledger);
+    if (status != QUERN_OK || ledger->batch >= 0) return status;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "no step has begun: quern_ledger_begin() comes first");
+}
+
+quern_status quern_ledger_commit(quern_ledger *ledger)
+{
+    const quern_status status = need_step(ledger);
+    if (status != QUERN_OK) return status;
+    for (int64_t i = 0; i < ledger->copies; i++)
+        release(&ledger->pool[ledger->copied[i].pool], ledger->copied[i].from);
+    for (int64_t b = 0; b < ledger->batch; b++) {
+        if (ledger->members[b] < 0) continue;
+        ledger_sequence *s = &ledger->sequences[ledger->members[b]];
+        s->tokens += s->count;
+        s->held = s->held + s->count < ledger->params.rollback ? s->held + s->count : ledger->params.rollback;
+        s->count = -1;
+    }
+    ledger->batch = -1;
+    return QUERN_OK;
+}
+
+quern_status quern_ledger_abort(quern_ledger *ledger)
+{
+    const quern_status status = need_step(ledger);
+    if (status != QUERN_OK) return status;
+    for (int64_t b = ledger->batch - 1; b >= 0; b--) { /* as they were taken, the last first */
+        if (ledger->members[b] < 0) continue;
+        ledger_sequence *s = &ledger->sequences[ledger->members[b]];
+        shrink(ledger, ledger->members[b], s->tokens + s->count, s->tokens);
+        s->count = -1;
+        for (; ledger->copies > 0; ledger->copies--) {
+            const ledger_copy *c = &ledger->copied[ledger->copies - 1];
+            if (c->sequence != ledger->members[b]) break;
+            release(&ledger->pool[c->pool], c->to);
+            ledger_row(ledger, c->sequence, c->pool)[c->column] = c->from;
+        }
+    }
+    ledger->batch = -1;
+    return QUERN_OK;
+}

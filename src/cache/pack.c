@@ -1,0 +1,233 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* pack.c - a sequence's keys and values as bytes, and back: a pack_rows step for each pool. */
+#include "cache/cache.h"
+#include "cache/step.h"
+
+#include "core/error.h"
+
+enum { PACK, UNPACK };
+#define ROW_OF_TABLE(field, columns)                                                                         \
+    {                                                                                                        \
+        field, field, OP_I32, OP_NONE, {columns},                                                            \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
+    }
+static const op_tensor tensors[] = {
+    STEP_POOL("tokens", ST_PAGES),
+    ROW_OF_TABLE("tokens_table", ST_COLUMNS),
+    STEP_POOL("slc", ST_PAGES),
+    STEP_POOL("entries", ST_ENTRY_PAGES),
+    ROW_OF_TABLE("entries_table", ST_ENTRY_COLUMNS),
+    STEP_POOL("win", ST_WIN_PAGES),
+    ROW_OF_TABLE("win_table", ST_WIN_COLUMNS),
+    {"packed", "packed", OP_U8, OP_NONE, {ST_PACKED}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_pack_tensors),
+               "a row a tensor");
+
+#define AT(member) offsetof(quern_cache_pack_params, member)
+static const op_param params[] = {
+    {"tokens", AT(tokens), OP_INTEGER, 0, INT32_MAX, NULL, "of the sequence"},
+    {"dim", AT(dim), OP_INTEGER, 0, 512, NULL, "channels of a key; 0: half of a pair's"},
+    {"block_size", AT(block_size), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of an entry; 0: no entries"},
+    {"stride", AT(stride), OP_INTEGER, 0, INT32_MAX, NULL, "tokens from an entry to the next; 0: block-size"},
+};
+#undef AT
+static const quern_cache_pack_params defaults = QUERN_CACHE_PACK_PARAMS_INIT;
+
+typedef struct pack_call {
+    op_call head;
+    quern_cache_pack_params params;
+    _Alignas(op_step) char program[4 * OP_STEP_BYTES(pack_rows)];
+} pack_call;
+
+static quern_cache_pack_params *params_of(const op_call *call)
+{
+    return &((pack_call *)(uintptr_t)call)->params;
+}
+
+static quern_status check_params(op_call *call)
+{
+    return cache_check_stride("", params_of(call)->block_size, &params_of(call)->stride);
+}
+
+static void roles(op_call *call)
+{
+    const bool unpack = call->operation == UNPACK;
+    step_pool_roles(call, DK(tokens), params_of(call)->block_size > 0, unpack ? OP_UPDATED : OP_NEEDED);
+    call->role[DK(packed)] = unpack ? OP_NEEDED : OP_RESULT;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    (void)call;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: without %s NULL is accepted",
+                     tensors[tensor].field, tensor == DK(win_table) ? "win" : "block_size");
+}
+
+/* A pool's rows of the sequence. */
+typedef struct packed_rows {
+    int32_t pool, table;
+    int64_t first, count, ring;
+} packed_rows;
+
+static packed_rows rows_of(const op_call *call, cache_pool pool)
+{
+    const quern_cache_pack_params *p = params_of(call);
+    const int64_t ring = call->symbol[ST_WIN_COLUMNS], room = ring * CACHE_BLOCK;
+    packed_rows r = {DK(tokens), DK(tokens_table), 0, p->tokens, 0};
+    if (pool == CACHE_SLC) r.pool = DK(slc);
+    if (pool == CACHE_ENTRIES && p->block_size > 0)
+        r = (packed_rows){DK(entries), DK(entries_table), 0,
+                          mask_entries(p->tokens, p->block_size, p->stride), 0};
+    if (pool == CACHE_WIN) {
+        r = (packed_rows){DK(win), DK(win_table), p->tokens > room ? p->tokens - room : 0, 0, ring};
+        r.count = p->tokens - r.first;
+    }
+    if ((pool == CACHE_ENTRIES && p->block_size == 0) || !op_uses(call, r.pool)) r.count = 0;
+    return r;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_cache_pack_params *p = params_of(call);
+    const quern_tensor *tokens = call->given[DK(tokens)];
+    int64_t *s = call->symbol, rows = 0;
+    if (tokens == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is NULL: a tensor is needed");
+    call->like = *tokens;
+    quern_status status = op_check_activation(call, DK(tokens), 3);
+    if (status != QUERN_OK) return status;
+    const int64_t pair = tokens->shape[2] / CACHE_BLOCK;
+    if (tokens->shape[2] % CACHE_BLOCK != 0 || p->dim > pair)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "tokens.shape[2] is %lld with dim %lld: 64 times the channels of keys and values is "
+                         "accepted",
+                         (long long)tokens->shape[2], (long long)p->dim);
+    s[ST_D] = p->dim > 0 ? p->dim : pair / 2;
+    s[ST_DV] = pair - s[ST_D];
+    if ((status = step_derive_pools(call, DK(tokens))) != QUERN_OK) return status;
+    const int64_t has[] = {s[ST_COLUMNS], s[ST_COLUMNS], s[ST_ENTRY_COLUMNS], s[ST_WIN_COLUMNS]};
+    for (int i = 0; i < CACHE_POOLS; i++) {
+        const packed_rows r = rows_of(call, (cache_pool)i);
+        if (r.count > has[i] * CACHE_BLOCK)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "%s has %lld columns: those of %lld rows are accepted", tensors[r.table].field,
+                             (long long)has[i], (long long)r.count);
+        rows += r.count;
+    }
+    s[ST_PACKED] = rows * s[ST_HKV] * (s[ST_D] + s[ST_DV]) * (int64_t)quern_dtype_size(call->like.dtype);
+    return QUERN_OK;
+}
+
+static void build(op_build *b)
+{
+    const int64_t *s = b->call->symbol, size = (int64_t)quern_dtype_size(b->call->like.dtype);
+    int64_t at = 0;
+    for (int i = 0; i < CACHE_POOLS; i++) {
+        const packed_rows r = rows_of(b->call, (cache_pool)i);
+        const int64_t bytes = r.count * s[ST_HKV] * (s[ST_D] + s[ST_DV]) * size;
+        quern_tensor packed = op_view(b->call, DK(packed), false);
+        if (r.count == 0) continue;
+        view_narrow(&packed, 0, at, bytes);
+        *OP_ADD(b, pack_rows) = (pack_rows_args){.page = CACHE_BLOCK,
+                                                 .parts = s[ST_HKV],
+                                                 .data = s[ST_D] * size,
+                                                 .scales = s[ST_DV] * size,
+                                                 .first = r.first,
+                                                 .count = r.count,
+                                                 .ring = r.ring,
+                                                 .unpack = b->call->operation == UNPACK,
+                                                 .table = op_view(b->call, r.table, false),
+                                                 .pages = op_view(b->call, r.pool, false),
+                                                 .packed = packed};
+        at += bytes;
+    }
+}
+
+/* That the tables name pages of the pools. */
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    const op_step *step = op_program_steps(call);
+    for (int32_t i = 0; i < call->program.steps; i++, step = op_step_next(step)) {
+        const pack_rows_args *args = op_step_args(step);
+        int64_t offset;
+        const int32_t table = op_pointed(call, args->table.data, &offset);
+        const int64_t rows = args->first + args->count,
+                      pages = rows / CACHE_BLOCK + (rows % CACHE_BLOCK != 0),
+                      needed = args->ring > 0 && pages > args->ring ? args->ring : pages;
+        for (int64_t c = 0; c < needed; c++) {
+            const int32_t page = ((const int32_t *)data[table])[c * args->table.strides[0]];
+            if (page < 0 || page >= args->pages.shape[0])
+                return error_set(
+                    QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d: a page of the pool, 0 to %lld, is accepted",
+                    tensors[table].field, (long long)c, page, (long long)args->pages.shape[0] - 1);
+        }
+    }
+    return QUERN_OK;
+}
+
+static const char *const operations[] = {"cache_pack", "cache_unpack"};
+static const op_entry ops[] = {
+    {.name = "cache-pack",
+     .help = "a sequence's keys and values out of their pages, as bytes",
+     .forward = PACK,
+     .backward = OP_NONE},
+    {.name = "cache-unpack", .help = "such bytes into pages", .forward = UNPACK, .backward = OP_NONE},
+};
+
+const op_family cache_pack_family = {
+    .operations = operations,
+    .operation_count = 2,
+    .first = QUERN_OP_CACHE_PACK,
+    .tensors = tensors,
+    .tensor_count = OP_TENSOR_COUNT(quern_cache_pack_tensors),
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_CACHE_PACK_PARAMS_INIT",
+    .tensors_init = "QUERN_CACHE_PACK_TENSORS_INIT",
+    .symbols = step_symbols,
+    .group = "cache-pack",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(pack_call),
+    .params_at = offsetof(pack_call, params),
+    .program_at = offsetof(pack_call, program),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .build = build,
+};
+
+quern_status quern_cache_pack_workspace(quern_context *ctx, const quern_cache_pack_params *p,
+                                        const quern_cache_pack_tensors *of, size_t *bytes)
+{
+    pack_call c;
+    return op_workspace_of(&c.head, &cache_pack_family, PACK, ctx, p, of, bytes);
+}
+
+quern_status quern_cache_pack(quern_context *ctx, const quern_exec *exec, const quern_cache_pack_params *p,
+                              const quern_cache_pack_tensors *of, void *workspace, size_t workspace_bytes)
+{
+    pack_call c;
+    return op_run(&c.head, &cache_pack_family, PACK, ctx, exec, p, of, workspace, workspace_bytes);
+}
+
+quern_status quern_cache_unpack_workspace(quern_context *ctx, const quern_cache_pack_params *p,
+                                          const quern_cache_pack_tensors *of, size_t *bytes)
+{
+    pack_call c;
+    return op_workspace_of(&c.head, &cache_pack_family, UNPACK, ctx, p, of, bytes);
+}
+
+quern_status quern_cache_unpack(quern_context *ctx, const quern_exec *exec, const quern_cache_pack_params *p,
+                                const quern_cache_pack_tensors *of, void *workspace, size_t workspace_bytes)
+{
+    pack_call c;
+    return op_run(&c.head, &cache_pack_family, UNPACK, ctx, exec, p, of, workspace, workspace_bytes);
+}

@@ -1,0 +1,111 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* step.h - what the operations of a step over keys and values share: the step's tensors in their schemas,
+ * extents and checks. */
+#ifndef QUERN_CACHE_STEP_H
+#define QUERN_CACHE_STEP_H
+
+#include "core/op.h"
+
+#include <quern/cache.h>
+
+/* Tensors by their fields. */
+#define DR(field) OP_TENSOR(quern_cache_tensors, field)
+#define DD(field) OP_TENSOR(quern_decode_tensors, field)
+#define DK(field) OP_TENSOR(quern_cache_pack_tensors, field)
+
+/* Extents; an operation's own follow. */
+typedef enum step_symbol {
+    ST_T = 1,
+    ST_HKV,
+    ST_D,
+    ST_DV,
+    ST_PAGE, /* 64 (D + Dv) */
+    ST_B,
+    ST_B1,
+    ST_PAGES,
+    ST_COLUMNS,
+    ST_ENTRY_PAGES,
+    ST_ENTRY_COLUMNS,
+    ST_WIN_PAGES,
+    ST_WIN_COLUMNS,
+    ST_H,
+    ST_HS,
+    ST_K,
+    ST_3,
+    ST_IN,
+    ST_IN_V,
+    ST_L,
+    ST_COPIES,
+    ST_COPY,
+    ST_PACKED,
+    ST_SYMBOLS
+} step_symbol;
+extern const char *const step_symbols[ST_SYMBOLS + 1];
+
+/* The step's tensors, in the order of the public structs. */
+enum {
+    STEP_SLOTS,
+    STEP_POSITIONS,
+    STEP_CU,
+    STEP_TOKENS,
+    STEP_TOKENS_TABLE,
+    STEP_SLC,
+    STEP_ENTRIES,
+    STEP_ENTRIES_TABLE,
+    STEP_WIN,
+    STEP_WIN_TABLE,
+    STEP_TENSORS
+};
+#define STEP_POOL(field, pages)                                                                              \
+    {                                                                                                        \
+        field, field, OP_ACTIVATION, OP_NONE, {pages, ST_HKV, ST_PAGE},                                      \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
+    }
+#define STEP_TABLE(field, columns)                                                                           \
+    {                                                                                                        \
+        field, field, OP_I32, OP_NONE, {ST_B, columns},                                                      \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
+    }
+#define STEP_ROWS                                                                                            \
+    {"slots", "slots", OP_I32, OP_NONE, {ST_B}, {0}},                                                        \
+        {"positions", "positions", OP_I32, OP_NONE, {ST_B}, {0}},                                            \
+        {"cu", "cu", OP_I32, OP_NONE, {ST_B1}, {0}}, STEP_POOL("tokens", ST_PAGES),                          \
+        STEP_TABLE("tokens_table", ST_COLUMNS), STEP_POOL("slc", ST_PAGES),                                  \
+        STEP_POOL("entries", ST_ENTRY_PAGES), STEP_TABLE("entries_table", ST_ENTRY_COLUMNS),                 \
+        STEP_POOL("win", ST_WIN_PAGES), STEP_TABLE("win_table", ST_WIN_COLUMNS)
+
+/* Roles of the pools and tables that begin at tensor `tokens`. */
+void step_pool_roles(op_call *call, int32_t tokens, bool entries, op_role of_pools);
+/* Extents of rows [T, heads, dim] in tensor `rows`, which the others are like; T and heads. */
+quern_status step_derive_rows(op_call *call, int32_t rows);
+/* Those of the pools at tensor `tokens`, and that they hold pairs of D and Dv channels. */
+quern_status step_derive_pools(op_call *call, int32_t tokens);
+/* The step's batch and pools, from tensor `slots` on. */
+quern_status step_derive(op_call *call, int32_t slots);
+/* For build(). */
+stage_step step_of(const op_build *b, int32_t slots);
+cache_plane step_plane(const op_build *b, int32_t pool, int32_t table, bool ring);
+
+/* The tensors of decodes, and their extents. */
+enum { STEP_DECODE_TENSORS = OP_TENSOR_COUNT(quern_decode_tensors) };
+extern const op_tensor step_decode_tensors[STEP_DECODE_TENSORS];
+quern_status step_derive_decode(op_call *call);
+
+/* For check_data(): the step's numbers, and the pages of `rows_of` rows of each sequence. */
+typedef struct step_data {
+    const op_call *call;
+    void *const *data;
+    int32_t slots; /* the tensor */
+    const stage_step *step;
+    int64_t block_size, stride; /* of entries; 0: there are none */
+} step_data;
+quern_status step_check(const step_data *s);
+/* A table of the step: that the pages of each sequence's rows of a kind are the pool's. */
+quern_status step_check_table(const step_data *s, const cache_plane *plane, int32_t table, bool entries);
+
+#endif
