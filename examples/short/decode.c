@@ -12,7 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { PROMPT = 200, STEPS = 40, H = 4, HKV = 2, D = 64, COLUMNS = 4, PAGES = 7 };
+enum { PROMPT = 200, STEPS = 40, H = 4, HKV = 2, D = 64, PAGES = 6 };
 
 static void need(quern_status status)
 {
@@ -76,7 +76,7 @@ int main(void)
     params.sequences = 2;
     params.kv_heads = HKV;
     params.dim = params.dim_v = D;
-    params.capacity = COLUMNS * QUERN_CACHE_PAGE;
+    params.capacity = PROMPT + STEPS;
     params.page = QUERN_CACHE_PAGE;
     params.pages = PAGES;
     size_t books_bytes, rows_bytes;
@@ -85,18 +85,16 @@ int main(void)
     void *books = memory(books_bytes), *pool = memory(rows_bytes);
     need(quern_cache_create(&params, books, books_bytes, pool, rows_bytes, &cache));
 
-    /* Which pages hold which tokens is the program's to say. 200 tokens fill three pages of 64, which both
-     * sequences name, and 8 rows of a fourth, which each has of its own; a fork copies those. */
-    const int32_t table[2][COLUMNS] = {{0, 1, 2, 3}, {0, 1, 2, 4}};
+    /* 200 tokens fill three pages of 64, which both sequences hold, and 8 rows of a fourth. The step after
+     * the fork writes that one: one sequence gets a copy. */
     const int32_t both[] = {0, 1};
     const int64_t prompt = PROMPT, one[] = {1, 1};
     quern_cache_batch batch = QUERN_CACHE_BATCH_INIT;
     batch.sequences = both;
-    batch.table = &table[0][0];
     batch.batch = 1;
     batch.counts = &prompt;
     double sum = step(ctx, cache, &batch);
-    need(quern_cache_fork(cache, 0, 1, &table[0][0]));
+    need(quern_cache_fork(cache, 0, 1));
     batch.batch = 2;
     batch.counts = one;
     for (int i = 0; i < STEPS; i++) sum += step(ctx, cache, &batch);

@@ -52,7 +52,7 @@ static void build(op_build *b)
     decode_args *args = OP_ADD(b, decode);
     args->tokens = step_plane(b, DD(tokens), DD(tokens_table), false);
     args->step = step_of(b, DD(slots));
-    args->capacity = s[ST_COLUMNS] * CACHE_BLOCK;
+    args->capacity = step_capacity(call);
     args->window = p->window;
     args->scale = p->scale > 0.0f ? p->scale : 1.0f / sqrtf((float)s[ST_D]);
     args->q = op_view(call, DD(q), true);

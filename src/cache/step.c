@@ -82,7 +82,7 @@ quern_status step_derive_rows(op_call *call, int32_t rows)
 quern_status step_derive_pools(op_call *call, int32_t tokens)
 {
     static const struct {
-        int8_t tensor, ndim, symbol; /* the extent that is free, or 0 */
+        int32_t tensor, ndim, symbol; /* the extent that is free, or 0 */
     } sized[] = {{STEP_TOKENS, 3, ST_PAGES},
                  {STEP_TOKENS_TABLE, 2, ST_COLUMNS},
                  {STEP_SLC, 3, 0},
@@ -134,6 +134,12 @@ quern_status step_derive_decode(op_call *call)
         (status = step_derive(call, DD(slots))) != QUERN_OK)
         return status;
     return view_check_heads(s[ST_H], s[ST_HKV], s[ST_T]);
+}
+
+int64_t step_capacity(const op_call *call)
+{
+    const int64_t columns = call->symbol[ST_COLUMNS];
+    return columns < INT32_MAX / CACHE_BLOCK ? columns * CACHE_BLOCK : INT32_MAX;
 }
 
 stage_step step_of(const op_build *b, int32_t slots)

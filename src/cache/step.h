@@ -87,6 +87,8 @@ quern_status step_derive_rows(op_call *call, int32_t rows);
 quern_status step_derive_pools(op_call *call, int32_t tokens);
 /* The step's batch and pools, from tensor `slots` on. */
 quern_status step_derive(op_call *call, int32_t slots);
+/* Tokens of a sequence, at most: a table may have more columns than there can be tokens. */
+int64_t step_capacity(const op_call *call);
 /* For build(). */
 stage_step step_of(const op_build *b, int32_t slots);
 cache_plane step_plane(const op_build *b, int32_t pool, int32_t table, bool ring);

@@ -77,13 +77,6 @@ static quern_status refuse(const op_call *call, int32_t tensor)
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", call->family->tensors[tensor].field, why);
 }
 
-/* Tokens of a sequence, at most: a table may have more columns than there can be tokens. */
-static int64_t capacity_of(const op_call *call)
-{
-    const int64_t columns = call->symbol[ST_COLUMNS];
-    return columns < INT32_MAX / CACHE_BLOCK ? columns * CACHE_BLOCK : INT32_MAX;
-}
-
 /* Checks the parameters by the selection's own rules, on a call of its shapes; resolves defaults. */
 static quern_status derive(op_call *call)
 {
@@ -91,7 +84,7 @@ static quern_status derive(op_call *call)
     if (status != QUERN_OK) return status;
     quern_nsa_params *p = params_of(call), chosen = *p;
     int64_t *s = call->symbol;
-    const int64_t capacity = capacity_of(call);
+    const int64_t capacity = step_capacity(call);
     s[ST_HS] = quern_nsa_list_heads(p, s[ST_H], s[ST_HKV]);
     s[ST_K] = p->num_selected;
     const int64_t q_shape[] = {1, capacity, s[ST_H], s[ST_D]}, entries = quern_nsa_entries(p, capacity),
@@ -136,7 +129,7 @@ static void build(op_build *b)
     if (s[ST_T] == 0 || s[ST_H] == 0) return;
     nsa_decode_args *d = OP_ADD(b, nsa_decode);
     d->step = step_of(b, DD(slots));
-    d->capacity = capacity_of(call);
+    d->capacity = step_capacity(call);
     d->window = p->window;
     d->branches = p->branches;
     d->gate = (gate_kind)p->gate;

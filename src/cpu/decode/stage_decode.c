@@ -95,9 +95,10 @@ static void carve(const stage_exec *exec, const decode_args *args, arena *a, dec
     job->batch = args->step.slots.shape[0];
     job->group = args->q.shape[2] / plane->blocks.shape[1];
     job->tile_queries = job->group < ROWS_MOST ? ROWS_MOST / job->group : 1;
+    const bool windowed = args->window > 0 && args->window < args->capacity;
     job->shares_most =
-        shares_of(args->window > 0 ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity)
-                                   : args->capacity);
+        shares_of(windowed ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity)
+                           : args->capacity);
     job->places = arena_take(a, (size_t)(job->batch + 1) * sizeof *job->places);
     job->parts = arena_take(a, (size_t)(part_rows(job) * (job->shape.value_width + 2)) * sizeof(float));
     job->spaces = arena_take(a, sizeof *job->spaces * (size_t)exec->threads);
