@@ -96,6 +96,7 @@ static bool place(quern_ledger *l, char *memory, size_t *bytes)
     l->copied = take(memory, bytes, sequences, (size_t)l->copies_most * sizeof *l->copied, &fits);
     l->members = take(memory, bytes, sequences, sizeof *l->members, &fits);
     l->pages = take(memory, bytes, sequences, (size_t)l->columns * sizeof *l->pages, &fits);
+    l->needs = take(memory, bytes, sequences, LEDGER_POOLS * sizeof *l->needs, &fits);
     for (int i = 0; i < LEDGER_POOLS; i++) {
         ledger_pool *pool = &l->pool[i];
         pool->holders = take(memory, bytes, pool->params.pages, sizeof *pool->holders, &fits);
@@ -156,6 +157,7 @@ quern_status ledger_create_at(const quern_ledger_params *params, void *memory, q
             pool->free[n] = (int32_t)(pool->left - 1 - n);
         }
     }
+    memset(l.needs, 0, (size_t)l.params.sequences * LEDGER_POOLS * sizeof *l.needs);
     memcpy(memory, &l, sizeof l);
     *ledger = memory;
     return QUERN_OK;
@@ -271,49 +273,68 @@ static void shrink(quern_ledger *l, int64_t sequence, int64_t had, int64_t token
     }
 }
 
-static void grow(quern_ledger *l, int64_t sequence, int64_t had, int64_t tokens)
+/* The sequence takes pages for columns had ... end - 1. */
+static void grow(quern_ledger *l, int64_t sequence, int i, int64_t had, int64_t end)
 {
-    for (int i = 0; i < LEDGER_POOLS; i++) {
-        int32_t *row = ledger_row(l, sequence, i);
-        const int64_t end = ledger_pages(&l->pool[i], tokens);
-        for (int64_t c = ledger_pages(&l->pool[i], had); c < end; c++) row[c] = take_page(&l->pool[i]);
-    }
-}
-
-/* The columns of a pool whose pages a step writes and the sequence has already: `count` of them from `first`
- * on, modulo a ring's columns. */
-typedef struct written {
-    int64_t first, count;
-} written;
-
-static written written_of(const ledger_pool *pool, int64_t tokens, int64_t count)
-{
-    const int64_t from = ledger_rows(pool, tokens), to = ledger_rows(pool, tokens + count),
-                  page = pool->params.page, has = ledger_pages(pool, tokens);
-    if (pool->params.ring == 0) return (written){from / page, to > from && from / page < has ? 1 : 0};
-    if (to == from) return (written){0, 0};
-    const int64_t first = from / page, touched = (to - 1) / page - first + 1;
-    return (written){first, touched < pool->columns ? touched : pool->columns};
-}
-
-/* Copies that a sequence's step makes in a pool; with `now` they are made. */
-static int64_t copy_written(quern_ledger *l, int64_t sequence, int i, int64_t count, bool now)
-{
-    ledger_pool *pool = &l->pool[i];
-    const int64_t tokens = l->sequences[sequence].tokens, has = ledger_pages(pool, tokens);
-    const written w = pool->params.page > 0 ? written_of(pool, tokens, count) : (written){0, 0};
     int32_t *row = ledger_row(l, sequence, i);
-    int64_t copies = 0;
-    for (int64_t k = 0; k < w.count; k++) {
-        const int64_t c = (w.first + k) % pool->columns;
-        if (c >= has || pool->holders[row[c]] == 1) continue;
-        copies++;
-        if (!now) continue;
-        const int32_t from = row[c];
-        row[c] = take_page(pool);
-        l->copied[l->copies++] = (ledger_copy){(int32_t)sequence, i, from, row[c], c};
+    for (int64_t c = had; c < end; c++) row[c] = take_page(&l->pool[i]);
+}
+
+/* Everything here fits 32 bits, whose division is the faster one: begin() does little else. */
+static uint32_t rows_at(const quern_ledger_pool *p, uint32_t tokens)
+{
+    const uint32_t block = (uint32_t)p->block, stride = (uint32_t)p->stride;
+    if (stride == 1) return tokens < block ? 0 : tokens - block + 1;
+    return tokens < block ? 0 : (tokens - block) / stride + 1;
+}
+
+static ledger_need need_of(const ledger_pool *pool, int64_t tokens, int64_t count)
+{
+    const quern_ledger_pool *p = &pool->params;
+    const uint32_t from = rows_at(p, (uint32_t)tokens), to = rows_at(p, (uint32_t)(tokens + count)),
+                   page = (uint32_t)p->page, columns = (uint32_t)pool->columns, first = from / page,
+                   had = first + (from > first * page), behind = to > from ? (to - 1) / page + 1 : had;
+    ledger_need n = {.had = (int32_t)had, .end = (int32_t)behind};
+    if (p->ring == 0) {
+        n.first = (int32_t)first;
+        n.writes = to > from && had > first;
+        return n;
+    }
+    if (n.had > (int32_t)columns) n.had = (int32_t)columns;
+    if (n.end > (int32_t)columns) n.end = (int32_t)columns;
+    if (to == from) return n;
+    n.first = (int32_t)(first % columns);
+    n.writes = (int32_t)(behind - first < columns ? behind - first : columns);
+    return n;
+}
+
+/* How many pages that a step writes are held by other sequences, too. */
+static int64_t shared_pages(const quern_ledger *l, int64_t sequence, int i, const ledger_need *need)
+{
+    const ledger_pool *pool = &l->pool[i];
+    const int32_t *row = ledger_row(l, sequence, i);
+    int64_t copies = 0, c = need->first;
+    for (int32_t k = 0; k < need->writes; k++) {
+        copies += c < need->had && pool->holders[row[c]] > 1;
+        if (++c == pool->columns) c = 0;
     }
     return copies;
+}
+
+/* Takes a page in place of each of them. */
+static void copy_shared(quern_ledger *l, int64_t sequence, int i, const ledger_need *need)
+{
+    ledger_pool *pool = &l->pool[i];
+    int32_t *row = ledger_row(l, sequence, i);
+    int64_t c = need->first;
+    for (int32_t k = 0; k < need->writes; k++) {
+        if (c < need->had && pool->holders[row[c]] > 1) {
+            const int32_t from = row[c];
+            row[c] = take_page(pool);
+            l->copied[l->copies++] = (ledger_copy){(int32_t)sequence, i, from, row[c], c};
+        }
+        if (++c == pool->columns) c = 0;
+    }
 }
 
 quern_status ledger_assign(quern_ledger *l, int64_t sequence, int64_t tokens, int64_t held)
@@ -331,7 +352,7 @@ quern_status ledger_assign(quern_ledger *l, int64_t sequence, int64_t tokens, in
                              (long long)(needed - own));
     }
     shrink(l, sequence, s->tokens, 0);
-    grow(l, sequence, 0, tokens);
+    for (int i = 0; i < LEDGER_POOLS; i++) grow(l, sequence, i, 0, ledger_pages(&l->pool[i], tokens));
     *s = (ledger_sequence){tokens, held, -1};
     return QUERN_OK;
 }
@@ -456,6 +477,16 @@ quern_status quern_ledger_step(const quern_ledger *ledger, int64_t batch, const 
     return QUERN_OK;
 }
 
+/* The first of n numbers that is `id`; n: none is. */
+static int64_t first_of(const int32_t *sequences, int64_t n, int32_t id)
+{
+    int32_t found = 0, i = 0;
+    for (int64_t k = 0; k < n; k++) found |= sequences[k] == id; /* without an end before the last: vectors */
+    if (!found) return n;
+    while (sequences[i] != id) i++;
+    return i;
+}
+
 quern_status ledger_check_members(const quern_ledger *l, const int32_t *sequences, const int64_t *counts,
                                   int64_t batch, bool newest)
 {
@@ -470,12 +501,11 @@ quern_status ledger_check_members(const quern_ledger *l, const int32_t *sequence
         if (id < -1 || id >= l->params.sequences)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequences[%lld] is %lld: -1 to %lld is accepted",
                              (long long)b, (long long)id, (long long)l->params.sequences - 1);
-        for (int64_t i = 0; i < b && id >= 0; i++)
-            if (sequences[i] == id)
-                return error_set(
-                    QUERN_ERR_INVALID_ARGUMENT,
-                    "sequences[%lld] and sequences[%lld] are %lld: each sequence is accepted once",
-                    (long long)i, (long long)b, (long long)id);
+        const int64_t before = id >= 0 ? first_of(sequences, b, sequences[b]) : b;
+        if (before < b)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "sequences[%lld] and sequences[%lld] are %lld: each sequence is accepted once",
+                             (long long)before, (long long)b, (long long)id);
         int64_t most = 0;
         if (id >= 0) {
             most = newest ? l->sequences[id].tokens : l->params.capacity - l->sequences[id].tokens;
@@ -506,18 +536,20 @@ static quern_status check_block(const quern_ledger *l, int64_t batch, const void
     return QUERN_OK;
 }
 
-/* Whether the pools have the pages that the members need. */
-static quern_status check_room(quern_ledger *l, const int32_t *sequences, const int64_t *counts,
+/* Finds what the members need of the pools, and whether these have it. */
+static quern_status find_needs(quern_ledger *l, const int32_t *sequences, const int64_t *counts,
                                int64_t batch)
 {
     for (int i = 0; i < LEDGER_POOLS; i++) {
         ledger_pool *pool = &l->pool[i];
         int64_t needed = 0;
-        for (int64_t b = 0; b < batch && pool->params.page > 0; b++) {
-            if (sequences[b] < 0 || counts[b] == 0) continue;
-            const int64_t tokens = l->sequences[sequences[b]].tokens;
-            needed += ledger_pages(pool, tokens + counts[b]) - ledger_pages(pool, tokens) +
-                      copy_written(l, sequences[b], i, counts[b], false);
+        if (pool->params.page == 0) continue;
+        for (int64_t b = 0; b < batch; b++) {
+            ledger_need *need = &l->needs[b * LEDGER_POOLS + i];
+            *need = (ledger_need){0, 0, 0, 0};
+            if (sequences[b] < 0) continue;
+            *need = need_of(pool, l->sequences[sequences[b]].tokens, counts[b]);
+            needed += need->end - need->had + shared_pages(l, sequences[b], i, need);
         }
         if (needed > pool->left)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -543,7 +575,9 @@ static void fill(const quern_ledger *l, const int32_t *sequences, const int64_t 
         positions[b] = (int32_t)(newest ? tokens - counts[b] : tokens);
         cu[b + 1] = cu[b] + (int32_t)counts[b];
         for (int i = 0; i < QUERN_LEDGER_POOLS && id >= 0; i++) {
-            const int64_t pages = ledger_pages(&l->pool[i], end);
+            if (l->pool[i].params.page == 0) continue;
+            const int64_t pages =
+                newest ? ledger_pages(&l->pool[i], end) : l->needs[b * LEDGER_POOLS + i].end;
             if (pages > 0)
                 memcpy(at + layout.tables[i] + b * l->pool[i].columns, ledger_row(l, id, i),
                        (size_t)pages * sizeof *at);
@@ -558,6 +592,11 @@ static void fill(const quern_ledger *l, const int32_t *sequences, const int64_t 
     memset(copies, 0xff, (size_t)(3 * (layout.copies_most - made)) * sizeof *copies);
 }
 
+static void clear_needs(quern_ledger *l, int64_t batch)
+{
+    memset(l->needs, 0, (size_t)batch * LEDGER_POOLS * sizeof *l->needs);
+}
+
 quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences, const int64_t *counts,
                                 int64_t batch, void *block, size_t bytes)
 {
@@ -565,8 +604,11 @@ quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences, 
     if (status == QUERN_OK) status = check_block(ledger, batch, block, bytes);
     if (status == QUERN_OK && ledger->batch >= 0)
         status = error_set(QUERN_ERR_INVALID_ARGUMENT, "a step has begun: commit or abort comes first");
-    if (status == QUERN_OK) status = check_room(ledger, sequences, counts, batch);
     if (status != QUERN_OK) return status;
+    if ((status = find_needs(ledger, sequences, counts, batch)) != QUERN_OK) {
+        clear_needs(ledger, batch);
+        return status;
+    }
     ledger->batch = batch;
     ledger->copies = 0;
     for (int64_t b = 0; b < batch; b++) {
@@ -574,11 +616,15 @@ quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences, 
         if (sequences[b] < 0) continue;
         ledger->sequences[sequences[b]].count = counts[b];
         if (counts[b] == 0) continue;
-        const int64_t tokens = ledger->sequences[sequences[b]].tokens;
-        for (int i = 0; i < LEDGER_POOLS; i++) (void)copy_written(ledger, sequences[b], i, counts[b], true);
-        grow(ledger, sequences[b], tokens, tokens + counts[b]);
+        for (int i = 0; i < LEDGER_POOLS; i++) {
+            const ledger_need *need = &ledger->needs[b * LEDGER_POOLS + i];
+            if (ledger->pool[i].params.page == 0) continue;
+            copy_shared(ledger, sequences[b], i, need);
+            grow(ledger, sequences[b], i, need->had, need->end);
+        }
     }
     fill(ledger, sequences, counts, batch, false, block);
+    clear_needs(ledger, batch);
     return QUERN_OK;
 }
 

@@ -24,6 +24,12 @@ typedef struct ledger_sequence {
     int64_t count;        /* the step's new tokens, or -1: it is not in the step */
 } ledger_sequence;
 
+/* What a step needs of a pool for one sequence: its pages before and after, and the columns, of those before,
+ * that it writes: `writes` of them from `first` on, modulo a ring's columns. */
+typedef struct ledger_need {
+    int32_t had, end, first, writes;
+} ledger_need;
+
 /* A page that the step has replaced by a copy. */
 typedef struct ledger_copy {
     int32_t sequence, pool, from, to;
@@ -37,6 +43,7 @@ struct quern_ledger {
     int64_t columns, copies_most; /* of all pools; copies of one sequence's step */
     ledger_sequence *sequences;
     int32_t *pages;        /* [S, columns] */
+    ledger_need *needs;    /* [S, LEDGER_POOLS]: of the batch's sequences while begin() runs, else 0 */
     int32_t *members;      /* [S]: those of the step that has begun */
     int64_t batch, copies; /* of it; batch -1: none has */
     ledger_copy *copied;

@@ -157,6 +157,7 @@ static const struct {
     {"hca-compress", "--n 256 --width 64 --rounds 1 --backward", 2},
     {"hca-compress", "--n 256 --width 64 --hidden 64 --weights nvfp4 --dtype bf16 --rounds 1", 1},
     {"csa-append", "--n 64 --width 64 --ring 2", 2},
+    {"ledger", "--n 64 --batch 3", 1},
     {"v4-index", "--n 256 --queries 2 --heads 2 --top-k 8 --rounds 1", 1},
     {"v4-attention", "--n 256 --queries 2 --heads 2 --top-k 8 --rounds 1 --backward", 2},
     {"v4-attention", "--n 256 --queries 0 --batch 2 --heads 2 --top-k 0 --ratio 128 --reps 1", 1},

@@ -269,7 +269,7 @@ typedef int bench_own(const bench_case *c, quern_context *ctx, bench_results *to
 bench_count bench_count_attention, bench_count_index, bench_count_experts, bench_count_v4,
     bench_count_compressor, bench_count_linear;
 bench_variant bench_variant_nsa, bench_variant_index, bench_variant_compressor, bench_variant_layer;
-bench_own bench_all, bench_append, bench_ceilings, bench_overhead, bench_profiles;
+bench_own bench_all, bench_append, bench_ceilings, bench_ledger, bench_overhead, bench_profiles;
 int bench_check_compressor(const bench_case *c);
 int bench_check_caches(const bench_case *c);
 int bench_check_products(const bench_case *c);

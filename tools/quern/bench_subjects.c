@@ -42,6 +42,7 @@ static const bench_extent compressor[] = {
 static const bench_extent append[] = {{"width", "C", 1, MOST, "C"},
                                       {"ring", "ring", 0, 8, "rows that the state can take back"},
                                       {NULL, NULL, 0, 0, NULL}};
+static const bench_extent sequences[] = {{"batch", "B", 1, MOST, "sequences"}, {NULL, NULL, 0, 0, NULL}};
 static const bench_extent lists[] = {{"batch", "B", 1, MOST, "sequences"},
                                      {"lists", "Hs", 1, MOST, "index heads, a list each"},
                                      {"heads", "H", 1, MOST, "query heads"},
@@ -321,6 +322,15 @@ const bench_subject bench_subjects[] = {
      .variant = bench_variant_compressor,
      .peer = &peer_projection,
      .all = {"--dtype bf16 --rounds 5", NULL}},
+    {.name = "ledger",
+     .help = "a step's bookkeeping for all layers: begin and commit of a token of each sequence",
+     .n = "8k",
+     .extents = sequences,
+     .extent = {64},
+     .cpu = true,
+     .measure = bench_ledger,
+     .unit = "us",
+     .example = "--batch 64 --n 32k"},
     {.name = "csa-append",
      .help = "a token to the compressor's state, without and with an entry",
      .n = "16k",
