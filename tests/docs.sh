@@ -1,8 +1,8 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# Every link of a page names a file that there is, the guide's pieces of C compile, and every header has its page of
-# the reference. (The pieces of python.md run in the Python tests.)
+# Every link of a page names a file that there is, the guide's pieces of C compile, and every header and every
+# module of Python its page of the reference. (The pieces of python.md run in the Python tests.)
 set -eu
 cd "$(dirname "$0")/.."
 dir=$(mktemp -d)
@@ -31,4 +31,8 @@ for header in include/quern/*.h; do
     name=$(basename "$header" .h)
     grep -q "doxygenfile:: $name.h" "docs/reference/c-$name.md" || { echo "no page of $name.h"; bad=1; }
 done
+while read -r module; do
+    grep -q "automodule:: $module\$" docs/reference/python.md || { echo "no page of $module"; bad=1; }
+done < <(cd python && ls quern/__init__.py quern/[a-z]*.py quern/compat/[a-z]*.py quern/reference/__init__.py |
+             sed 's|/__init__||; s|/|.|g; s|\.py$||')
 exit $bad

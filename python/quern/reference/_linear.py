@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Projections, RMS norm and rotation."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
