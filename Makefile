@@ -77,7 +77,7 @@ docs:
 	@cmake/setup.sh $(SETUP_DOCS)
 	@mkdir -p build/docs
 	doxygen docs/sphinx/Doxyfile
-	sphinx-build -q -W --keep-going -b html -c docs/sphinx docs build/docs/html
+	sphinx-build -q -E -W --keep-going -b html -c docs/sphinx docs build/docs/html
 	tests/docs.sh
 
 format: packages-dev
