@@ -99,7 +99,7 @@ needs_onednn "$dir/build/hello_static"
 # The short examples, and a model for the one that reads one: four experts in bf16, and the same in NVFP4.
 cmake -S "$root/examples/short" -B "$dir/short" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
 cmake --build "$dir/short"
-for program in pool train decode layer; do "$dir/short/$program"; done
+for program in pool train decode layer nsa; do "$dir/short/$program"; done
 # What needs a GPU is compiled where CUDA's toolkit is, and not run.
 if command -v nvcc >/dev/null; then
     toolkit=$(realpath "$(nvcc --dryrun -c none.cu 2>&1 | sed -n 's/^#$ TOP=//p')")
