@@ -20,8 +20,11 @@ if(QUERN_HAVE_ONEDNN)
     # the .so, a script, in the one case and the .a, an archive without members, in the other. Weak references alone
     # would not keep it under --as-needed. One word, so that nobody reorders its parts.
     string(PREPEND QUERN_STATIC_LIBS "-Wl,--push-state,--no-as-needed,-lquern_dnnl,--pop-state ")
+    # It names the library's SONAME, since a machine without oneDNN's headers has no libdnnl.so.
+    execute_process(COMMAND ${CMAKE_OBJDUMP} -p ${DNNL_LIBRARY} OUTPUT_VARIABLE dnnl_says COMMAND_ERROR_IS_FATAL ANY)
+    string(REGEX MATCH "SONAME +([^ \n]+)" dnnl_soname "${dnnl_says}")
     set(dnnl_stand_in ${CMAKE_CURRENT_BINARY_DIR}/static/libquern_dnnl)
-    file(WRITE ${dnnl_stand_in}.so "INPUT(-ldnnl)\n")
+    file(WRITE ${dnnl_stand_in}.so "INPUT(-l:${CMAKE_MATCH_1})\n")
     execute_process(COMMAND ${CMAKE_AR} rcs ${dnnl_stand_in}.a COMMAND_ERROR_IS_FATAL ANY)
     install(FILES ${dnnl_stand_in}.so ${dnnl_stand_in}.a DESTINATION ${CMAKE_INSTALL_LIBDIR})
   endif()
