@@ -33,6 +33,7 @@
 #include "stages/gemm.h"
 #include "stages/grouped_dense.h"
 #include "stages/grouped_gemm.h"
+#include "stages/hyper.h"
 #include "stages/index_loss.h"
 #include "stages/indexer.h"
 #include "stages/interleave.h"
@@ -104,7 +105,9 @@
     FORWARD(index_loss, index_loss)                                                                          \
     FORWARD(e4m3_gemm, e4m3_gemm)                                                                            \
     FORWARD(e4m3_round, e4m3_round)                                                                          \
-    FORWARD(e4m3_weights, e4m3_weights)
+    FORWARD(e4m3_weights, e4m3_weights)                                                                      \
+    FORWARD(hyper_forward, hyper)                                                                            \
+    BACKWARD(hyper_backward, hyper)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -150,7 +153,8 @@
     F(index_loss, INDEX_LOSS)                                                                                \
     F(e4m3_gemm, E4M3_GEMM)                                                                                  \
     F(e4m3_round, E4M3_ROUND)                                                                                \
-    F(e4m3_weights, E4M3_WEIGHTS)
+    F(e4m3_weights, E4M3_WEIGHTS)                                                                            \
+    F(hyper, HYPER)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

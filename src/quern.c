@@ -5,6 +5,7 @@
 #include "cache/cache.h"
 #include "cpu/cpu.h"
 #include "dsv4/call.h"
+#include "dsv4/hyper.h"
 #include "dsv4/layer.h"
 #include "linear/linear.h"
 #include "moe/call.h"
@@ -29,6 +30,7 @@ const op_family *const quern_families[] = {
     &dsv4_attention_family, /* attention core */
     &dsv4_store_family,     /* rows of its caches */
     &dsv4_layer_family,     /* whole layer */
+    &dsv4_hyper_family,     /* hyper-connections */
     &nvfp4_quantize_family,
     &nvfp4_dequantize_family,
     &nvfp4_from_mxfp4_family,

@@ -546,6 +546,33 @@ def same_gradients(near, got, want, given, exactly):
         near(a, b, 1e-5)
 
 
+@case("v4-hyper")
+def v4_hyper(near, exact):
+    torch.manual_seed(15)
+    n, width, tokens = 4, 24, 30
+    x, norm, f = torch.randn(tokens, n, width), torch.randn(width), torch.randn(tokens, width)
+    handed = torch.rand(tokens, n)
+    for head, pre_in, with_f in ((0, 0, 1), (0, 1, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0)):
+        rows = n if head else n * (n + 2)
+        mix = [torch.randn(rows, n * width) * 0.2, torch.randn(rows), torch.randn(1 if head else 3)]
+        tensors = [x, norm, *(mix if not head or not pre_in else [None] * 3), f if with_f else None]
+        given = [t if t is None else t.clone().requires_grad_() for t in tensors]
+        exactly = [t if t is None else t.double().requires_grad_() for t in tensors]
+        more = [t.clone().requires_grad_() if pre_in else None for t in (handed, handed.double())]
+        got = dsv4.hyper(*given, pre_in=more[0], head=bool(head), iters=5, eps=1e-3, rms_eps=1e-2)
+        want = exact(*exactly, pre_in=more[1], head=bool(head), iters=5, eps=1e-3, rms_eps=1e-2)
+        for a, b in zip(got, want):
+            if a is not None:
+                near(a, b, BOUND)
+        pairs = [(a, b) for a, b in zip(got, want) if a is not None]
+        weights = [torch.randn(b.shape) for _, b in pairs]
+        sum((a * w).sum() for (a, _), w in zip(pairs, weights)).backward()
+        sum((b * w).sum() for (_, b), w in zip(pairs, weights)).backward()
+        for a, b in zip([*given, more[0]], [*exactly, more[1]]):
+            if a is not None:
+                near(a.grad, b.grad, 1e-5)
+
+
 @case("linear")
 def linear(near, exact):
     torch.manual_seed(12)

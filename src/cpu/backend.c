@@ -7,6 +7,7 @@
 #include "cpu/gemm.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/grouped_dense/stages.h"
+#include "cpu/hyper/stages.h"
 #include "cpu/levels.h"
 #include "cpu/permute/stages.h"
 #include "cpu/quantise/stages.h"
@@ -85,6 +86,8 @@ const quern_backend quern_backend_cpu = {
     .e4m3_gemm = {NULL, cpu_e4m3_gemm_workspace, cpu_e4m3_gemm, cpu_e4m3_gemm_kernel},
     .e4m3_round = {NULL, cpu_e4m3_round_workspace, cpu_e4m3_round, NULL},
     .e4m3_weights = {NULL, NULL, cpu_e4m3_weights, NULL},
+    .hyper_forward = {NULL, cpu_hyper_workspace, cpu_hyper, cpu_hyper_kernel},
+    .hyper_backward = {NULL, cpu_hyper_backward_workspace, cpu_hyper_backward, cpu_hyper_kernel},
     .nsa_decode = {NULL, cpu_nsa_decode_workspace, cpu_nsa_decode, NULL},
     .attend_mqa_forward = {cpu_attend_mqa_supports, cpu_attend_mqa_workspace, cpu_attend_mqa,
                            cpu_attend_mqa_kernel},

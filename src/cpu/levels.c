@@ -8,6 +8,7 @@
 #include "cpu/attend_mqa/mqa_kernels.h"
 #include "cpu/e4m3/e4m3_kernels.h"
 #include "cpu/gemm4/gemm4_kernels.h"
+#include "cpu/hyper/hyper_kernels.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/formats/format_kernels.h"
@@ -154,6 +155,7 @@ typedef struct level_tables {
     gemm4_kernels gemm4;
     mqa_kernels mqa;
     e4m3_kernels e4m3;
+    hyper_kernels hyper;
 } level_tables;
 
 static level_tables tables[LEVEL_NUMBERS];
@@ -185,6 +187,7 @@ static void make_tables(const cpu_level *level)
     override(&t->gemm4, own->gemm4, sizeof t->gemm4);
     override(&t->mqa, own->mqa, sizeof t->mqa);
     override(&t->e4m3, own->e4m3, sizeof t->e4m3);
+    override(&t->hyper, own->hyper, sizeof t->hyper);
     t->attention.rows = t->nsa.rows = t->pool.rows = &t->rows;
     kernels[level->value] = (cpu_kernels){.rows = &t->rows,
                                           .formats = &t->formats,
@@ -195,7 +198,8 @@ static void make_tables(const cpu_level *level)
                                           .indexer = &t->indexer,
                                           .gemm4 = &t->gemm4,
                                           .mqa = &t->mqa,
-                                          .e4m3 = &t->e4m3};
+                                          .e4m3 = &t->e4m3,
+                                          .hyper = &t->hyper};
 }
 
 static void make_all(void)

@@ -19,6 +19,7 @@ typedef struct cpu_kernels {
     const struct gemm4_kernels *gemm4;
     const struct mqa_kernels *mqa;
     const struct e4m3_kernels *e4m3;
+    const struct hyper_kernels *hyper;
 } cpu_kernels;
 
 /* The tables of a level, with what it inherits; those of the first level where this build lacks its code. */

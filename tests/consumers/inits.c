@@ -6,6 +6,7 @@
 #include <quern/checkpoint.h>
 #include <quern/cuda.h>
 #include <quern/dsv4.h>
+#include <quern/dsv4_hyper.h>
 #include <quern/dsv4_layer.h>
 #include <quern/linear.h>
 #include <quern/moe.h>
@@ -51,6 +52,8 @@ int main(void)
     CHECK(quern_dsv4_layer_tensors, QUERN_DSV4_LAYER_TENSORS_INIT);
     CHECK(quern_dsv4_layer_cache_params, QUERN_DSV4_LAYER_CACHE_PARAMS_INIT);
     CHECK(quern_dsv4_layer_rows, QUERN_DSV4_LAYER_ROWS_INIT);
+    CHECK(quern_dsv4_hyper_params, QUERN_DSV4_HYPER_PARAMS_INIT);
+    CHECK(quern_dsv4_hyper_tensors, QUERN_DSV4_HYPER_TENSORS_INIT);
     CHECK(quern_linear_params, QUERN_LINEAR_PARAMS_INIT);
     CHECK(quern_linear_tensors, QUERN_LINEAR_TENSORS_INIT);
     CHECK(quern_rms_norm_params, QUERN_RMS_NORM_PARAMS_INIT);

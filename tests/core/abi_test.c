@@ -6,6 +6,7 @@
 #include <quern/attention.h>
 #include <quern/cache.h>
 #include <quern/cuda.h>
+#include <quern/dsv4_hyper.h>
 #include <quern/dsv4_layer.h>
 #include <quern/nsa.h>
 #include <quern/linear.h>
@@ -64,6 +65,8 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_DSV4_LAYER_SWA, 2);
     assert_int_equal(QUERN_OP_DSV4_LAYER, 54);
     assert_int_equal(QUERN_OP_DSV4_LAYER_BACKWARD, 55);
+    assert_int_equal(QUERN_OP_DSV4_HYPER, 60);
+    assert_int_equal(QUERN_OP_DSV4_HYPER_BACKWARD, 61);
     assert_int_equal(QUERN_NVFP4_PROFILE_RNE, 0);
     assert_int_equal(QUERN_NVFP4_PROFILE_HALFSTEP, 1);
     assert_int_equal(QUERN_NVFP4_PROFILE_MODELOPT, 2);
@@ -211,6 +214,8 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_moe_prepack_tensors), 32);
     assert_int_equal(sizeof(quern_moe_route_params), 32);
     assert_int_equal(sizeof(quern_moe_route_tensors), 120);
+    assert_int_equal(sizeof(quern_dsv4_hyper_params), 32);
+    assert_int_equal(sizeof(quern_dsv4_hyper_tensors), 200);
     assert_int_equal(sizeof(quern_linear_params), 32);
     assert_int_equal(sizeof(quern_linear_tensors), 104);
     assert_int_equal(sizeof(quern_rms_norm_params), 16);
@@ -246,6 +251,7 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_dsv4_store_params, page);
     ENDS(quern_dsv4_rope_params, reserved);
     ENDS(quern_dsv4_layer_params, reserved);
+    ENDS(quern_dsv4_hyper_params, reserved);
     ENDS(quern_dsv4_layer_cache_params, pages);
     ENDS(quern_nvfp4_quantize_params, reserved);
     ENDS(quern_nvfp4_dequantize_params, reserved);

@@ -57,6 +57,9 @@ static const gradient_case cases[] = {
      "B=2 T=12 Dm=32 P=16 R=8 H=4 q_lora=16 HD=64 D=16 G*o_lora=16 HD/G=32 G=2 o_lora=8 r=4 2D|D=32 C_I=16 "
      "2C_I=32 Hi=2 Hi*C_I=32",
      ""},
+    {"v4-hyper", "", "T=6 n=4 Dm=16 n*(n+2)|n=24 n*Dm=64 3|1=3",
+     "fn base scale f pre_in d_h d_pre d_post d_comb d_new"},
+    {"v4-hyper", "head=true", "T=6 n=4 Dm=16 n*(n+2)|n=4 n*Dm=64 3|1=1", "fn base scale d_h"},
     {"linear", "groups=2", "T=6 GN=24 K=32 GK=64", "bias"},
     {"rms-norm", "", "T=6 D=16", "weight"},
     {"rope", "", "T=6 H=3 D=16 P=8 R=8", ""},

@@ -145,9 +145,33 @@ static void lists(void **state)
     alarm(0);
 }
 
+static void hyper_connections(void **state)
+{
+    (void)state;
+    alarm(SECONDS);
+    const quern_tensor x = view(QUERN_BF16, 3, 0, 4, many / 4, 0),
+                       row = view(QUERN_BF16, 2, 0, many / 4, 0, 0);
+    const hyper_args a = {.iterations = 20,
+                          .x = x,
+                          .fn = view(QUERN_F32, 2, 24, many, 0, 0),
+                          .base = view(QUERN_F32, 1, 24, 0, 0, 0),
+                          .scale = view(QUERN_F32, 1, 3, 0, 0, 0),
+                          .weight = view(QUERN_F32, 1, many / 4, 0, 0, 0),
+                          .f = row,
+                          .h = row,
+                          .out = x,
+                          .d_h = row,
+                          .d_out = x,
+                          .d_x = x,
+                          .d_f = row};
+    RUN(hyper_forward, &a);
+    RUN(hyper_backward, &a);
+    alarm(0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(rows),
-                                       cmocka_unit_test(lists)};
+                                       cmocka_unit_test(lists), cmocka_unit_test(hyper_connections)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -8,6 +8,7 @@
 #include "cpu/attend_mqa/mqa_kernels.h"
 #include "cpu/e4m3/e4m3_kernels.h"
 #include "cpu/gemm4/gemm4_kernels.h"
+#include "cpu/hyper/hyper_kernels.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/formats/format_kernels.h"
@@ -49,7 +50,7 @@ const void *test_kernel_table(const char *table, quern_cpu_level level)
     } tables[] = {
         {"row", k->rows}, {"format", k->formats}, {"swiglu", k->swiglu},   {"attention", k->attention},
         {"nsa", k->nsa},  {"pool", k->pool},      {"indexer", k->indexer}, {"gemm4", k->gemm4},
-        {"mqa", k->mqa},  {"e4m3", k->e4m3}};
+        {"mqa", k->mqa},  {"e4m3", k->e4m3},      {"hyper", k->hyper}};
     size_t i = 0;
     while (strcmp(tables[i].name, table) != 0) i++;
     return tables[i].table;

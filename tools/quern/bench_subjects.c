@@ -34,6 +34,9 @@ static const bench_extent projections[] = {
     {"width", "N", 1, MOST, "N"},
     {"depth", "K", 1, MOST, "K"},
     {NULL, NULL, 0, 0, NULL}};
+static const bench_extent copies[] = {{"copies", "copies", 1, 8, "of the residual stream"},
+                                      {"width", "D", 1, MOST, "channels of a copy"},
+                                      {NULL, NULL, 0, 0, NULL}};
 static const bench_extent compressor[] = {
     {"width", "C", 1, MOST, "C"},
     {"hidden", "Dm", 0, MOST, "Dm: from hidden states; 0: from projections"},
@@ -150,6 +153,15 @@ static const input_row linear_inputs[] = {{"x", "n G*K", NORMAL, NULL},
                                           {"W_global", "", SMALL, "nvfp4"},
                                           {"d_out", "n G*N", NORMAL, "backward"},
                                           END};
+static const input_row hyper_inputs[] = {{"x", "n copies D", NORMAL, NULL},
+                                         {"fn", "J copies*D", NORMAL_F32, NULL},
+                                         {"base", "J", NORMAL_F32, NULL},
+                                         {"scale", "3", NORMAL_F32, NULL},
+                                         {"norm_weight", "D", NORMAL_F32, NULL},
+                                         {"f", "n D", NORMAL, NULL},
+                                         {"d_h", "n D", NORMAL, "backward"},
+                                         {"d_new", "n copies D", NORMAL, "backward"},
+                                         END};
 static const input_row quantize_inputs[] = {{"X", "T K", NORMAL, NULL}, END};
 static const input_row fused_inputs[] = {{"X", "T 2*K", NORMAL, NULL}, {"gate_global", "", SMALL, NULL}, END};
 static const input_row dequantize_inputs[] = {
@@ -444,6 +456,17 @@ const bench_subject bench_subjects[] = {
      .inputs = linear_inputs,
      .work = {{LIMIT_PRODUCTS, "2 n G N K", "weight G N K"}, {LIMIT_PRODUCTS, "2 n G N K", "weight G N K"}},
      .example = "--weights fp8 --n 1,256"},
+    {.name = "v4-hyper",
+     .help = "DeepSeek-V4's hyper-connections of n tokens: a sub-layer's input and the copies after it",
+     .op = "v4-hyper",
+     .n = "1024",
+     .dtype = QUERN_BF16,
+     .extents = copies,
+     .extent = {4, 4096},
+     .symbols = {{"J", "copies copies + 2 copies"}},
+     .inputs = hyper_inputs,
+     .work = {{LIMIT_F32, "2 n D copies (J + copies + 2)", "b n D (2 copies + 2)"},
+              {LIMIT_F32, "2 n D copies (3 J + 2 copies + 6)", "b n D (3 copies + 3)"}}},
     {.name = "nvfp4-quantize",
      .help = "X [n, K] with a computed global: read twice",
      .op = "nvfp4-quantize",

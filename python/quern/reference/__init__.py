@@ -50,6 +50,7 @@ OPERATIONS = {
     "rms-norm": rms_norm,
     "rope": rope,
     "v4-attention": dsv4.attention,
+    "v4-hyper": dsv4.hyper,
     "v4-index": dsv4.index,
     "v4-layer": dsv4.layer,
     "v4-store": dsv4.write_slots,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._dsv4_formats import gather_pages, load, store, stored, write_slots
+from ._dsv4_hyper import hyper
 from ._nvfp4_quantize import through
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "compress",
     "gather_pages",
     "hadamard_transform",
+    "hyper",
     "index",
     "layer",
     "load",

@@ -13,6 +13,7 @@ extern const struct indexer_kernels indexer_kernels_avx2;
 extern const struct gemm4_kernels gemm4_kernels_avx2;
 extern const struct mqa_kernels mqa_kernels_avx2;
 extern const struct e4m3_kernels e4m3_kernels_avx2;
+extern const struct hyper_kernels hyper_kernels_avx2;
 
 const cpu_kernels cpu_kernels_avx2 = {.rows = &row_kernels_avx2,
                                       .formats = &format_kernels_avx2,
@@ -23,4 +24,5 @@ const cpu_kernels cpu_kernels_avx2 = {.rows = &row_kernels_avx2,
                                       .indexer = &indexer_kernels_avx2,
                                       .gemm4 = &gemm4_kernels_avx2,
                                       .mqa = &mqa_kernels_avx2,
-                                      .e4m3 = &e4m3_kernels_avx2};
+                                      .e4m3 = &e4m3_kernels_avx2,
+                                      .hyper = &hyper_kernels_avx2};

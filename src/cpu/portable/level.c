@@ -13,6 +13,7 @@ extern const struct indexer_kernels indexer_kernels_portable;
 extern const struct gemm4_kernels gemm4_kernels_portable;
 extern const struct mqa_kernels mqa_kernels_portable;
 extern const struct e4m3_kernels e4m3_kernels_portable;
+extern const struct hyper_kernels hyper_kernels_portable;
 
 const cpu_kernels cpu_kernels_portable = {.rows = &row_kernels_portable,
                                           .formats = &format_kernels_portable,
@@ -23,4 +24,5 @@ const cpu_kernels cpu_kernels_portable = {.rows = &row_kernels_portable,
                                           .indexer = &indexer_kernels_portable,
                                           .gemm4 = &gemm4_kernels_portable,
                                           .mqa = &mqa_kernels_portable,
-                                          .e4m3 = &e4m3_kernels_portable};
+                                          .e4m3 = &e4m3_kernels_portable,
+                                          .hyper = &hyper_kernels_portable};

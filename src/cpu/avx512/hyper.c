@@ -1,0 +1,7 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* hyper.c - hyper-connections' table compiled for this level. */
+#include "cpu/hyper/hyper_row_loops.h"
+#include "cpu/hyper/hyper_weights.h"
+
+const hyper_kernels hyper_kernels_avx512 = {.level = QUERN_CPU_LEVEL_AVX512, HYPER_KERNELS};
