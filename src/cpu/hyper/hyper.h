@@ -66,8 +66,8 @@ hyper_weights hyper_weights_of(const hyper_job *job, const hyper_tile *tile);
 void hyper_weigh(const hyper_job *job, const hyper_tile *tile);
 /* The factors of the copies on the way in. */
 const float *hyper_pre(const hyper_job *job, const hyper_tile *tile, int64_t token);
-/* n channels of a tensor's rows at a token, in f32: in place, or in `to` [rows][CHUNK_LD]; *ld is how far apart
- * the rows are. */
+/* n channels of a tensor's rows at a token, in f32: in place, or in `to` [rows][CHUNK_LD]; *ld: from one row
+ * to the next. */
 const float *hyper_widen(const hyper_job *job, const quern_tensor *t, int64_t token, int64_t channel,
                          int64_t n, float *to, int64_t *ld);
 /* out[0, n) = sum of pre[i] x_i of a token. */
