@@ -37,7 +37,7 @@ def main():
     with torch.no_grad():
         want = run(model, x)
         # As torchao's quantize_: which layers, by module and name. Without a filter, all that NVFP4 can hold.
-        quern.nvfp4.quantize_(model, lambda layer, name: name != "head", scales="four_over_six")
+        quern.nvfp4.quantize_(model, lambda layer, name: name != "head", scales="four-over-six")
         got = run(model, x)
         error = float((got - want).norm() / want.norm())
 

@@ -93,7 +93,7 @@ def nsa(
     the newest forced_local among them. window: keys, the query's own included. compress: "mean" with optional
     w_k [Hkv, D, D], w_v [Hkv, Dv, Dv]; "linear" with w_k [Hkv, l·D, D], w_v and optional pe_k [Hkv, l, D],
     pe_v; "given" with k_cmp, v_cmp [B, Nc, Hkv, ·] (varlen: and cu_seqlens_cmp). scope "group" or "head";
-    metric "softmax" or "mean_logit"; compressed_visibility "complete" or "started". max_compressed_groups:
+    metric "softmax" or "mean-logit"; compressed_visibility "complete" or "started". max_compressed_groups:
     groups of 128 entries that a tile attends, 0 all. branches: "all", or some of "cmp,slc,win"; None: all, or
     the preset's. k_slc, v_slc,
     k_win, v_win: keys and values of these branches alone. block_idx [B, Hs, tiles, num_selected], group_idx:

@@ -417,7 +417,7 @@ class NVFP4Linear(nn.Module):
         quantized = nvfp4.quantize(weight.t().contiguous()[None], weight=True, profile=profile, scales=scales)
         made.repacked = nvfp4.prepack(*quantized[:2])
         one = quantized[2].reshape(())
-        made.weight_global = one.reciprocal() if profile == "compressed_tensors" else one
+        made.weight_global = one.reciprocal() if profile.replace("_", "-") == "compressed-tensors" else one
         made.bias = linear.bias
         return made.train(linear.training)
 

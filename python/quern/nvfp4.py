@@ -65,8 +65,8 @@ def quantize(
     """[.., D] → codes [.., 8·⌈D/16⌉], scales [.., ⌈D/16⌉], global; with weight [(E,) K, N] → [(E,) K/2, N],
     [(E,) K/16, N], global.
 
-    x: f32, f16 or bf16, finite. profile "rne", "halfstep", "modelopt" or "compressed_tensors" (whose global
-    is the reciprocal); scales "rne", "four_over_six" or "search". global_per "tensor": []; "expert": [E], of
+    x: f32, f16 or bf16, finite. profile "rne", "halfstep", "modelopt" or "compressed-tensors" (whose global
+    is the reciprocal); scales "rne", "four-over-six" or "search". global_per "tensor": []; "expert": [E], of
     an activation [T, D] with offsets int32 [E], where each expert's rows end, or of a stack [E, n, D]
     without; "row": x's leading shape. global_scale: given instead of computed; its shape says what shares it.
     """

@@ -302,6 +302,13 @@ def test_nvfp4_linear(near, rows, columns, bias, dtype):
     assert layer.half().weight_global.dtype == torch.float32
 
 
+@pytest.mark.parametrize("profile", ["compressed-tensors", "compressed_tensors"])
+def test_nvfp4_linear_of_a_profile(near, profile):
+    plain = nn.Linear(32, 24)
+    layer = quern.nn.NVFP4Linear.from_linear(plain, profile=profile)
+    near(layer.dequantize(), plain.weight, 0.2)
+
+
 def test_nvfp4_linear_state_dict():
     layer, other = linear(), quern.nn.NVFP4Linear(32, 24)
     state = layer.state_dict()

@@ -236,7 +236,7 @@ def paged(rows, page, format="rows"):
 def v4_index(near, exact):
     torch.manual_seed(9)
     q, k, w = torch.randn(2, 40, 16, 32), torch.randn(2, 10, 32), torch.randn(2, 40, 16)
-    for format in ("rows", "fp8", "fp8_power", "fp4"):
+    for format in ("rows", "fp8", "fp8-power", "fp4"):
         keys = k if format == "rows" else reference.dsv4.store(k, format)
         idx, count, scores = dsv4.index(q, keys, w, top_k=4, key_format=format, return_scores=True)
         given = keys.double() if format == "rows" else keys
@@ -286,7 +286,7 @@ def v4_layer(near, exact):
 def v4_store(near, exact):
     torch.manual_seed(5)
     slots = torch.tensor([7, 0, -1, 12, 5], dtype=torch.int32)
-    for format, size in {"rows": 64, "fp8": 68, "fp8_power": 68, "fp4": 34, "row584": 584}.items():
+    for format, size in {"rows": 64, "fp8": 68, "fp8-power": 68, "fp4": 34, "row584": 584}.items():
         x = torch.randn(5, 512 if format == "row584" else 64)
         for page in (0, 4):
             if format == "rows":

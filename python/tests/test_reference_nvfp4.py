@@ -10,8 +10,8 @@ from quern import nvfp4, reference  # noqa: E402
 
 CHOICES = [
     (profile, scales)
-    for profile in ("rne", "halfstep", "modelopt", "compressed_tensors")
-    for scales in ("rne", "four_over_six", "search")
+    for profile in ("rne", "halfstep", "modelopt", "compressed-tensors")
+    for scales in ("rne", "four-over-six", "search")
     if profile != "halfstep" or scales == "rne"
 ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._nvfp4_quantize import as_bytes, e2m1, e2m1_values, e4m3, pack, through, unpack
+from ._nvfp4_quantize import as_bytes, e2m1, e2m1_values, e4m3, pack, spelt, through, unpack
 
 
 def _power(x: Tensor) -> Tensor:
@@ -34,11 +34,11 @@ def _largest(x: Tensor, least: float) -> Tensor:
 
 
 def store(x: Tensor, format: str) -> Tensor:
-    """Rows [.., C] → uint8 [.., bytes of a row]: "fp8", "fp8_power", "fp4" or "row584"."""
-    x = x.detach().float()
-    if format in ("fp8", "fp8_power"):
+    """Rows [.., C] → uint8 [.., bytes of a row]: "fp8", "fp8-power", "fp4" or "row584"."""
+    x, format = x.detach().float(), spelt(format)
+    if format in ("fp8", "fp8-power"):
         scale = _largest(x, 1e-4) / 448
-        scale = _two_to(_power(scale)).float() if format == "fp8_power" else scale
+        scale = _two_to(_power(scale)).float() if format == "fp8-power" else scale
         return torch.cat((_e4m3_bytes(x / scale), scale.contiguous().view(torch.uint8)), -1)
     if format == "fp4":
         blocks = x.unflatten(-1, (-1, 32))
@@ -61,7 +61,8 @@ def load(rows: Tensor, format: str) -> Tensor:
     def powers(scales: Tensor) -> Tensor:
         return _two_to(scales.int() - 127)
 
-    if format in ("fp8", "fp8_power"):
+    format = spelt(format)
+    if format in ("fp8", "fp8-power"):
         return e4m3_values(rows[..., :-4]) * rows[..., -4:].contiguous().view(torch.float32).double()
     if format == "fp4":
         blocks = rows.shape[-1] // 17
@@ -79,7 +80,7 @@ def stored(x: Tensor, format: str) -> Tensor:
 # Bytes of a slot's data, which in a page stand before the scales of all slots, by a row's bytes.
 _DATA = {
     "fp8": lambda size: size - 4,
-    "fp8_power": lambda size: size - 4,
+    "fp8-power": lambda size: size - 4,
     "fp4": lambda size: size // 17 * 16,
     "row584": lambda size: 576,
 }
@@ -87,13 +88,13 @@ _DATA = {
 
 def _by_row(pool: Tensor, page: int, format: str) -> Tensor:
     """Pages [pages, page · bytes] → the bytes of each slot [pages, page, bytes]."""
-    cut = page * _DATA[format](pool.shape[1] // page)
+    cut = page * _DATA[spelt(format)](pool.shape[1] // page)
     return torch.cat([part.unflatten(1, (page, -1)) for part in (pool[:, :cut], pool[:, cut:])], -1)
 
 
 def _by_page(rows: Tensor, format: str) -> Tensor:
     """_by_row() back."""
-    cut = _DATA[format](rows.shape[2])
+    cut = _DATA[spelt(format)](rows.shape[2])
     return torch.cat((rows[..., :cut].flatten(1), rows[..., cut:].flatten(1)), 1)
 
 

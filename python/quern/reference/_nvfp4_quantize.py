@@ -18,7 +18,12 @@ _BELOW = (0.25, 1.25, 2.5, 5.0)  # a tie goes to the code below
 _ABOVE = (0.75, 1.75, 3.5)  # a tie goes to the code above
 _HALVES = (0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 7, 7)
 _UNDERFLOW = 6 * 2.0**-9
-_PROFILES = ("rne", "halfstep", "modelopt", "compressed_tensors")
+_PROFILES = ("rne", "halfstep", "modelopt", "compressed-tensors")
+
+
+def spelt(choice: str) -> str:
+    """A choice's name; as everywhere it may have underscores for hyphens."""
+    return choice.replace("_", "-")
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -66,7 +71,7 @@ def _spread(one: Tensor, shape: torch.Size, offsets: Tensor | None) -> Tensor:
 
 
 def _global_of(amax: Tensor, profile: str) -> Tensor:
-    if profile == "compressed_tensors":
+    if profile == "compressed-tensors":
         reciprocal = 1 / amax * 2688
         return torch.where(reciprocal.isfinite(), reciprocal, torch.ones_like(amax))
     if profile == "modelopt":
@@ -106,7 +111,7 @@ def _best_scale(xn: Tensor, a: Tensor, scales: str) -> Tensor:
     plain = e4m3(a / 6)
     if scales == "rne":
         return plain
-    if scales == "four_over_six":
+    if scales == "four-over-six":
         candidates = [plain, e4m3(a / 4)]
     else:
         first = as_bytes(plain.to(torch.float8_e4m3fn)).int()
@@ -159,6 +164,7 @@ def quantize(
     weight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """→ codes and scales as bytes, global f32: those of quern.nvfp4.quantize, to the bit."""
+    profile, scales = spelt(profile), spelt(scales)
     if profile not in _PROFILES or (profile == "halfstep" and scales != "rne"):
         raise ValueError(f"no quantiser has profile {profile!r} with scales {scales!r}")
     x = x.detach().float()
@@ -169,10 +175,10 @@ def quantize(
     g = of_row[..., None, None].expand(*blocks.shape[:-1], 1)
     if scales == "rne" and profile == "modelopt":
         codes, made = _modelopt(blocks, g)
-    elif scales == "rne" and profile == "compressed_tensors":
+    elif scales == "rne" and profile == "compressed-tensors":
         codes, made = _compressed_tensors(blocks, g)
     else:
-        g = 1 / g if profile == "compressed_tensors" else g
+        g = 1 / g if profile == "compressed-tensors" else g
         codes, made = _normalised(blocks, g, profile, scales)
     packed, written = pack(codes.flatten(-2)), as_bytes(made[..., 0].to(torch.float8_e4m3fn))
     if offsets is not None:
@@ -195,10 +201,11 @@ def dequantize(
     """code · scale · global in float64, an activation [.., D] or a weight [.., K, N]. Rounded once, it is
     what quern.nvfp4.dequantize returns. The global is [], an expert's, or a row's, as its shape says."""
     codes, scales = as_bytes(codes), as_bytes(scales).view(torch.float8_e4m3fn).float()
+    profile = spelt(profile)
     if weight:
         codes, scales = codes.transpose(-2, -1), scales.transpose(-2, -1)
     one = _spread(torch.as_tensor(global_scale, dtype=torch.float32), scales.shape[:-1], offsets)[..., None]
-    steps = (scales / one).double() if profile == "compressed_tensors" else scales.double() * one.double()
+    steps = (scales / one).double() if profile == "compressed-tensors" else scales.double() * one.double()
     values = e2m1_values(unpack(codes)).double() * steps.repeat_interleave(16, -1)
     if offsets is not None:
         values[int(offsets[-1]) :] = 0
