@@ -65,11 +65,14 @@ accept-%: all
 install: all
 	cmake --install build/release $(if $(PREFIX),--prefix $(PREFIX))
 
-# A Debian package and an archive of the last commit's sources, in build/packages.
+# A Debian package, an archive of the last commit's sources, Python's source distribution and wheels, in build/packages.
 package: all
-	@cmake/setup.sh --print dpkg-dev
-	cd build/release && cpack
-	git archive --prefix quern/ -o build/release/packages/quern.tar.gz HEAD
+	@cmake/setup.sh --print dpkg-dev python3-venv
+	tools/package.sh
+
+# Installs each in a clean root, and times the first commands of a clean clone and its tests: over half an hour, as root.
+accept-package: package
+	tests/package/run.sh
 
 # The guide and the reference as web pages, in build/docs/html.
 SETUP_DOCS = doxygen python3-sphinx python3-breathe python3-myst-parser
@@ -90,4 +93,4 @@ clean:
 	rm -rf build
 
 .PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-python test-gpu test-gpu-sanitize bench
-.PHONY: accept install package docs format tidy clean
+.PHONY: accept accept-package install package docs format tidy clean
