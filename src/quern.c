@@ -30,6 +30,7 @@ const op_family *const quern_families[] = {
     &dsv4_attention_family, /* attention core */
     &dsv4_store_family,     /* rows of its caches */
     &dsv4_layer_family,     /* whole layer */
+    &dsv4_append_step_family,
     &dsv4_hyper_family,     /* hyper-connections */
     &nvfp4_quantize_family,
     &nvfp4_dequantize_family,

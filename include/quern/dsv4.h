@@ -215,6 +215,11 @@ typedef struct quern_dsv4_append_tensors {
     const quern_tensor *pooled;      /* f32 [n, C], before anything else; may be NULL */
     /* Instead of w, beside x: as in quern_dsv4_compress_tensors. FP8 is widened by every call. */
     const quern_tensor *w_fp8, *w_fp8_scales, *w_codes, *w_scales, *w_global;
+    /* Of quern_dsv4_append_step() alone. slots, positions, cu and copies are a step's (ledger.h): */
+    const quern_tensor *slots, *positions, *cu; /* i32 [B], [B], [B+1] */
+    const quern_tensor *states; /* f32 [slots, (6 + 4m) C], HCA [slots, (3 + 2m) C]; updated */
+    const quern_tensor *merged; /* i32 [slots]: how many rows a state's sums contain; updated */
+    const quern_tensor *copies; /* i32 [C, 3]: states that are copied first; may be NULL */
 } quern_dsv4_append_tensors;
 #define QUERN_DSV4_APPEND_TENSORS_INIT QUERN_SIZED(quern_dsv4_append_tensors)
 
@@ -237,6 +242,28 @@ QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *e
                                          quern_dsv4_state *const *states, const int64_t *counts,
                                          int64_t batch, const quern_dsv4_append_tensors *tensors,
                                          void *workspace, size_t workspace_bytes);
+
+/*
+ * The same as an operation on tensors: the tokens of a step (ledger.h) into states that stand in the slots of
+ * a tensor, with a ring of m rows, 0 to 8. Sequences begin at position 0, where a state starts anew, whatever
+ * its slot holds; nothing needs to be cleared. out and pooled have n = floor(T / r) + B rows: the entries
+ * that become whole, sequence after sequence, then rows of 0. Their bits are those of quern_dsv4_compress().
+ * The sums contain the rows before positions + tokens - m, and no later ones, so that a step of up to m
+ * tokens may run twice, and up to m tokens can be taken back.
+ *
+ * params->start_token, n_blocks and start_abs_pos are ignored; prev_b is refused. Refused as above, and:
+ * offsets that fall or go past T; a slot outside the states, or of two sequences that both have tokens; a
+ * position that is negative, that cos_sin lacks, or that is not within merged ... merged + m. On an error
+ * states and outputs are as they were, but for slots that are copied to. CPU alone.
+ */
+QUERN_API quern_status quern_dsv4_append_step_workspace(quern_context *ctx,
+                                                        const quern_dsv4_compress_params *params,
+                                                        const quern_dsv4_append_tensors *tensors,
+                                                        size_t *bytes);
+QUERN_API quern_status quern_dsv4_append_step(quern_context *ctx, const quern_exec *exec,
+                                              const quern_dsv4_compress_params *params,
+                                              const quern_dsv4_append_tensors *tensors, void *workspace,
+                                              size_t workspace_bytes);
 
 /*
  * The indexer: scores every query against the entries it sees and keeps the best k.

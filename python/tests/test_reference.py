@@ -216,6 +216,36 @@ def hca_compress(near, exact):
     compressors(near, exact, 2, 1)
 
 
+@case("v4-append-step")
+def v4_append_step(near, exact):
+    torch.manual_seed(12)
+    for series in (1, 2):
+        width, ratio, ring = 16, 3, 4
+        columns, floats = 2 * series * width, (3 + 2 * ring) * series * width
+        bias = [torch.randn(ratio, width) for _ in range(series)]
+        more = {"b_b": bias[1]} if series == 2 else {}
+        more |= {"norm_weight": torch.randn(width), "cos_sin": torch.randn(20, 8)}
+        states, merged = torch.full((3, floats), float("nan")), torch.full((3,), 77, dtype=torch.int32)
+        positions = torch.tensor([0, 0, 0], dtype=torch.int32)
+        for counts in ((7, 0, 2), (1, 0, 4), (2, 0, 6)):
+            cu = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+            step = {"slots": torch.tensor([2, -1, 0], dtype=torch.int32), "positions": positions, "cu": cu}
+            proj = torch.randn(int(cu[-1]), columns)
+            want = exact(
+                *wide(proj, bias[0]), **step, states=states.double(), merged=merged,
+                **{name: t.double() for name, t in more.items()},
+            )
+            given = {"proj": proj, "b_a": bias[0], **more, **step, "states": states, "merged": merged}
+            settings = lines(kind="csa" if series == 2 else "hca", ratio=ratio)
+            (out,) = run("v4-append-step", settings, given, ("out",))
+            near(out, want[0], BOUND)
+            assert torch.equal(merged, want[2])
+            live = merged != 77
+            sums = (x[live][:, : 3 * series * width].nan_to_num(neginf=0) for x in (states, want[1]))
+            near(*sums, BOUND)
+            positions = positions + torch.tensor(counts, dtype=torch.int32)
+
+
 def paged(rows, page, format="rows"):
     """Rows [B, n, D] in pages in reverse: the pool, the table, and the rows that stand there."""
     columns = -(-rows.shape[1] // page)

@@ -174,27 +174,32 @@ static int64_t end_of(const step_data *s, int64_t b, int64_t *count)
     return *count + (slot < 0 ? 0 : number(&s->step->positions, s->data[s->slots + STEP_POSITIONS], b));
 }
 
-quern_status step_check(const step_data *s)
+quern_status step_check_numbers(const stage_step *step, const int32_t *cu, const int32_t *positions,
+                                int64_t batch, int64_t tokens)
 {
-    const int64_t batch = s->call->symbol[ST_B];
-    const int32_t *cu = s->data[s->slots + STEP_CU];
     int64_t last = 0;
     for (int64_t b = 0; b <= batch; b++) {
-        const int64_t now = number(&s->step->rows, cu, b);
-        if (now < last || (b == 0 && now != 0) || now > s->call->symbol[ST_T])
+        const int64_t now = number(&step->rows, cu, b);
+        if (now < last || (b == 0 && now != 0) || now > tokens)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "cu[%" PRId64 "] is %" PRId64
                              ": offsets from 0, which do not fall, up to the %" PRId64 " tokens are accepted",
-                             b, now, s->call->symbol[ST_T]);
+                             b, now, tokens);
         last = now;
     }
     for (int64_t b = 0; b < batch; b++) {
-        const int64_t at = number(&s->step->positions, s->data[s->slots + STEP_POSITIONS], b);
+        const int64_t at = number(&step->positions, positions, b);
         if (at < 0)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "positions[%" PRId64 "] is %" PRId64 ": 0 or more is accepted", b, at);
     }
     return QUERN_OK;
+}
+
+quern_status step_check(const step_data *s)
+{
+    return step_check_numbers(s->step, s->data[s->slots + STEP_CU], s->data[s->slots + STEP_POSITIONS],
+                              s->call->symbol[ST_B], s->call->symbol[ST_T]);
 }
 
 quern_status step_check_table(const step_data *s, const cache_plane *plane, int32_t table, bool entries)

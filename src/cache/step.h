@@ -107,6 +107,9 @@ typedef struct step_data {
     int64_t block_size, stride; /* of entries; 0: there are none */
 } step_data;
 quern_status step_check(const step_data *s);
+/* The offsets and positions of a step of any operation: rows is a view of ranges in cu. */
+quern_status step_check_numbers(const stage_step *step, const int32_t *cu, const int32_t *positions,
+                                int64_t batch, int64_t tokens);
 /* A table of the step: that the pages of each sequence's rows of a kind are the pool's. */
 quern_status step_check_table(const step_data *s, const cache_plane *plane, int32_t table, bool entries);
 

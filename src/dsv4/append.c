@@ -9,23 +9,6 @@
 #include "core/view.h"
 #include "dsv4/call.h"
 
-/* A tensor by its field. */
-#define DP(field) OP_TENSOR(quern_dsv4_append_tensors, field)
-static const op_tensor tensors[] = {{"proj", "proj", OP_ACTIVATION, OP_NONE, {DS_T, DS_COLUMNS}, {0}},
-                                    {"x", "X", OP_ACTIVATION, OP_NONE, {DS_T, DS_IN}, {0}},
-                                    {"w", "W", OP_WEIGHT, OP_NONE, {DS_IN, DS_COLUMNS}, {0}},
-                                    {"b_a", "B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
-                                    {"b_b", "B_b", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
-                                    {"prev_b", "prev_b", OP_WEIGHT, OP_NONE, {DS_B, DS_R, DS_2C}, {0}},
-                                    {"norm_weight", "norm_weight", OP_WEIGHT, OP_NONE, {DS_C}, {0}},
-                                    {"cos_sin", "cos_sin", OP_WEIGHT, OP_NONE, {DS_P, DS_ROPE}, {0}},
-                                    {"out", "out", OP_STORED, OP_NONE, {DS_N, DS_ROW}, {0}},
-                                    {"pooled", "pooled", OP_F32, OP_NONE, {DS_N, DS_C}, {0}},
-                                    DSV4_WEIGHT_TENSORS("w", "W_", DS_IN, DS_COLUMNS)};
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_append_tensors),
-               "a row a tensor");
-static const dsv4_weight_row weight_row = {{DP(w), OP_NONE}, DP(w_fp8)};
-
 /* The states, which are no tensors, stand behind what is cleared when the call begins. */
 typedef struct append_call {
     op_call head;
@@ -90,29 +73,6 @@ static quern_status check_params(op_call *call)
     return dsv4_resolve(params_of(call));
 }
 
-static void roles(op_call *call)
-{
-    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, project = call->given[DP(x)] != NULL;
-    uint8_t *r = call->role;
-    r[DP(proj)] = project ? OP_REFUSED : OP_NEEDED;
-    r[DP(x)] = r[DP(norm_weight)] = r[DP(cos_sin)] = OP_OPTIONAL;
-    r[DP(b_a)] = OP_NEEDED;
-    r[DP(b_b)] = csa ? OP_NEEDED : OP_REFUSED;
-    r[DP(prev_b)] = csa ? OP_OPTIONAL : OP_REFUSED;
-    r[DP(out)] = OP_RESULT;
-    r[DP(pooled)] = OP_OPTIONAL_RESULT;
-    dsv4_weight_roles(call, &weight_row, project);
-}
-
-static quern_status refuse(const op_call *call, int32_t tensor)
-{
-    const char *why = "proj alone, or x and a weight are accepted";
-    if (tensor == DP(b_b) || tensor == DP(prev_b)) why = "HCA has no series b";
-    else if (tensor != DP(proj) && call->given[DP(x)] != NULL)
-        return dsv4_weight_refuse(call, &weight_row, tensor);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
-}
-
 /* Checks that the states fit the parameters and each other, and that positions stay in the table. */
 static quern_status check_states(const op_call *call)
 {
@@ -148,41 +108,21 @@ static quern_status check_states(const op_call *call)
 static quern_status derive(op_call *call)
 {
     const append_call *c = (const append_call *)call;
-    const quern_dsv4_compress_params *p = &c->params;
     const int32_t first = call->given[DP(x)] != NULL ? DP(x) : DP(proj);
-    const quern_tensor *main = call->given[first], *cos_sin = call->given[DP(cos_sin)];
-    int64_t *s = call->symbol;
-    if (main == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
-    call->like = *main;
     call->writes = true; /* the states */
-    quern_status status = op_check_activation(call, first, 2);
-    if (status == QUERN_OK && cos_sin != NULL) status = op_check_kind(call, DP(cos_sin), 2);
-    if (status != QUERN_OK) return status;
-    if (main->device != QUERN_CPU)
+    call->symbol[DS_B] = c->batch;
+    call->symbol[DS_T] = c->tokens;
+    call->symbol[DS_N] = c->entries;
+    const quern_status status = dsv4_append_derive(call, &c->params, state_at(c->states, 0)->width);
+    if (status == QUERN_OK && call->like.device != QUERN_CPU)
         return error_set(QUERN_ERR_UNSUPPORTED, "%s is on device %d: the cpu keeps states",
-                         tensors[first].field, (int)main->device);
-    s[DS_B] = c->batch;
-    s[DS_T] = c->tokens;
-    s[DS_N] = c->entries;
-    s[DS_IN] = main->shape[1];
-    s[DS_R] = p->ratio;
-    s[DS_C] = state_at(c->states, 0)->width;
-    s[DS_2C] = 2 * s[DS_C];
-    s[DS_COLUMNS] = pool_row_columns(p->kind == QUERN_DSV4_CSA, s[DS_C]);
-    s[DS_P] = cos_sin != NULL ? cos_sin->shape[0] : 0;
-    s[DS_ROPE] = cos_sin != NULL ? cos_sin->shape[1] : 0;
-    s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
-    if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK ||
-        (status = dsv4_weight_check(call, &weight_row, s[DS_IN])) != QUERN_OK)
-        return status;
-    if (op_uses(call, DP(out))) status = dsv4_check_stored(call, DP(out), p->format);
+                         dsv4_append_rows[first].field, (int)call->like.device);
     return status == QUERN_OK ? check_states(call) : status;
 }
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    return dsv4_weight_check_data(call, &weight_row, &((const append_call *)call)->weight, data);
+    return dsv4_weight_check_data(call, &dsv4_append_weight, &((const append_call *)call)->weight, data);
 }
 
 /* The lowest address of the states' floats. */
@@ -202,20 +142,6 @@ static quern_tensor view(const op_build *b, int32_t tensor)
     return op_view(b->call, tensor, false);
 }
 
-/* x w in f32, or the caller's. */
-static quern_tensor projection(op_build *b)
-{
-    append_call *c = (append_call *)b->call;
-    const quern_tensor x = view(b, DP(x));
-    c->weight = dsv4_weight_views(b->call, &weight_row);
-    if (x.ndim == 0) return view(b, DP(proj));
-    const dsv4_weight weight = dsv4_weight_add(b, &x, &c->weight, false);
-    if (weight.proj.ndim > 0) return weight.proj;
-    const quern_tensor proj = op_matrix(b, QUERN_F32, c->tokens, b->call->symbol[DS_COLUMNS]);
-    *OP_ADD(b, gemm) = (gemm_args){.a = x, .b = weight.w, .c = proj};
-    return proj;
-}
-
 static void build(op_build *b)
 {
     append_call *c = (append_call *)b->call;
@@ -227,7 +153,7 @@ static void build(op_build *b)
     c->merged = op_room(b, QUERN_I32, 1, &batch);
     c->origins = op_room(b, QUERN_I32, 1, &batch);
     c->cu = op_room(b, QUERN_I32, 1, &more);
-    const quern_tensor proj = projection(b);
+    const quern_tensor proj = dsv4_append_projection(b, &c->weight);
     pool_append_args *args = OP_ADD(b, pool_append);
     *args = (pool_append_args){.ratio = like->ratio,
                                .width = like->width,
@@ -272,7 +198,7 @@ static const char *const operations[] = {"dsv4_append"};
 static const op_family family = {
     .operations = operations,
     .operation_count = 1,
-    .tensors = tensors,
+    .tensors = dsv4_append_rows,
     .tensor_count = OP_TENSOR_COUNT(quern_dsv4_append_tensors),
     .varlen_by = OP_NONE,
     .params = dsv4_compress_param_rows,
@@ -284,8 +210,8 @@ static const op_family family = {
     .params_at = offsetof(append_call, params),
     .program_at = offsetof(append_call, program),
     .check_params = check_params,
-    .roles = roles,
-    .refuse = refuse,
+    .roles = dsv4_append_roles,
+    .refuse = dsv4_append_refuse,
     .derive = derive,
     .check_data = check_data,
     .build = build,

@@ -71,9 +71,10 @@ STAGE_DECLARE(pool);
     IN(cu_seqlens)                                                                                           \
     IN(start_tokens)                                                                                         \
     IN(start_positions)                                                                                      \
-    IN(block_counts) IN(has_prev) IN(proj) IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN)    \
-        IN(cu_entries) OUT(pooled) OUT(out) IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b)        \
-            GRAD(d_bias_a) GRAD(d_bias_b) GRAD(d_norm_weight)
+    IN(block_counts)                                                                                         \
+    IN(has_prev) IN(proj) IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) IN(cu_entries)      \
+        OUT(pooled) OUT(out) IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b) GRAD(d_bias_a)        \
+            GRAD(d_bias_b) GRAD(d_norm_weight)
 #define POOL_VALUES(F)                                                                                       \
     F(ratio)                                                                                                 \
     F(width)                                                                                                 \
@@ -92,7 +93,10 @@ STAGE_DECLARE(pool);
 typedef struct pool_append_args {
     int64_t ratio, width, ring;
     bool overlap;
-    stage_step step;      /* rows of proj */
+    stage_step step; /* rows of proj */
+    /* A step's states: merged is [slots], a sequence at position 0 starts anew, whatever its slot holds, and
+     * rows behind the entries become 0. */
+    bool by_slot;
     quern_tensor origins; /* i32 [B]: the position of a sequence's first token; absent: 0 */
     quern_tensor merged;  /* i32 [B], updated */
     quern_tensor state;   /* f32 [slots, pool_state_floats()], updated */
@@ -108,7 +112,7 @@ STAGE_DECLARE(pool_append);
     STAGE_STEP_TENSORS(IN)                                                                                   \
     IN(origins)                                                                                              \
     OUT(merged) OUT(state) IN(proj) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) OUT(out) OUT(pooled)
-#define POOL_APPEND_VALUES(F) F(ratio) F(width) F(ring) F(overlap) ENTRY_VALUES(F)
+#define POOL_APPEND_VALUES(F) F(ratio) F(width) F(ring) F(overlap) F(by_slot) ENTRY_VALUES(F)
 
 /* Columns of a projected row, floats of the sums, and floats of both with the ring. */
 static inline int64_t pool_row_columns(bool overlap, int64_t width)

@@ -419,6 +419,14 @@ static quern_status appends(void)
     (void)quern_dsv4_append_entries(at(4, all), at(5, counts), 1, at(6, &n));
     (void)quern_dsv4_append_workspace(at(7, ctx), at(8, &p), at(9, all), at(10, counts), 1, at(11, &t),
                                       at(12, &bytes));
+    const quern_dsv4_append_tensors s = {.size = sizeof s,
+                                         .proj = at(19, &view),
+                                         .b_a = at(20, &view),
+                                         .out = at(21, &view),
+                                         .slots = at(22, &view),
+                                         .states = at(23, &view)};
+    (void)quern_dsv4_append_step_workspace(at(24, ctx), at(25, &p), at(26, &s), at(27, &bytes));
+    (void)quern_dsv4_append_step(at(28, ctx), NULL, at(29, &p), at(30, &s), at(31, saved), sizeof saved);
     return quern_dsv4_append(at(13, ctx), NULL, at(14, &p), at(15, all), at(16, counts), 1, at(17, &t),
                              at(18, saved), sizeof saved);
 }

@@ -49,6 +49,7 @@ OPERATIONS = {
     "nvfp4-swizzle": nvfp4.swizzle,
     "rms-norm": rms_norm,
     "rope": rope,
+    "v4-append-step": dsv4.append_step,
     "v4-attention": dsv4.attention,
     "v4-hyper": dsv4.hyper,
     "v4-index": dsv4.index,

@@ -19,6 +19,7 @@ from ._dsv4_hyper import hyper
 from ._nvfp4_quantize import through
 
 __all__ = [
+    "append_step",
     "attention",
     "compress",
     "gather_pages",
@@ -91,16 +92,101 @@ def compress(
         values, logits = torch.cat((values, before[..., :width]), -2), torch.cat((logits, earlier), -2)
     some = ~logits.isneginf().all(-2, keepdim=True)
     out = (logits.masked_fill(~some, 0).softmax(-2).masked_fill(~some, 0) * values).sum(-2)
+    positions = start_abs_pos + torch.arange(n) * ratio + (ratio - 1 if rope_at == "last" else 0)
+    return finish(out, positions, norm_weight, cos_sin, round_bf16, hadamard, eps, format)
+
+
+def finish(
+    out: Tensor,
+    positions: Tensor,
+    norm_weight: Tensor | None,
+    cos_sin: Tensor | None,
+    round_bf16: bool,
+    hadamard: bool,
+    eps: float,
+    format: str,
+) -> Tensor:
+    """What follows pooling, for rows [.., n, C] at the positions [n]."""
     if round_bf16:
         out = through(out, out.bfloat16())
     if norm_weight is not None:
         out = out * (out.square().mean(-1, keepdim=True) + eps).rsqrt() * norm_weight
     if cos_sin is not None:
-        positions = start_abs_pos + torch.arange(n) * ratio + (ratio - 1 if rope_at == "last" else 0)
         out = rotate(out, cos_sin, positions)
     if hadamard:
         out = hadamard_transform(out)
     return out if format == "rows" else stored(out, format)
+
+
+def merge(sums: Tensor, value: Tensor, logit: Tensor) -> Tensor:
+    """Sums [3, C] (greatest logit, sum of weights, weighted sum) with one more token."""
+    most = torch.maximum(sums[0], logit)
+    shift = most.masked_fill(most.isneginf(), 0)
+    old, new = (sums[0] - shift).exp(), (logit - shift).exp()
+    return torch.stack((most, sums[1] * old + new, sums[2] * old + value * new))
+
+
+def append_step(
+    proj: Tensor,
+    b_a: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cu: Tensor,
+    states: Tensor,
+    merged: Tensor,
+    *,
+    b_b: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    rope_at: str = "first",
+    round_bf16: bool = False,
+    hadamard: bool = False,
+    eps: float = 1e-6,
+    format: str = "rows",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step's tokens into states [slots, floats]: entries [T // r + B, C], states, merged. A state holds the
+    open block's sums, with b_b those of its series b, then a ring of projected rows."""
+    ratio, width = b_a.shape
+    count, states, merged = 1 if b_b is None else 2, states.clone(), merged.clone()
+    ring = (states.shape[1] - 3 * count * width) // proj.shape[1]
+    empty = torch.tensor([-math.inf, 0, 0], dtype=states.dtype)[:, None].expand(3, width)
+    pooled, at = [], []
+    for slot, position, first, last in zip(slots.tolist(), positions.tolist(), cu[:-1], cu[1:]):
+        end = position + int(last - first)
+        if slot < 0 or end == position:
+            continue
+        sums = list(states[slot, : 3 * count * width].view(count, 3, width).clone())
+        kept = states[slot, 3 * count * width :].view(ring, proj.shape[1])
+        start = int(merged[slot]) if position > 0 else 0
+        if position == 0:
+            sums = [empty] * count
+        old = [kept[q % ring].clone() for q in range(start, position)]
+        rows = old + list(proj[first:last].to(states.dtype))
+        now, left = sums, max(start, end - ring)
+        for q in range(start, end):
+            series, j = rows[q - start].unflatten(-1, (-1, width)), q % ratio
+            if q == left:
+                now = list(sums)
+            sums[0] = merge(sums[0], series[0], series[1] + b_a[j])
+            if b_b is not None:
+                sums[1] = merge(sums[1], series[2], series[3] + b_b[j])
+            if j == ratio - 1:
+                if q >= position:
+                    some = sums[0][1] > 0
+                    pooled.append(sums[0][2].where(some, 0) / sums[0][1].where(some, 1))
+                    at.append(q if rope_at == "last" else q - j)
+                sums = sums[1:] + [empty]
+        states[slot, : 3 * count * width] = torch.stack(sums if left == end else now).flatten()
+        for q in range(max(left, position), end):
+            kept[q % ring] = rows[q - start]
+        merged[slot] = left
+    out = proj.new_zeros(len(proj) // ratio + len(slots), width)
+    if pooled:
+        rows = torch.stack(pooled)
+        out[: len(at)] = finish(
+            rows, torch.tensor(at), norm_weight, cos_sin, round_bf16, hadamard, eps, format
+        )
+    return out, states, merged
 
 
 def visible(tokens: int, entries: int, ratio: int, start: int = 0) -> Tensor:

@@ -25,6 +25,7 @@ typedef struct append_state {
     int64_t origin, position, end; /* of the first token, of the first new one, of the one after these */
     int64_t merged, left;          /* rows in the sums: before and after the call */
     int64_t entry;                 /* its first one in the call's outputs */
+    bool anew;                     /* its sums are cleared first */
     float *data;
 } append_state;
 
@@ -80,9 +81,11 @@ static void find_states(append_job *job)
         append_state *s = &job->states[b];
         *s = (append_state){.run = run, .position = run.first, .end = run.first + run.count, .entry = entry};
         s->origin = i32_at(&args->origins, b, 0);
-        s->merged = s->left = index_at(&args->merged, b);
-        if (s->end - args->ring > s->left) s->left = s->end - args->ring;
-        if (run.slot >= 0) s->data = (float *)args->state.data + run.slot * args->state.strides[0];
+        s->anew = args->by_slot && run.first == 0;
+        if (run.slot >= 0 && (run.count > 0 || !args->by_slot))
+            s->data = (float *)args->state.data + run.slot * args->state.strides[0];
+        if (s->data != NULL && !s->anew) s->merged = i32_at(&args->merged, args->by_slot ? run.slot : b, 0);
+        s->left = s->end - args->ring > s->merged ? s->end - args->ring : s->merged;
         entry += entries_before(job, s, s->end) - entries_before(job, s, s->position);
     }
     job->entries = entry;
@@ -218,6 +221,14 @@ static void copy_ahead(const append_job *job, const append_state *s, int64_t las
     if (next) memcpy(ahead + series, sums + series, (size_t)series * sizeof *sums);
 }
 
+static void clear_all(const append_job *job, float *sums)
+{
+    for (int64_t i = 0; i < job->sums_floats; i += 3 * job->width) {
+        const pool_sums own = sums_at(sums + i, job->width);
+        clear_sums(&own, job->width);
+    }
+}
+
 static void append_one(void *arg, int64_t b, int32_t thread)
 {
     const append_job *job = arg;
@@ -227,7 +238,8 @@ static void append_one(void *arg, int64_t b, int32_t thread)
     float *kept = sums_to_keep(job, b), *ahead = job->work + 2 * b * job->sums_floats,
           *row = job->rows + 2 * thread * job->width;
     if (s->data == NULL) return;
-    if (kept != s->data) memcpy(kept, s->data, (size_t)job->sums_floats * sizeof *kept);
+    if (s->anew) clear_all(job, kept);
+    else if (kept != s->data) memcpy(kept, s->data, (size_t)job->sums_floats * sizeof *kept);
     if (is_present(&job->args->prev_b)) merge_prev(job, b, kept);
     const int64_t n = advance(job, s, s->merged, s->left, false, emitted, s->entry, kept, row);
     if (blocks == emitted || s->left >= last) return;
@@ -251,7 +263,7 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
         job->kernels->rows->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype,
                                     ring_row(job, s, q), QUERN_F32, job->columns);
     }
-    ((int32_t *)merged->data)[b * merged->strides[0]] = (int32_t)s->left;
+    ((int32_t *)merged->data)[(job->args->by_slot ? s->run.slot : b) * merged->strides[0]] = (int32_t)s->left;
 }
 
 static bool every_entry_is_storable(const append_job *job)
@@ -267,6 +279,15 @@ static bool every_entry_is_storable(const append_job *job)
         return false;
     }
     return true;
+}
+
+/* Rows behind the entries. */
+static void zero_unused(const append_job *job)
+{
+    const quern_tensor *const outs[] = {&job->args->out, &job->args->pooled};
+    for (int i = 0; i < 2; i++)
+        for (int64_t n = job->entries; is_present(outs[i]) && n < outs[i]->shape[0]; n++)
+            memset(out_row(outs[i], n), 0, (size_t)outs[i]->shape[1] * quern_dtype_size(outs[i]->dtype));
 }
 
 size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args)
@@ -295,6 +316,7 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
                        (size_t)job.width * sizeof(float));
         }
     }
+    if (args->by_slot) zero_unused(&job);
     parallel_for(exec, job.batch, commit_one, &job);
     return QUERN_OK;
 }
