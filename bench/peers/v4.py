@@ -3,7 +3,7 @@
 """What DeepSeek-V4's attention and indexer must reach on one H200, for hopper.py: prefill over random lists,
 each token its own; decode from rows of 584 bytes in pages, in graphs that rotate eight caches; the indexer of
 keys that all queries see. Operations: 4 H D a pair of query and key, an entry in list and window counted
-twice; 2 Hi C a pair of query and entry."""
+twice, 10 H D in the backward; 2 Hi C a pair of query and entry."""
 
 import torch
 
@@ -47,6 +47,20 @@ def prefill(quern, n, heads):
     t |= dict(o=empty(1, n, heads, DIM), lse=empty(1, heads, n, dtype=F32))
     t |= dict(sink=torch.randn(heads, device="cuda"), cos_sin=tables(n))
     return 4e-9 * heads * DIM * pairs_of(n) / ms(quern.call("dsv4_attention", p, **t), 9, 2)
+
+
+def backward(quern, n, heads):
+    """TFLOP/s of the attention's backward, 10 H D a pair: five products. Every token chose entry 0."""
+    p, lists = quern.params("v4-attention"), random_lists(n)
+    lists[:, :, 0].clamp_(max=0)
+    t = dict(q=act(1, n, heads, DIM), kv=act(1, n, DIM), kv_cmp=act(1, n // 4, DIM), idx=lists)
+    t |= dict(o=empty(1, n, heads, DIM), lse=empty(1, heads, n, dtype=F32))
+    t |= dict(sink=torch.randn(heads, device="cuda"), cos_sin=tables(n))
+    quern.call("dsv4_attention", p, **t)()
+    t |= dict(d_o=act(1, n, heads, DIM), d_q=empty(1, n, heads, DIM), d_kv=empty(1, n, DIM))
+    t |= dict(d_kv_cmp=empty(1, n // 4, DIM), d_sink=empty(heads, dtype=F32))
+    call = quern.call("dsv4_attention_backward", p, **t)
+    return 10e-9 * heads * DIM * pairs_of(n) / ms(call, 7, 2)
 
 
 def row584_pool(pages):
@@ -124,6 +138,9 @@ def rows(quern):
     csa = "CSA prefill, window 128 + top-512 random"
     for heads, n, least in ((64, 8192, 580), (64, 32768, 515), (8, 8192, 200), (8, 32768, 110)):
         yield f"{csa}, {heads} heads, {n >> 10}k", least, lambda: prefill(quern, n, heads), "TFLOP/s", False
+    for n, least in ((8192, 220), (32768, 200)):
+        what = f"{csa}, backward, 64 heads, {n >> 10}k"
+        yield what, least, lambda: backward(quern, n, 64), "TFLOP/s", False
     for b, t, h, most in ((128, 2, 64, 60), (64, 1, 64, 32), (8, 1, 64, 18), (1, 1, 64, 11), (1, 1, 8, 9)):
         what = f"CSA decode, row584, {b} x {t} tokens, {h} heads, 32k, in a graph"
         yield what, most, lambda: decode_us(quern, b, t, h), "us", True

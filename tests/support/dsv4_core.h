@@ -43,7 +43,7 @@ typedef struct core_case {
     test_tensor t[CORE_TENSORS];
 } core_case;
 
-/* The GPU (tests/gpu) has neither the backward nor f32 yet: cases are bf16 there. */
+/* The GPU (tests/gpu) has no f32 yet: cases are bf16 there. */
 #ifdef QUERN_TEST_GPU
 enum { CORE_ON_GPU = true };
 #else
@@ -66,10 +66,8 @@ void core_case_free(core_case *c);
 quern_dsv4_attention_params core_case_params(const core_case *c);
 quern_dsv4_attention_tensors core_case_tensors(const core_case *c);
 void core_case_forward(const core_case *c, quern_context *ctx);
-/* Not on the GPU. */
 void core_case_backward(const core_case *c, quern_context *ctx);
-/* Compares outputs (gradients too, with `backward`, not on the GPU) with the oracle's, and the guards of all.
- */
+/* Compares outputs (gradients too, with `backward`) with the oracle's, and the guards of all. */
 void core_case_check(const core_case *c, bool backward);
 
 #endif

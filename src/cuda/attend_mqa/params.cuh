@@ -38,6 +38,7 @@ struct mqa_planner {
     int64_t position, window, entry_rows;
     uint32_t ratio;
     int32_t k;
+    int64_t row0; /* the first query that is planned; its plan and list come first */
     mqa_query *queries;
     int32_t *kept, *status;
 };

@@ -11,15 +11,14 @@ __global__ void __launch_bounds__(PLANNERS) mqa_plan(const __grid_constant__ mqa
 {
     extern __shared__ int32_t held[];
     __shared__ plan_room room;
-    const int64_t row = blockIdx.x;
     let_next_start();
     if (threadIdx.x == 0) room.sorted = held;
     __syncthreads();
-    plan_query<0>(a, room, row);
-    int32_t *const to = a.kept + row * a.k;
+    plan_query<0>(a, room, a.row0 + blockIdx.x);
+    int32_t *const to = a.kept + (int64_t)blockIdx.x * a.k;
     if (room.list != NULL && room.list != to)
         for (int i = threadIdx.x; i < room.query.entries; i += PLANNERS) to[i] = room.list[i];
-    if (threadIdx.x == 0) a.queries[row] = room.query;
+    if (threadIdx.x == 0) a.queries[blockIdx.x] = room.query;
 }
 
 static int64_t queries_of(const attend_mqa_args *args)

@@ -271,7 +271,7 @@ __device__ __forceinline__ void plan_query(const mqa_planner &a, plan_room &m, i
         if (a.list != NULL) {
             q.entries = all.entries;
             if (!all.clean) {
-                int32_t *const to = a.kept + row * a.k;
+                int32_t *const to = a.kept + (row - a.row0) * a.k;
                 q.entries = clean_list<BARRIER>(a, m, list, to, most, visible, entries, q.b, &bad, &missing);
                 list = to;
             }

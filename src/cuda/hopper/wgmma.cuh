@@ -153,8 +153,10 @@ __device__ __forceinline__ void wg_rows(float (&c)[N / 8][4], uint64_t a, uint64
     constexpr bool B16 = __is_same(T, bf16);
     if constexpr (N == 32 && B16) WG_SS("bf16", 32, 16, 16, 17, 18, 1);
     else if constexpr (N == 32) WG_SS("f16", 32, 16, 16, 17, 18, 1);
-    else if constexpr (B16) WG_SS("bf16", 64, 32, 32, 33, 34, 1);
-    else WG_SS("f16", 64, 32, 32, 33, 34, 1);
+    else if constexpr (N == 64 && B16) WG_SS("bf16", 64, 32, 32, 33, 34, 1);
+    else if constexpr (N == 64) WG_SS("f16", 64, 32, 32, 33, 34, 1);
+    else if constexpr (B16) WG_SS("bf16", 128, 64, 64, 65, 66, 1);
+    else WG_SS("f16", 128, 64, 64, 65, 66, 1);
 }
 
 /* C[64][N] (+)= A[64][16] B, A in registers, B in shared memory: ROWS: its 16 rows of N; else N rows with the

@@ -1,60 +1,19 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* feed.cuh - the warpgroup that gathers Q and keys. Eight lanes copy a row, 16 bytes of each panel a lane, so
- * a thread has its part of four rows of a stage. A warp's first 16 lanes each find one of its 16 rows, a
- * stage ahead what a list says, and hand the address to the lanes that copy. Rows of bytes are decoded on the
- * way. */
+/* feed.cuh - the warpgroup that gathers Q and keys (copy_rows.cuh); what a list says is read a stage ahead.
+ * Rows of bytes are decoded on the way. */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_FEED_CUH
 #define QUERN_CUDA_ATTEND_MQA_SM90_FEED_CUH
 
+#include "attend_mqa/copy_rows.cuh"
 #include "attend_mqa/sm90/shared.cuh"
 
 namespace sm90_mqa
 {
 
-enum { ROWS_A_THREAD = 4 };
+using namespace mqa;
 
-/* The thread's i-th row of a stage, and the row that this lane of 16 finds. */
-__device__ __forceinline__ int copied_row(int i)
-{
-    return i * 16 + threadIdx.x / 8;
-}
-__device__ __forceinline__ int found_row()
-{
-    return threadIdx.x % 16 / 4 * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
-}
-
-/* The address that the finder of the thread's i-th row has. */
-__device__ __forceinline__ const char *handed(const char *p, int i)
-{
-    return (const char *)__shfl_sync(~0u, (unsigned long long)p, i * 4 + threadIdx.x % 32 / 8);
-}
-
-/* Copies half `half` of the thread's rows of 512 elements; a row without an address becomes zeros. */
-template <typename T>
-__device__ __forceinline__ void copy_rows(char *stage, const char *const (&from)[ROWS_A_THREAD], int half,
-                                          bool wide)
-{
-    const uint32_t to = smem_address(stage), at = tile_at<64>(copied_row(0), threadIdx.x % 8),
-                   column = (half * HALF * 64 + threadIdx.x % 8 * 8) * sizeof(T);
-    if (wide) {
-#pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++)
-#pragma unroll
-            for (int p = 0; p < HALF; p++)
-                cp_async16(to + at + i * 16 * 128 + p * PANEL_BYTES, from[i] + column + p * 128,
-                           from[i] != NULL);
-        return;
-    }
-#pragma unroll 1
-    for (int p = 0; p < HALF; p++)
-#pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++)
-            load_chunk16<T>(to, stage, at + i * 16 * 128 + p * PANEL_BYTES,
-                            (const T *)(from[i] + column + p * 128), from[i] != NULL, false);
-}
-
-/* The same of rows of bytes: 448 e4m3 with a scale for each panel, then 64 bf16. */
+/* Half `half` of the thread's rows of bytes: 448 e4m3 with a scale for each panel, then 64 bf16. */
 __device__ __forceinline__ void decode_rows(char *stage, const row_place &found, int half, bool wide)
 {
     const int c = threadIdx.x % 8;
