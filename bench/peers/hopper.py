@@ -13,24 +13,14 @@ import torch
 
 import experts
 import v4
-from measure import act, attempt, beside_cudnn, cudnn, empty, failures, graph_of, graph_us, in_turns, line, ms
+from measure import act, attempt, beside_cudnn, cudnn, empty, failures, graph_of, graph_us
+from measure import in_turns, line, ms, smooth
 from quern import Quern
 
 quern = Quern(sys.argv[1])
 F32, I32 = torch.float32, torch.int32
 CMP, SLC, WIN = 1, 2, 4
 dense_ms = {}
-
-
-def smooth(n, heads, dim, step=512):
-    knots = torch.randn(1, n // step + 2, heads, dim, device="cuda")
-    at = torch.arange(n, device="cuda")
-    part = ((at % step).float() / step).view(1, n, 1, 1)
-    made = empty(1, n, heads, dim)
-    for h in range(heads):  # a head at a time: the sums are f32
-        low = knots[:, at // step, h : h + 1]
-        made[:, :, h : h + 1] = low + part * (knots[:, at // step + 1, h : h + 1] - low)
-    return made
 
 
 def dense_of(n, heads, kv_heads, backward):

@@ -22,6 +22,18 @@ def empty(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, device="cuda")
 
 
+def smooth(n, heads, dim, step=512):
+    """Tokens that move from one random vector to the next over `step` tokens."""
+    knots = torch.randn(1, n // step + 2, heads, dim, device="cuda")
+    at = torch.arange(n, device="cuda")
+    part = ((at % step).float() / step).view(1, n, 1, 1)
+    made = empty(1, n, heads, dim)
+    for h in range(heads):  # a head at a time: the sums are f32
+        low = knots[:, at // step, h : h + 1]
+        made[:, :, h : h + 1] = low + part * (knots[:, at // step + 1, h : h + 1] - low)
+    return made
+
+
 def once(function):
     flush.sum()  # not written: what is measured would write the lines back
     a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

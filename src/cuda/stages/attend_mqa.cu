@@ -3,12 +3,13 @@
 /* attend_mqa.cu - the variants of attention whose heads share keys that are values. */
 #include "variants.cuh"
 
-extern const variant<attend_mqa_args> attend_mqa_sm90, attend_mqa_sm90_decode, attend_mqa_any,
-    attend_mqa_backward_sm90, attend_mqa_backward_any;
+extern const variant<attend_mqa_args> attend_mqa_sm90, attend_mqa_sm90_decode, attend_mqa_sm90_tokens,
+    attend_mqa_any, attend_mqa_backward_sm90, attend_mqa_backward_any;
 
 static const variant<attend_mqa_args> *const forward_list[] = {
 #ifdef QUERN_SM90
     &attend_mqa_sm90_decode,
+    &attend_mqa_sm90_tokens,
     &attend_mqa_sm90,
 #endif
     &attend_mqa_any,

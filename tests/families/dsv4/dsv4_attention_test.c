@@ -66,6 +66,37 @@ static void released_shapes(void **state)
     }
 }
 
+/* Few heads, whose tokens share a GPU's tile: tokens that see different keys, the last ones of a sequence,
+ * lists far apart, and no lists. */
+static void few_heads(void **state)
+{
+    static const int64_t heads[] = {1, 8, 9, 16, 32, 3};
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        test_random random = {(uint64_t)i + 31};
+        const bool list = i % 3 != 2;
+        const oracle_core x = {.queries = 37,
+                               .raw = 100,
+                               .entries = list ? 9000 : 70,
+                               .heads = heads[i],
+                               .dim = 512,
+                               .window = i < 3 ? 30 : 90,
+                               .ratio = 4,
+                               .start = list ? 36000 : 240,
+                               .rope_dim = 64,
+                               .chosen = list ? 50 : -1};
+        const core_parts parts = {
+            .entries = true, .list = list, .count = i == 1, .sink = i % 2 == 0, .rope = i != 3};
+        core_case c = core_case_make(&random, &x, 2, NULL, i == 4 ? QUERN_F16 : QUERN_BF16, &parts);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        core_case_forward(&c, ctx);
+        core_case_backward(&c, ctx);
+        core_case_check(&c, true);
+        quern_context_destroy(ctx);
+        core_case_free(&c);
+    }
+}
+
 /* So many queries that a GPU's backward goes through its workspace in slices: what raw rows and entries get
  * from queries of two slices is added up. Every query chose entry 0; sequences that are cut, sequences of
  * which a slice has several, and varlen ones. */
@@ -274,13 +305,14 @@ static void lists_in_any_order(void **state)
 static void nonfinite_values(void **state)
 {
     (void)state;
-    for (int trial = 0; trial < 8; trial++) {
+    for (int trial = 0; trial < 16; trial++) {
+        const int64_t dim = trial < 8 ? 16 : 512;
         test_random random = {(uint64_t)trial + 15};
         const oracle_core x = {.queries = 12,
                                .raw = 12,
                                .entries = 3,
                                .heads = 2,
-                               .dim = 16,
+                               .dim = dim,
                                .window = 3,
                                .ratio = 4,
                                .rope_dim = 4,
@@ -291,16 +323,16 @@ static void nonfinite_values(void **state)
         core_case_forward(&c, ctx);
         double *before = test_tensor_get(&c.t[CORE_O]), *kv = test_tensor_get(&c.t[CORE_KV]),
                *cmp = test_tensor_get(&c.t[CORE_KV_CMP]);
-        kv[5 * 16 + 3] = trial % 4 < 2 ? NAN : INFINITY; /* seen by queries 5, 6, 7 */
-        if (trial >= 4) cmp[1 * 16] = NAN;               /* seen by queries from 7 on */
+        kv[5 * dim + 3] = trial % 4 < 2 ? NAN : INFINITY; /* seen by queries 5, 6, 7 */
+        if (trial % 8 >= 4) cmp[dim] = NAN;               /* seen by queries from 7 on */
         test_tensor_set(&c.t[CORE_KV], kv), test_tensor_set(&c.t[CORE_KV_CMP], cmp);
         core_case_forward(&c, ctx);
         core_case_backward(&c, ctx);
         double *after = test_tensor_get(&c.t[CORE_O]), *d_q = test_tensor_get(&c.t[CORE_D_Q]);
         for (int64_t t = 0; t < 12; t++) {
-            const bool sees = (t >= 5 && t <= 7) || (trial >= 4 && t >= 7);
+            const bool sees = (t >= 5 && t <= 7) || (trial % 8 >= 4 && t >= 7);
             bool finite = true;
-            for (int64_t i = t * 32; i < (t + 1) * 32; i++) {
+            for (int64_t i = t * 2 * dim; i < (t + 1) * 2 * dim; i++) {
                 finite = finite && isfinite(after[i]);
                 assert_true(sees || (after[i] == before[i] && isfinite(d_q[i])));
             }
@@ -450,6 +482,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(random_calls),
                                        cmocka_unit_test(released_shapes),
+                                       cmocka_unit_test(few_heads),
                                        cmocka_unit_test(long_calls),
                                        cmocka_unit_test(threads_change_no_bit),
                                        cmocka_unit_test(cuts_change_no_bit),

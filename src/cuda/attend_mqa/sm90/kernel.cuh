@@ -88,7 +88,9 @@ __device__ __forceinline__ void finish_rows(const mqa_kernel &a, const stage_inf
     }
 }
 
-template <typename T> __device__ __forceinline__ void score(const mqa_kernel &a, shared<T> &m)
+/* ROWS says what the rows of an item are: mask() and finish() here, prefetch() and store() of values(). */
+template <typename ROWS, typename SHARED>
+__device__ __forceinline__ void score(const mqa_kernel &a, SHARED &m)
 {
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16;
     ring_place<STAGES> at;
@@ -100,12 +102,13 @@ template <typename T> __device__ __forceinline__ void score(const mqa_kernel &a,
         uint32_t held[HELD * 4][4];
         if (a.sink != NULL && item.head0 + lane * 2 < a.heads)
             asm volatile("prefetch.global.L1 [%0];" ::"l"(a.sink + item.head0 + lane * 2));
-        hold_queries(held, m, at);
+        hold_queries<typename SHARED::type>(held, m, at);
         softmax_rows all = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}}, window = all;
         for (bool first = true, last = false; !last; first = false) {
             float s[KEYS / 8][4];
-            multiply_keys(s, held, m, at);
+            multiply_keys<typename SHARED::type>(s, held, m, at);
             const int4 info = *(const int4 *)&m.info[at.stage]; /* kind, keys, last, raw_end */
+            const int stage = at.stage;
             last = info.z != 0;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -116,13 +119,7 @@ template <typename T> __device__ __forceinline__ void score(const mqa_kernel &a,
                 m.weights.give(made);
                 made.advance();
             }
-            if (info.y < KEYS) {
-#pragma unroll
-                for (int i = 0; i < KEYS / 8; i++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        if (i * 8 + lane % 4 * 2 + c % 2 >= info.y) s[i][c] = -INFINITY;
-            }
+            ROWS::mask(a, m, s, stage, info.y);
             float shrink[2];
             softmax_base(s, all, a.scale2, shrink);
             m.weights.wait_free(out);
@@ -134,9 +131,10 @@ template <typename T> __device__ __forceinline__ void score(const mqa_kernel &a,
 #pragma unroll
             for (int i = 0; i < KEYS / 8; i += 2) softmax_exponentials(s[i], s[i + 1], all, a.scale2);
 #pragma unroll
-            for (int i = 0; i < KEYS / 8; i += 2) store_columns<T, 64>(p, s[i], s[i + 1], row0, i);
+            for (int i = 0; i < KEYS / 8; i += 2)
+                store_columns<typename SHARED::type, 64>(p, s[i], s[i + 1], row0, i);
             if (info.w) window = all;
-            if (last) finish_rows(a, item, all, window, m.factor[out.stage], row0 + lane / 4);
+            if (last) ROWS::finish(a, m, item, all, window, m.factor[out.stage], row0 + lane / 4);
             wg_show();
             out.advance();
         }
@@ -219,7 +217,8 @@ __device__ __forceinline__ void store_values(const mqa_kernel &a, const stage_in
     else store_heads<T, false>(a, to, o, item.head0 + row0);
 }
 
-template <typename T> __device__ __forceinline__ void values(const mqa_kernel &a, shared<T> &m, int half)
+template <typename ROWS, typename SHARED>
+__device__ __forceinline__ void values(const mqa_kernel &a, SHARED &m, int half)
 {
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16 + lane / 4;
     ring_place<STAGES> at; /* of the stages with its half */
@@ -232,7 +231,7 @@ template <typename T> __device__ __forceinline__ void values(const mqa_kernel &a
         m.keys.give_back(at);
         at.advance();
         at.advance();
-        prefetch_angles(a.rotation, item.position);
+        ROWS::prefetch(a, item);
         float o[32][4], factor[2];
 #pragma unroll
         for (int i = 0; i < 32; i++)
@@ -254,10 +253,11 @@ template <typename T> __device__ __forceinline__ void values(const mqa_kernel &a
             wg_start();
 #pragma unroll
             for (int i = 0; i < 4; i++) { /* with 512 threads a block ptxas takes no m64n256 */
-                wgmma_ss<T, 128, true, true>(*(float(*)[16][4])o, wg_further(p, i * 32),
-                                             wg_further(v, i * 16 * 128));
-                wgmma_ss<T, 128, true, true>(*(float(*)[16][4])(o + 16), wg_further(p, i * 32),
-                                             wg_further(v, 2 * PANEL_BYTES + i * 16 * 128));
+                wgmma_ss<typename SHARED::type, 128, true, true>(*(float(*)[16][4])o, wg_further(p, i * 32),
+                                                                 wg_further(v, i * 16 * 128));
+                wgmma_ss<typename SHARED::type, 128, true, true>(
+                    *(float(*)[16][4])(o + 16), wg_further(p, i * 32),
+                    wg_further(v, 2 * PANEL_BYTES + i * 16 * 128));
             }
             wg_commit();
             wg_wait<0>(o);
@@ -271,9 +271,39 @@ template <typename T> __device__ __forceinline__ void values(const mqa_kernel &a
             at.advance();
             in.advance();
         }
-        store_values<T>(a, item, o, factor, row0, half * 256);
+        ROWS::store(a, m, item, o, factor, row0, half * 256);
     }
 }
+
+/* A row is a head of the item's token. */
+template <typename T> struct heads_of_token {
+    static __device__ __forceinline__ void mask(const mqa_kernel &, const shared<T> &,
+                                                float (&s)[KEYS / 8][4], int, int keys)
+    {
+        if (keys == KEYS) return;
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (i * 8 + threadIdx.x % 4 * 2 + c % 2 >= keys) s[i][c] = -INFINITY;
+    }
+    static __device__ __forceinline__ void finish(const mqa_kernel &a, const shared<T> &,
+                                                  const stage_info &item, const softmax_rows &all,
+                                                  const softmax_rows &window, float *factor, int row0)
+    {
+        finish_rows(a, item, all, window, factor, row0);
+    }
+    static __device__ __forceinline__ void prefetch(const mqa_kernel &a, const stage_info &item)
+    {
+        prefetch_angles(a.rotation, item.position);
+    }
+    static __device__ __forceinline__ void store(const mqa_kernel &a, const shared<T> &,
+                                                 const stage_info &item, float (&o)[32][4],
+                                                 const float (&factor)[2], int row0, int column0)
+    {
+        store_values<T>(a, item, o, factor, row0, column0);
+    }
+};
 
 template <typename T, bool BYTES>
 __global__ void __launch_bounds__(THREADS, 1)
@@ -294,8 +324,8 @@ __global__ void __launch_bounds__(THREADS, 1)
         feed<T, BYTES>(a, m, items, groups);
     } else {
         registers_up<COMPUTE_REGISTERS>();
-        if (group == 1) score(a, m);
-        else values(a, m, group - 2);
+        if (group == 1) score<heads_of_token<T>>(a, m);
+        else values<heads_of_token<T>>(a, m, group - 2);
     }
 #endif
 }

@@ -53,6 +53,7 @@ struct __align__(16) stage_info
 };
 
 template <typename T> struct shared {
+    typedef T type;
     T k[STAGES][HALF][64][64];
     T q[PANELS - HELD][64][64];
     T p[2][64][64];
