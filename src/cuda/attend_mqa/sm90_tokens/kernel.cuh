@@ -5,10 +5,10 @@
  *
  * The 64 rows of an item are eight tokens of up to eight heads each (four of 16, two of 32), which follow one
  * another. They walk the raw rows and entries that any of them sees, each once; a byte a key says which
- * tokens see it, and the others' scores are -inf. Otherwise an item goes the way of one token and 64 heads
- * (attend_mqa/sm90), whose warpgroups these are: a tile costs the same, and a key that several tokens chose is
- * fetched and multiplied once for all. Where a key's score is not finite the key is searched, since a weight
- * of 0 does not undo NaN: what is not finite becomes 0 and the tokens that see it get NaN.
+ * tokens see it, and the others' scores are -inf. Otherwise an item goes the way of one token and 64 heads,
+ * by the warpgroups of attend_mqa/sm90: a tile costs the same, and a key that several tokens chose is fetched
+ * and multiplied once for all. Where a key's score is not finite the key is searched, since a weight of 0
+ * does not undo NaN: what is not finite becomes 0 and the tokens that see it get NaN.
  *
  * Limit: 2048 clocks for 64 keys of the union, or 512 for a token's 64 keys if all share them.
  */
