@@ -13,16 +13,10 @@ namespace sm90_mqa_backward
 
 using namespace mqa;
 
-__device__ __forceinline__ void arrive_with_copies(uint64_t *bar)
-{
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
-    mbar_arrive(smem_address(bar));
-}
-
 /* An item's rows of Q or dO; a head without a part has zeros. */
 template <typename T>
 __device__ __forceinline__ void feed_heads(T (&to)[PANELS][HEADS][64], const view4 &v, const mqa_query &q,
-                                           int head, bool here, bool wide, uint64_t *bar)
+                                           int head, bool here, bool wide)
 {
     const char *const row =
         here ? (const char *)((const T *)v.p + q.sequence * v.s[0] + q.row * v.s[1] + head * v.s[2]) : NULL;
@@ -31,7 +25,13 @@ __device__ __forceinline__ void feed_heads(T (&to)[PANELS][HEADS][64], const vie
     for (int i = 0; i < ROWS_A_THREAD; i++) from[i] = handed(row, i);
 #pragma unroll
     for (int half = 0; half < HALVES; half++) copy_rows<T>((char *)to[half * HALF], from, half, wide);
-    arrive_with_copies(bar);
+}
+
+/* Two arrivals, one once this thread's copies have landed. */
+__device__ __forceinline__ void arrive_with_copies(uint64_t *bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
+    mbar_arrive(smem_address(bar));
 }
 
 /* The key that this lane finds in a tile, and where its partial goes. */
@@ -60,8 +60,9 @@ template <typename T> __device__ __forceinline__ void feed(const mqa_backward &b
         if (head < b.of.heads) h = b.heads[query * b.of.heads + head];
         mbar_wait(smem_address(&m.heads_free), turn ^ 1);
         if (threadIdx.x % 32 < 16) m.heads[mine] = h;
-        feed_heads(m.q, b.of.q, q, head, h.lse2 != INFINITY, b.of.q_wide, &m.q_full);
-        feed_heads(m.d_o, b.d_o, q, head, h.lse2 != INFINITY, b.d_o_wide, &m.d_o_full);
+        feed_heads(m.q, b.of.q, q, head, h.lse2 != INFINITY, b.of.q_wide);
+        feed_heads(m.d_o, b.d_o, q, head, h.lse2 != INFINITY, b.d_o_wide);
+        arrive_with_copies(&m.heads_full);
         for (int t = 0; t < tiles; t++, tile ^= 1) {
             const bool raw = t < raw_tiles;
             const found_key here = next;

@@ -72,7 +72,7 @@ __device__ __forceinline__ void put_weights(const mqa_backward &b, shared<T> &m,
 /* Exchanges halves of S and dP and makes P and dS of this warpgroup's keys. */
 template <typename T, int GROUP>
 __device__ __forceinline__ void make_weights(const mqa_backward &b, shared<T> &m, const two_heads &h,
-                                             float (&own)[KEY_TILES][4], int keys)
+                                             float (&own)[KEY_TILES][4], int keys, const ring_place<1> &here)
 {
     const int thread = threadIdx.x % 128;
     constexpr int MINE = GROUP * OWN_TILES, OTHERS = (1 - GROUP) * OWN_TILES;
@@ -84,7 +84,8 @@ __device__ __forceinline__ void make_weights(const mqa_backward &b, shared<T> &m
 #pragma unroll
         for (int c = 0; c < 4; c++) mine[i][c] = own[MINE + i][c];
     }
-    named_sync(EXCHANGED, COMPUTERS);
+    m.exchanged.arrive(here);
+    m.exchanged.wait(here);
 #pragma unroll
     for (int i = 0; i < OWN_TILES; i++) {
         const float4 x = m.exchange[1 - GROUP][i][thread];
@@ -96,7 +97,8 @@ __device__ __forceinline__ void make_weights(const mqa_backward &b, shared<T> &m
     if (GROUP == 0) put_weights(b, m, h, mine, other, keys, GROUP);
     else put_weights(b, m, h, other, mine, keys, GROUP);
     wg_show();
-    named_sync(WEIGHTS_MADE, COMPUTERS);
+    m.weights_made.arrive(here);
+    m.weights_made.wait(here);
 }
 
 /* d_q += dS K in this warpgroup's columns. */
@@ -169,11 +171,14 @@ __device__ __forceinline__ void compute(const mqa_backward &b, shared<T> &m, int
     uint32_t tile = 0, turn = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
         const int query = item / b.groups, group = item - query * b.groups;
-        mbar_wait(smem_address(GROUP == 0 ? &m.q_full : &m.d_o_full), turn);
-        if (GROUP == 1 && b.of.rotation.dim > 0) {
-            mqa_rotate<T, HEADS>(b.of, (char *)m.d_o, b.of.queries[query].position, threadIdx.x % 128, 128);
+        mbar_wait(smem_address(&m.heads_full), turn);
+        if (b.of.rotation.dim > 0) {
+            mqa_rotate<T, HEADS>(b.of, (char *)m.d_o, b.of.queries[query].position, threadIdx.x - 128,
+                                 COMPUTERS);
             wg_show();
-            named_sync(ROTATED, 128);
+            const ring_place<1> here = {0, turn};
+            m.rotated.arrive(here);
+            m.rotated.wait(here);
         }
         const mqa_head *const heads = m.heads;
         const two_heads h = {{heads[row].lse2, heads[row + 8].lse2},
@@ -189,7 +194,7 @@ __device__ __forceinline__ void compute(const mqa_backward &b, shared<T> &m, int
                 float s[KEY_TILES][4];
                 multiply_keys<T, GROUP>(s, GROUP == 0 ? smem_address(m.q) : smem_address(m.d_o), m, at);
                 last = m.info[tile].last != 0;
-                make_weights<T, GROUP>(b, m, h, s, m.info[tile].keys);
+                make_weights<T, GROUP>(b, m, h, s, m.info[tile].keys, {0, tile});
             }
             float sums[16][4];
             wg_start();
@@ -228,8 +233,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     shared<T> &m = *(shared<T> *)memory;
     if (threadIdx.x == 0) {
         m.keys.init(2 * 128, COMPUTERS);
-        mbar_init(smem_address(&m.q_full), 2 * 128);
-        mbar_init(smem_address(&m.d_o_full), 2 * 128);
+        mbar_init(smem_address(&m.heads_full), 2 * 128);
+        m.rotated.init(COMPUTERS);
+        m.exchanged.init(COMPUTERS);
+        m.weights_made.init(COMPUTERS);
         mbar_init(smem_address(&m.heads_free), COMPUTERS);
         mbar_init_done();
     }

@@ -43,9 +43,6 @@ enum {
     COMPUTE_REGISTERS = 232
 };
 
-/* Named barriers; 0 is the block's. */
-enum { EXCHANGED = 1, WEIGHTS_MADE, ROTATED };
-
 /* Of a tile of keys. */
 struct tile_info {
     int32_t partial[KEYS]; /* rows of partials, or -1 */
@@ -60,7 +57,8 @@ template <typename T> struct shared {
     mqa_head heads[HEADS];
     tile_info info[2]; /* of a tile and the one before it */
     ring<HALVES> keys;
-    uint64_t q_full, d_o_full, heads_free;
+    uint64_t heads_full, heads_free;
+    stage_barriers<1> rotated, exchanged, weights_made; /* where the computing warpgroups meet */
 };
 
 typedef mqa_pairs instance;
