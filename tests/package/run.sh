@@ -134,12 +134,13 @@ packages() {
     tried "make install from quern-src-$version.tar.gz" archive
 }
 
-# until_training: seconds until `make demo` in the clone has trained a step; it is then stopped.
+# until_training: seconds until `make demo` in the clone has trained a step, on a terminal, which is told of each; it is
+# then stopped.
 until_training() {
     local start=$EPOCHREALTIME pid
-    setsid make -C "$dir/clone" demo >"$dir/log" 2>&1 &
+    setsid script -qefc "make -C '$dir/clone' demo" "$dir/log" >/dev/null 2>&1 </dev/null &
     pid=$!
-    until grep -q 'step .*bits/byte' "$dir/log"; do
+    until grep -q 'step .*bits/byte' "$dir/log" 2>/dev/null; do
         if ! kill -0 "$pid" 2>/dev/null; then
             tail -n 30 "$dir/log" >&2
             echo 1e9
@@ -150,6 +151,7 @@ until_training() {
     awk -v from="$start" -v to="$EPOCHREALTIME" 'BEGIN { printf "%.1f", to - from }'
     kill -- -"$pid"
     wait "$pid" 2>/dev/null || true
+    rm -f "$dir/log"
 }
 
 [[ " $* " == *" packages "* ]] && packages
