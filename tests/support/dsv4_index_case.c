@@ -102,6 +102,21 @@ index_case index_case_make(test_random *random, const oracle_indexer *shape, int
     return c;
 }
 
+void index_case_align_keys(index_case *c, test_random *random)
+{
+    const quern_tensor k = c->t[INDEX_K].view;
+    const size_t size = quern_dtype_size(k.dtype), row = (size_t)k.shape[2] * size;
+    test_tensor to = test_tensor_make(random, k.dtype, 3, k.shape, TEST_CONTIGUOUS);
+    for (int64_t i = 0; i < k.shape[0] * k.shape[1]; i++)
+        memcpy((char *)to.view.data + (size_t)i * row,
+               (const char *)k.data +
+                   (i / k.shape[1] * k.strides[0] + i % k.shape[1] * k.strides[1]) * (int64_t)size,
+               row);
+    memcpy(to.snapshot, to.buffer, to.bytes);
+    test_tensor_free(&c->t[INDEX_K]);
+    c->t[INDEX_K] = to;
+}
+
 void index_case_free(index_case *c)
 {
     for (int i = 0; i < INDEX_TENSORS; i++)

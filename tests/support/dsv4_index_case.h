@@ -28,6 +28,8 @@ enum { INDEX_ON_GPU = false };
 #endif
 index_case index_case_make(test_random *random, const oracle_indexer *shape, int64_t batch, int64_t top_k,
                            quern_dsv4_format format, quern_dtype dtype, quern_dtype keys, bool scores);
+/* Puts the keys into row-major memory that copies of 16 bytes can read. */
+void index_case_align_keys(index_case *c, test_random *random);
 void index_case_free(index_case *c);
 quern_dsv4_index_params index_case_params(const index_case *c);
 quern_dsv4_index_tensors index_case_tensors(const index_case *c);

@@ -97,7 +97,7 @@ __device__ __forceinline__ uint4 index_codes(const index_kernel &a, const row_pl
 __device__ inline void index_store(const index_kernel &a, int b, int query, best_list &best)
 {
     const int lane = threadIdx.x % 32;
-    best_cut(best, a.k);
+    best_cut(best, a.k, 0);
     int32_t *const idx = a.idx + b * a.idx_row[0] + query * a.idx_row[1];
     for (int i = lane; i < a.k; i += 32) idx[i] = i < best.n ? best.index[i] : -1;
     if (lane == 0) a.count[b * a.count_row[0] + query * a.count_row[1]] = best.n;

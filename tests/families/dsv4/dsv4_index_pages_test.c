@@ -20,7 +20,7 @@ typedef struct key_pool {
     int32_t start[PAGED];
 } key_pool;
 
-static key_pool make_pool(const index_case *c, int64_t page, test_random *random)
+static key_pool make_pool(const index_case *c, int64_t page, test_layout layout, test_random *random)
 {
     const quern_tensor *k = &c->t[INDEX_K].view;
     const int64_t size = (int64_t)quern_dtype_size(k->dtype), row = k->shape[2] * size,
@@ -30,8 +30,7 @@ static key_pool make_pool(const index_case *c, int64_t page, test_random *random
     const int64_t columns = (c->shape.entries + page - 1) / page + 2, pages = PAGED * columns + 1;
     const int64_t plain[] = {pages, page, k->shape[2]}, bytes[] = {pages, page * k->shape[2]};
     const bool rows = c->format == QUERN_DSV4_ROWS;
-    key_pool p = {.pool =
-                      test_tensor_make(random, k->dtype, rows ? 3 : 2, rows ? plain : bytes, TEST_UNALIGNED),
+    key_pool p = {.pool = test_tensor_make(random, k->dtype, rows ? 3 : 2, rows ? plain : bytes, layout),
                   .table = test_tensor_make(random, QUERN_I32, 2, (const int64_t[]){PAGED, columns},
                                             (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1))};
     int32_t *table = malloc((size_t)(PAGED * columns) * sizeof *table);
@@ -102,16 +101,23 @@ static void check_alone(const index_case *c, const int32_t *start, const test_te
 /* The lists and scores of sequences at positions of their own, from pages, are those of each alone. */
 static void pages_and_positions_change_no_bit(void **state)
 {
-    static const int64_t pages[] = {1, 16, 64, 5, 128}, batch = PAGED;
+    static const int64_t any_pages[] = {1, 16, 64, 5, 128}, whole_pages[] = {8, 16, 64, 128, 256},
+                         batch = PAGED;
     (void)state;
     for (int trial = 0; trial < 60; trial++) {
         test_random random = {(uint64_t)trial + 900};
+        const bool released = trial % 7 > 4; /* one kernel for both, if copies of 16 bytes can read both */
+        const int64_t *pages = released ? whole_pages : any_pages;
         const quern_dtype dtype = trial % 3 ? QUERN_BF16 : QUERN_F32;
-        const oracle_indexer x = {
-            .queries = 1 + trial % 4, .heads = 5, .width = 32 + 32 * (trial % 2), .entries = 350, .ratio = 3};
+        const oracle_indexer x = {.queries = 1 + trial % 4,
+                                  .heads = released ? 64 : 5,
+                                  .width = released ? 128 : 32 + 32 * (trial % 2),
+                                  .entries = released ? 1352 : 350,
+                                  .ratio = 3};
         index_case c =
             index_case_make(&random, &x, PAGED, 40, (quern_dsv4_format)(trial % 4), dtype, dtype, true);
-        key_pool pool = make_pool(&c, pages[trial % 5], &random);
+        if (released) index_case_align_keys(&c, &random);
+        key_pool pool = make_pool(&c, pages[trial % 5], released ? TEST_CONTIGUOUS : TEST_UNALIGNED, &random);
         quern_context *ctx =
             test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         const quern_tensor starts = quern_tensor_contiguous(pool.start, QUERN_I32, 1, &batch);
@@ -154,7 +160,7 @@ static void bad_pages_and_positions_are_refused(void **state)
     test_random random = {13};
     const oracle_indexer x = {.queries = 4, .heads = 3, .width = 32, .entries = 90, .ratio = 4};
     index_case c = index_case_make(&random, &x, PAGED, 5, QUERN_DSV4_FP8, QUERN_BF16, QUERN_BF16, false);
-    key_pool pool = make_pool(&c, 16, &random);
+    key_pool pool = make_pool(&c, 16, TEST_UNALIGNED, &random);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     const quern_tensor starts = quern_tensor_contiguous(pool.start, QUERN_I32, 1, &batch);
     quern_dsv4_index_params good = index_case_params(&c), p;
@@ -218,7 +224,7 @@ static void bad_scales_are_refused(void **state)
         const oracle_indexer x = {
             .queries = 4, .heads = 3, .width = WIDTH, .entries = 40, .ratio = 4, .start = 4 * SEEN - 4};
         index_case c = index_case_make(&random, &x, PAGED, 5, QUERN_DSV4_FP4, QUERN_BF16, QUERN_BF16, false);
-        key_pool pool = make_pool(&c, PAGE, &random);
+        key_pool pool = make_pool(&c, PAGE, TEST_UNALIGNED, &random);
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 3);
         quern_dsv4_index_params p = index_case_params(&c);
         quern_dsv4_index_tensors t = index_case_tensors(&c);

@@ -118,15 +118,17 @@ static void threads_and_cuts_change_no_bit(void **state)
     (void)state;
     for (int trial = 0; trial < 24; trial++) {
         test_random random = {(uint64_t)trial + 700};
+        const bool released = trial % 6 == 5;
         const oracle_indexer x = {.queries = 13,
-                                  .heads = 5,
-                                  .width = 32,
+                                  .heads = released ? 64 : 5,
+                                  .width = released ? 128 : 32,
                                   .entries = trial % 2 ? 2500 : 60,
                                   .ratio = 2,
                                   .start = trial % 2 ? 5000 : 90};
         index_case c = index_case_make(
             &random, &x, 2, trial % 4 < 2 ? 7 : 400, (quern_dsv4_format)(trial % 3 == 0 ? 0 : trial % 4),
             trial % 5 ? QUERN_BF16 : QUERN_F32, trial % 5 ? QUERN_BF16 : QUERN_F32, true);
+        if (released) index_case_align_keys(&c, &random); /* one kernel for any cut of the queries */
         test_tensor first[INDEX_TENSORS];
         for (int32_t threads = 1; threads <= 4; threads++) {
             quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, threads);
@@ -162,24 +164,68 @@ static void threads_and_cuts_change_no_bit(void **state)
     }
 }
 
-/* The released models' heads; lists that are longer and shorter than what is seen, in every format. */
+/* The released models' heads; lists that are longer and shorter than what is seen, in every format; one query
+ * and several; keys that copies of 16 bytes can read, whose last rows fill no such copy, and others. */
 static void released_shapes(void **state)
 {
-    static const int64_t top_k[] = {512, 1024, 2048, 100};
+    static const int64_t top_k[] = {512, 1024, 2048, 100}, queries[] = {3, 1, 4, 5, 1, 9},
+                         entries[] = {700, 2300, 129, 1037, 2048};
     (void)state;
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 40; i++) {
         test_random random = {(uint64_t)i + 83};
-        const oracle_indexer x = {.queries = i % 3 + 3,
+        const quern_dtype dtype = i % 8 == 4 ? QUERN_F16 : QUERN_BF16;
+        const oracle_indexer x = {.queries = queries[i % 6],
                                   .heads = 64,
                                   .width = 128,
-                                  .entries = i < 4 ? 700 : 2300,
+                                  .entries = entries[i % 5],
                                   .ratio = 4,
                                   .start = i % 2 ? 2600 : 9300};
-        index_case c = index_case_make(&random, &x, 1, top_k[i / 2], (quern_dsv4_format)(i % 4), QUERN_BF16,
-                                       QUERN_BF16, true);
+        index_case c = index_case_make(&random, &x, i < 8 ? 1 : 1 + i % 2, top_k[i / 2 % 4],
+                                       (quern_dsv4_format)(i % 4), dtype, dtype, i % 3 != 0);
+        if (i % 5 != 4) index_case_align_keys(&c, &random);
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
         index_case_run(&c, ctx);
         check_case(&c);
+        quern_context_destroy(ctx);
+        index_case_free(&c);
+    }
+}
+
+/* NaN of a key's codes or scale and negative scales, at the released models' heads: NaN comes last, and a
+ * negative scale turns the products' signs. */
+static void special_rows_of_bytes(void **state)
+{
+    (void)state;
+    for (int i = 0; i < (INDEX_ON_GPU ? 6 : 4); i++) { /* a CPU refuses NaN as a scale of FP4 */
+        test_random random = {(uint64_t)i + 31};
+        const oracle_indexer x = {
+            .queries = i % 2 ? 1 : 5, .heads = 64, .width = 128, .entries = 300, .ratio = 1, .start = 299};
+        const quern_dsv4_format format = i / 2 == 2 ? QUERN_DSV4_FP4 : QUERN_DSV4_FP8;
+        index_case c = index_case_make(&random, &x, 1, 299, format, QUERN_BF16, QUERN_BF16, true);
+        index_case_align_keys(&c, &random);
+        const quern_tensor *k = &c.t[INDEX_K].view;
+        unsigned char *row = (unsigned char *)k->data + 77 * k->strides[1];
+        if (format == QUERN_DSV4_FP4) row[66] = 255;
+        else if (i / 2 == 0) row[101] = 0x7f;
+        else
+            for (int e = 0; e < 300; e += 3) {
+                row = (unsigned char *)k->data + e * k->strides[1];
+                row[131] |= 0x80;
+                for (int64_t j = 0; j < x.width; j++) c.keys[e * x.width + j] = -c.keys[e * x.width + j];
+            }
+        if (i / 2 != 1)
+            for (int64_t j = 0; j < x.width; j++) c.keys[77 * x.width + j] = NAN;
+        memcpy(c.t[INDEX_K].snapshot, c.t[INDEX_K].buffer, c.t[INDEX_K].bytes);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        index_case_run(&c, ctx);
+        if (i / 2 == 1) {
+            check_case(&c);
+        } else {
+            int32_t *idx = test_tensor_get_i32(&c.t[INDEX_IDX]);
+            for (int64_t j = 0; j < x.queries * c.top_k; j++)
+                assert_true(idx[j] == (j % 299 < 77 ? j % 299 : j % 299 + 1));
+            free(idx);
+        }
         quern_context_destroy(ctx);
         index_case_free(&c);
     }
@@ -331,11 +377,10 @@ static void refusals(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(random_calls),
-                                       cmocka_unit_test(threads_and_cuts_change_no_bit),
-                                       cmocka_unit_test(released_shapes),
-                                       cmocka_unit_test(golden_layer),
-                                       cmocka_unit_test(ties_and_nonfinite_scores),
-                                       cmocka_unit_test(refusals)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(random_calls),    cmocka_unit_test(threads_and_cuts_change_no_bit),
+        cmocka_unit_test(released_shapes), cmocka_unit_test(special_rows_of_bytes),
+        cmocka_unit_test(golden_layer),    cmocka_unit_test(ties_and_nonfinite_scores),
+        cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -18,7 +18,7 @@
 namespace any_indexer
 {
 
-enum { KEYS = 64, THREADS = 128, ADDED = 256, WIDTH_MOST = 256 };
+enum { KEYS = 64, THREADS = 128, ADDED = 256, SPARE = 64, WIDTH_MOST = 256 };
 
 /* Shared memory by pieces, whose sizes depend on the call: 16-bit tiles of mma.cuh, `panels` of 64 channels.
  */
@@ -28,7 +28,7 @@ struct pieces {
     __host__ __device__ size_t key_bytes() const { return (size_t)panels * KEYS * 128; }
     __host__ __device__ size_t bytes() const
     {
-        return q_bytes() + 2 * key_bytes() + (heads + 4 * KEYS + BEST_BINS) * 4 + (size_t)room * 8;
+        return q_bytes() + 2 * key_bytes() + (heads + 4 * KEYS) * 4 + (size_t)room * 8;
     }
 };
 
@@ -49,8 +49,8 @@ struct block {
         w = (float *)(keys + 2 * p.key_bytes());
         scale = w + p.heads;
         score = scale + 2 * KEYS;
-        uint32_t *const bins = (uint32_t *)(score + 2 * KEYS);
-        best = {bins + BEST_BINS, (int32_t *)(bins + BEST_BINS + p.room), bins, 0, 0};
+        uint32_t *const rank = (uint32_t *)(score + 2 * KEYS);
+        best = {rank, (int32_t *)(rank + p.room), 0, 0};
     }
 };
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ void choose(const index_kernel &a, const pieces &p, b
                                        int first, int seen)
 {
     float *const scores = a.scores + b * a.scores_row[0] + query * a.scores_row[1];
-    if (m.best.n + KEYS > p.room) best_cut(m.best, a.k);
+    if (m.best.n + KEYS > p.room) best_cut(m.best, a.k, SPARE);
     for (int i = threadIdx.x; i < KEYS; i += 32) {
         const float score = m.score[(first / KEYS & 1) * KEYS + i];
         const bool here = first + i < seen;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* feed.cuh - the warpgroup that gathers. Eight lanes copy a row, 16 bytes of a panel a lane; a stage has 128
- * rows, so each lane of a warp finds one of its 32 and hands the address to those that copy. */
+/* feed.cuh - the warps that copy: keys by bulk copies, a lane a page or part of one; queries by loads, their
+ * channels in the order of the products. */
 #ifndef QUERN_CUDA_INDEXER_SM90_FEED_CUH
 #define QUERN_CUDA_INDEXER_SM90_FEED_CUH
 
@@ -10,97 +10,168 @@
 namespace sm90_indexer
 {
 
-enum { ROWS_A_THREAD = 8 };
-
-__device__ __forceinline__ int copied_row(int i)
+/*
+ * Stores eight channels of a query from c on, a multiple of 8. A thread's 32 codes of a key are channels
+ * 32 j ... 32 j + 31 of lane j of four; in a step of 16 channels it has two at 2 j and two at 8 + 2 j. Those
+ * are, in the order in which codes are widened: FP8, of each four codes, 0 and 2, then 1 and 3; FP4, of
+ * eight, 0 and 4, 1 and 5; in the next step 2 and 6, 3 and 7.
+ */
+template <key_kind KIND, int TILE>
+__device__ __forceinline__ void store_channels(char *tile, int row, int c, uint4 x)
 {
-    return i * 16 + threadIdx.x / 8;
-}
-__device__ __forceinline__ int found_row()
-{
-    return threadIdx.x % 32 / 4 * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
-}
-__device__ __forceinline__ int finder(int i)
-{
-    return i * 4 + threadIdx.x % 32 / 8;
-}
-__device__ __forceinline__ const char *handed(const char *p, int i)
-{
-    return (const char *)__shfl_sync(~0u, (unsigned long long)p, finder(i));
-}
-
-/* Copies 128 rows of 128 elements; a row without an address becomes zeros. */
-template <typename T> __device__ __forceinline__ void copy_rows(char *tile, const char *found, bool wide)
-{
-    const uint32_t to = smem_address(tile), at = tile_at<KEYS>(copied_row(0), threadIdx.x % 8);
+    if constexpr (KIND == ROWS) {
+        *(uint4 *)(tile + tile_at<TILE>(row, c / 8)) = x;
+    } else {
+        const int lane = c / 32, step = c % 32 / 4;
+        const uint32_t pair[4] = {KIND == FP8 ? __byte_perm(x.x, x.y, 0x5410) : __byte_perm(x.x, x.z, 0x5410),
+                                  KIND == FP8 ? __byte_perm(x.x, x.y, 0x7632) : __byte_perm(x.x, x.z, 0x7632),
+                                  KIND == FP8 ? __byte_perm(x.z, x.w, 0x5410) : __byte_perm(x.y, x.w, 0x5410),
+                                  KIND == FP8 ? __byte_perm(x.z, x.w, 0x7632)
+                                              : __byte_perm(x.y, x.w, 0x7632)};
 #pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD; i++) {
-        const char *const from = handed(found, i);
+        for (int i = 0; i < 4; i++)
+            *(uint32_t *)(tile + tile_at<TILE>(row, (step + i / 2) * 2 + i % 2) + lane * 4) = pair[i];
+    }
+}
+
+template <typename T> __device__ __forceinline__ uint4 load_channels(const T *from, bool here, bool wide)
+{
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (here && wide) x = __ldg((const uint4 *)from);
+    else if (here)
+        for (int i = 0; i < 8; i++) ((T *)&x)[i] = from[i];
+    return x;
+}
+
+/* By Q_FILLERS threads, this one number t. */
+template <typename T, key_kind KIND, int Q, int STAGES>
+__device__ __forceinline__ void feed_queries(const index_kernel &a, const key_feed &f,
+                                             fed<T, KIND, Q, STAGES> &m, int items, int t)
+{
+    typedef fed<T, KIND, Q, STAGES> S;
+    enum { CHUNKS = WIDTH / 8, ROWS_AT_ONCE = Q_FILLERS / CHUNKS, AT_ONCE = 4 };
+    const int c = t % CHUNKS * 8;
+    ring_place<S::ROUNDS> at;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const item_of x = item_at<Q>(a, f, item);
+        if (x.stages == 0) continue;
+        m.queries.wait_free(at);
+        const T *const first = (const T *)a.q.p + x.b * a.q.s[0] + x.query * a.q.s[1] + c;
+        for (int row0 = t / CHUNKS; row0 < Q * HEADS; row0 += AT_ONCE * ROWS_AT_ONCE) {
+            uint4 held[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int row = row0 + i * ROWS_AT_ONCE, query = row / HEADS;
+                held[i] = load_channels(first + query * a.q.s[1] + row % HEADS * a.q.s[2],
+                                        row < Q * HEADS && x.query + query < a.queries, a.q_wide);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int row = row0 + i * ROWS_AT_ONCE;
+                if (row < Q * HEADS)
+                    store_channels<KIND, S::TILE>((char *)m.q[at.stage][row / S::TILE], row % S::TILE, c,
+                                                  held[i]);
+            }
+        }
+        for (int i = t; i < Q * HEADS; i += Q_FILLERS) {
+            const int query = x.query + i / HEADS;
+            m.w[at.stage][i / HEADS][i % HEADS] =
+                query < a.queries ? index_weight(a, x.b, query, i % HEADS) : 0.0f;
+        }
+        async_fence();
+        m.queries.give(at);
+        at.advance();
+    }
+}
+
+/* The last words of rows of bytes whose number is no multiple of 16; what was before is copied. */
+__device__ __forceinline__ uint32_t copy_rest(char *to, const char *from, uint32_t bytes)
+{
+    const uint32_t whole = bytes & ~15u;
+    for (uint32_t i = whole; i < bytes; i += 4) *(uint32_t *)(to + i) = __ldg((const uint32_t *)(from + i));
+    async_fence();
+    return whole;
+}
+
+/* Keys that stand in a row, from `key` on, whose bytes begin at `from`; by one thread. */
+template <typename T, key_kind KIND, int Q, int STAGES>
+__device__ __forceinline__ void copy_run(const index_kernel &a, const CUtensorMap &map,
+                                         fed<T, KIND, Q, STAGES> &m, const ring_place<STAGES> &at, int b,
+                                         int key, const char *from)
+{
+    const uint32_t to = stage_address(m.k, at.stage);
+    m.here[at.stage] = 1;
+    if constexpr (KIND == ROWS) {
+        const uint32_t bar = m.keys.expect(at, stage_bytes(ROWS));
+#pragma unroll
+        for (int p = 0; p < PANELS; p++) tma_load(to + p * PANEL_BYTES, map, bar, 0, key, p, b);
+    } else {
+        uint32_t bytes = stage_bytes(KIND);
+        if (key + KEYS > a.entries)
+            bytes =
+                copy_rest(m.k[at.stage], from, (uint32_t)(a.entries - key) * (codes_of(KIND) + SCALE_BYTES));
+        const uint32_t bar = m.keys.expect(at, bytes);
+        if (bytes > 0) bulk_load(to, from, bytes, bar);
+    }
+}
+
+/* Keys in pages, `from` the one of this lane's piece on; by one warp. A piece that the table does not name
+ * (`here`) leaves what is there; its scores become NaN. */
+template <typename T, key_kind KIND, int Q, int STAGES>
+__device__ __forceinline__ void copy_pages(const index_kernel &a, const key_feed &f, const CUtensorMap &map,
+                                           fed<T, KIND, Q, STAGES> &m, const ring_place<STAGES> &at, int key,
+                                           bool here, int page)
+{
+    const int lane = threadIdx.x % 32, rows = 1 << f.piece_shift;
+    const unsigned named = __ballot_sync(~0u, here);
+    if (lane == 0) {
+        m.here[at.stage] = named;
+        m.keys.expect(at, (uint32_t)(__popc(named) << f.piece_shift) * (stage_bytes(KIND) / KEYS));
+    }
+    __syncwarp();
+    if (!here) return;
+    const uint32_t to = stage_address(m.k, at.stage), bar = m.keys.barrier(at);
+    if constexpr (KIND == ROWS) {
+        const int row = (int)(key - quotient(key, a.keys.slots) * a.keys.slots.d);
 #pragma unroll
         for (int p = 0; p < PANELS; p++)
-            load_chunk16<T>(to, tile, at + i * 16 * 128 + p * PANEL_BYTES,
-                            (const T *)from + p * 64 + threadIdx.x % 8 * 8, from != NULL, wide);
+            tma_load(to + lane * rows * 128 + p * PANEL_BYTES, map, bar, 0, row, p, page);
+    } else {
+        const row_place from = row_in_page(a.keys, page, key);
+        const uint32_t bytes = (uint32_t)rows * (f.apart ? codes_of(KIND) : codes_of(KIND) + SCALE_BYTES);
+        bulk_load(to + lane * bytes, from.data, bytes, bar);
+        if (f.apart)
+            bulk_load(to + KEYS * codes_of(KIND) + lane * rows * SCALE_BYTES, from.scales,
+                      (uint32_t)(rows * SCALE_BYTES), bar);
     }
 }
 
-/* The same of codes. */
-__device__ __forceinline__ void decode_rows(const index_kernel &a, char *tile, const row_place &found,
-                                            const index_scale &scale)
+/* By one warp. */
+template <typename T, key_kind KIND, int Q, int STAGES>
+__device__ __forceinline__ void feed_keys(const index_kernel &a, const key_feed &f, const CUtensorMap &map,
+                                          fed<T, KIND, Q, STAGES> &m, int items)
 {
-    char *const to = tile + tile_at<KEYS>(copied_row(0), threadIdx.x % 8);
-#pragma unroll 2
-    for (int i = 0; i < ROWS_A_THREAD; i++) {
-        const row_place from = {handed(found.data, i), handed(found.scales, i)};
-        const index_scale s = {0.0f, 0, __shfl_sync(~0u, scale.most, finder(i)),
-                               __shfl_sync(~0u, (int)scale.negative, finder(i)) != 0};
-#pragma unroll
-        for (int p = 0; p < PANELS; p++)
-            *(uint4 *)(to + i * 16 * 128 + p * PANEL_BYTES) =
-                from.data != NULL ? index_codes(a, from, p * 64 + threadIdx.x % 8 * 8, s)
-                                  : make_uint4(0, 0, 0, 0);
-    }
-}
-
-template <typename T, int STAGES>
-__device__ __forceinline__ void feed_queries(const index_kernel &a, shared<T, STAGES> &m, const item_of &x)
-{
-    for (int pair = 0; pair < QUERIES / 2; pair++) {
-        const int query = x.query + pair * 2 + found_row() / HEADS, head = found_row() % HEADS;
-        const T *const row = (const T *)a.q.p + x.b * a.q.s[0] + query * a.q.s[1] + head * a.q.s[2];
-        copy_rows<T>((char *)m.q[pair], query < a.queries ? (const char *)row : NULL, a.q_wide);
-    }
-    for (int i = threadIdx.x; i < QUERIES * HEADS; i += 128) {
-        const int query = x.query + i / HEADS;
-        m.w[i / HEADS][i % HEADS] = query < a.queries ? index_weight(a, x.b, query, i % HEADS) : 0.0f;
-    }
-}
-
-template <typename T, int STAGES>
-__device__ __forceinline__ void feed(const index_kernel &a, shared<T, STAGES> &m, int items)
-{
+    const int lane = threadIdx.x % 32;
     ring_place<STAGES> at;
-    ring_place<1> q;
-    for (int item = blockIdx.x; item < items; item += gridDim.x, q.advance()) {
-        const item_of x = item_at(a, item);
-        m.queries.wait_free(q);
-        feed_queries(a, m, x);
-        m.queries.give_copies(q);
-        m.queries.give(q);
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const item_of x = item_at<Q>(a, f, item);
+        const char *const first = a.keys.p + x.b * a.keys.page + x.key * a.keys.row;
         for (int s = 0; s < x.stages; s++) {
-            const int key = s * KEYS + found_row();
-            const bool here = key < a.entries && row_exists(a.keys, x.b, key);
-            row_place place = {NULL, NULL};
-            if (here) place = row_at(a.keys, x.b, key);
-            index_scale scale = index_scale_of(a, place.scales);
-            if (!here) scale.score = NAN; /* a page is missing: chosen last */
-            m.keys.wait_free(at);
-            if (a.format == ENTRY_ROWS) copy_rows<T>((char *)m.k[at.stage], place.data, a.keys.wide);
-            else decode_rows(a, (char *)m.k[at.stage], place, scale);
-            m.scale[at.stage][found_row()] = scale.score * a.scale;
-            m.keys.give_copies(at);
-            m.keys.give(at);
+            if (a.keys.table == NULL) {
+                if (lane > 0) break;
+                m.keys.wait_free(at);
+                copy_run(a, map, m, at, x.b, x.key + s * KEYS, first + s * KEYS * a.keys.row);
+            } else {
+                const int key = x.key + s * KEYS + (lane << f.piece_shift);
+                const bool here =
+                    lane < KEYS >> f.piece_shift && key < a.entries && row_exists(a.keys, x.b, key);
+                const int page = here ? row_page(a.keys, x.b, key) : 0;
+                m.keys.wait_free(at);
+                copy_pages(a, f, map, m, at, key, here, page);
+            }
             at.advance();
         }
+        __syncwarp();
     }
 }
 

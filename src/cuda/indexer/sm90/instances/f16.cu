@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* f16.cu - f16. */
+/* f16.cu - keys of f16. */
 #include "indexer/sm90/kernel.cuh"
 
-quern_status sm90_indexer::indexer_f16(const stage_exec *exec, const index_kernel &a)
+quern_status sm90_indexer::indexer_f16(const stage_exec *exec, const index_kernel &a, const key_feed &f,
+                                       const CUtensorMap &map, bool one)
 {
-    return run<f16>(exec, a);
+    return run<f16, ROWS>(exec, a, f, map, one);
 }
