@@ -36,6 +36,7 @@
 #include "stages/hyper.h"
 #include "stages/index_loss.h"
 #include "stages/indexer.h"
+#include "stages/indexer_loss.h"
 #include "stages/interleave.h"
 #include "stages/list_convert.h"
 #include "stages/norm_rope.h"
@@ -107,7 +108,8 @@
     FORWARD(e4m3_round, e4m3_round)                                                                          \
     FORWARD(e4m3_weights, e4m3_weights)                                                                      \
     FORWARD(hyper_forward, hyper)                                                                            \
-    BACKWARD(hyper_backward, hyper)
+    BACKWARD(hyper_backward, hyper)                                                                          \
+    FORWARD(indexer_loss, indexer_loss)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -154,7 +156,8 @@
     F(e4m3_gemm, E4M3_GEMM)                                                                                  \
     F(e4m3_round, E4M3_ROUND)                                                                                \
     F(e4m3_weights, E4M3_WEIGHTS)                                                                            \
-    F(hyper, HYPER)
+    F(hyper, HYPER)                                                                                          \
+    F(indexer_loss, INDEXER_LOSS)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

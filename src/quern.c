@@ -31,7 +31,8 @@ const op_family *const quern_families[] = {
     &dsv4_store_family,     /* rows of its caches */
     &dsv4_layer_family,     /* whole layer */
     &dsv4_append_step_family,
-    &dsv4_hyper_family,     /* hyper-connections */
+    &dsv4_hyper_family,      /* hyper-connections */
+    &dsv4_index_loss_family, /* the indexer's loss */
     &nvfp4_quantize_family,
     &nvfp4_dequantize_family,
     &nvfp4_from_mxfp4_family,

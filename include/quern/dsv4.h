@@ -320,6 +320,62 @@ QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *ex
                                         size_t workspace_bytes);
 
 /*
+ * The loss that trains the indexer: the divergence of its scores' softmax from attention's weights over S_t,
+ * the entries that query t sees, or with idx those of them that it names. Attention is taken as given:
+ *
+ *   a[h,s] = D^-1/2 q[t,h] . kv_cmp[s],  L_h = log(sum over S_t of e^a + e^lse_win + e^sink)
+ *   T[s] = sum_h p_h[s] / max(sum over S_t of sum_h p_h, 2^-126),  p_h = e^(a - L_h)
+ *   row_loss[t] = sum over S_t of T (log max(T, 1e-10) - log P)
+ *   loss = lambda sum row_loss / max(1, rows),  rows: how many queries of the batch have an entry
+ *
+ * where P is the softmax over S_t of the indexer's scores. lse_win is of the window's keys alone, without the
+ * sink (quern_dsv4_attention() returns it). A query without an entry has row_loss 0; where T's sum would be
+ * below 2^-126 there is no teacher, and neither a loss nor a gradient. Entries of idx have any order and
+ * count once. One call gives the loss and its gradients; each may be NULL. So far the CPU computes it.
+ */
+typedef struct quern_dsv4_index_loss_params {
+    size_t size;
+    int64_t ratio;         /* tokens of an entry; 0: 4 */
+    int64_t start_abs_pos; /* where query 0 stands */
+    float lambda;
+    uint8_t reserved[4]; /* 0; later fields stand here */
+} quern_dsv4_index_loss_params;
+#define QUERN_DSV4_INDEX_LOSS_PARAMS_INIT                                                                    \
+    {                                                                                                        \
+        sizeof(quern_dsv4_index_loss_params), 0, 0, 1.0f,                                                    \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
+    }
+
+typedef struct quern_dsv4_index_loss_tensors {
+    size_t size;
+    const quern_tensor *q_index;   /* act [B, T, Hi, C_I]; C_I a multiple of 8 up to 256 */
+    const quern_tensor *k_index;   /* act [B, S, C_I] */
+    const quern_tensor *w;         /* f32 or act [B, T, Hi] */
+    const quern_tensor *q;         /* act [B, T, H, D]; D a multiple of 8 up to 512 */
+    const quern_tensor *kv_cmp;    /* act [B, S, D] */
+    const quern_tensor *lse_win;   /* f32 [B, H, T] */
+    const quern_tensor *sink;      /* f32 [H], or NULL */
+    const quern_tensor *idx;       /* i32 [B, T, k], or NULL: all that is seen */
+    const quern_tensor *loss;      /* f32 []; written, as all below */
+    const quern_tensor *row_loss;  /* f32 [B, T], without lambda */
+    const quern_tensor *d_q_index; /* act [B, T, Hi, C_I] */
+    const quern_tensor *d_k_index; /* act [B, S, C_I] */
+    const quern_tensor *d_w;       /* as w */
+} quern_dsv4_index_loss_tensors;
+#define QUERN_DSV4_INDEX_LOSS_TENSORS_INIT QUERN_SIZED(quern_dsv4_index_loss_tensors)
+
+QUERN_API quern_status quern_dsv4_index_loss_workspace(quern_context *ctx,
+                                                       const quern_dsv4_index_loss_params *params,
+                                                       const quern_dsv4_index_loss_tensors *tensors,
+                                                       size_t *bytes);
+QUERN_API quern_status quern_dsv4_index_loss(quern_context *ctx, const quern_exec *exec,
+                                             const quern_dsv4_index_loss_params *params,
+                                             const quern_dsv4_index_loss_tensors *tensors, void *workspace,
+                                             size_t workspace_bytes);
+
+/*
  * The attention core of CSA, HCA and window layers. One row per key is key and value at once for all H heads.
  * With t and j positions in the sequence, query t's keys are the raw rows t - window < j <= t and, of the
  * compressed entries s < floor((t + 1) / r), all (HCA) or the chosen (CSA). One softmax covers both:

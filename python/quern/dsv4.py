@@ -17,6 +17,7 @@ from . import _arrays
 from . import _operations as ops
 from ._batch import integer, numbers_of, packed
 from ._dsv4_hyper import Hyper, hyper
+from ._dsv4_index_loss import index_loss
 from ._dsv4_layer import Cache, layer
 from ._faces import cast, run
 from .nvfp4 import as_bytes

@@ -280,6 +280,27 @@ def v4_index(near, exact):
         same_bytes(found, (idx, count))
 
 
+@case("v4-index-loss")
+def v4_index_loss(near, exact):
+    torch.manual_seed(16)
+    indexer = torch.randn(2, 40, 4, 16), torch.randn(2, 12, 16), torch.randn(2, 40, 4)
+    rest = torch.randn(2, 40, 3, 24), torch.randn(2, 12, 24), torch.randn(2, 3, 40)
+    idx = torch.randint(-1, 12, (2, 40, 6), dtype=torch.int32)
+    for lists in (None, idx):
+        for sink in (None, torch.randn(3)):
+            given = [t.clone().requires_grad_() for t in indexer]
+            exactly = [t.double().requires_grad_() for t in indexer]
+            more = {"idx": lists, "start_abs_pos": 3, "lambda_": 0.5}
+            loss, rows = dsv4.index_loss(*given, *rest, sink=sink, **more, return_rows=True)
+            wide_sink = sink if sink is None else sink.double()
+            want, want_rows = exact(*exactly, *wide(*rest), sink=wide_sink, **more)
+            near(loss, want, BOUND)
+            near(rows, want_rows, BOUND)
+            got_gradients = torch.autograd.grad(3 * loss, given)
+            for a, b in zip(got_gradients, torch.autograd.grad(3 * want, exactly)):
+                near(a, b, 1e-5)
+
+
 @case("v4-attention")
 def v4_attention(near, exact):
     torch.manual_seed(4)

@@ -86,6 +86,7 @@ const quern_backend quern_backend_cpu = {
     .e4m3_gemm = {NULL, cpu_e4m3_gemm_workspace, cpu_e4m3_gemm, cpu_e4m3_gemm_kernel},
     .e4m3_round = {NULL, cpu_e4m3_round_workspace, cpu_e4m3_round, NULL},
     .e4m3_weights = {NULL, NULL, cpu_e4m3_weights, NULL},
+    .indexer_loss = {NULL, cpu_indexer_loss_workspace, cpu_indexer_loss, cpu_indexer_loss_kernel},
     .hyper_forward = {NULL, cpu_hyper_workspace, cpu_hyper, cpu_hyper_kernel},
     .hyper_backward = {NULL, cpu_hyper_backward_workspace, cpu_hyper_backward, cpu_hyper_kernel},
     .nsa_decode = {NULL, cpu_nsa_decode_workspace, cpu_nsa_decode, NULL},

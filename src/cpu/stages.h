@@ -81,6 +81,11 @@ size_t cpu_indexer_workspace(const stage_exec *exec, const indexer_args *args);
 quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace);
 void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES]);
 
+void cpu_indexer_loss_kernel(const stage_exec *exec, const indexer_loss_args *args,
+                             char text[STAGE_NAME_BYTES]);
+size_t cpu_indexer_loss_workspace(const stage_exec *exec, const indexer_loss_args *args);
+quern_status cpu_indexer_loss(const stage_exec *exec, const indexer_loss_args *args, void *workspace);
+
 quern_status cpu_copy_rows(const stage_exec *exec, const copy_rows_args *args, void *workspace);
 quern_status cpu_cache_copy(const stage_exec *exec, const cache_copy_args *args, void *workspace);
 size_t cpu_cache_compress_workspace(const stage_exec *exec, const cache_compress_args *args);

@@ -67,6 +67,7 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_OP_DSV4_LAYER_BACKWARD, 55);
     assert_int_equal(QUERN_OP_DSV4_HYPER, 60);
     assert_int_equal(QUERN_OP_DSV4_HYPER_BACKWARD, 61);
+    assert_int_equal(QUERN_OP_DSV4_INDEX_LOSS, 62);
     assert_int_equal(QUERN_NVFP4_PROFILE_RNE, 0);
     assert_int_equal(QUERN_NVFP4_PROFILE_HALFSTEP, 1);
     assert_int_equal(QUERN_NVFP4_PROFILE_MODELOPT, 2);
@@ -214,6 +215,8 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_moe_prepack_tensors), 32);
     assert_int_equal(sizeof(quern_moe_route_params), 32);
     assert_int_equal(sizeof(quern_moe_route_tensors), 120);
+    assert_int_equal(sizeof(quern_dsv4_index_loss_params), 32);
+    assert_int_equal(sizeof(quern_dsv4_index_loss_tensors), 112);
     assert_int_equal(sizeof(quern_dsv4_hyper_params), 32);
     assert_int_equal(sizeof(quern_dsv4_hyper_tensors), 200);
     assert_int_equal(sizeof(quern_linear_params), 32);
@@ -251,6 +254,7 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_dsv4_store_params, page);
     ENDS(quern_dsv4_rope_params, reserved);
     ENDS(quern_dsv4_layer_params, reserved);
+    ENDS(quern_dsv4_index_loss_params, reserved);
     ENDS(quern_dsv4_hyper_params, reserved);
     ENDS(quern_dsv4_layer_cache_params, pages);
     ENDS(quern_nvfp4_quantize_params, reserved);

@@ -166,6 +166,8 @@ static const struct {
      "--kind swa --n 256 --queries 65 --hidden 64 --heads 2 --width 64 --q-lora 64 --groups 2 --o-lora 64 "
      "--rounds 1",
      1},
+    {"v4-index-loss",
+     "--n 64 --queries 2 --heads 2 --width 16 --index-heads 2 --index-width 16 --top-k 4 --rounds 1", 1},
     {"v4-hyper", "--n 30 --width 64 --rounds 1 --backward", 2},
     {"nsa-decode", "--n 256 --heads 2/1 --dim 16 --sequences 2 --rounds 1 --page 64", 1},
     {"attention-decode", "--n 256 --heads 2/1 --dim 16 --sequences 2 --queries 3 --rounds 1", 1},

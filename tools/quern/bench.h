@@ -267,7 +267,7 @@ typedef void bench_count(const bench_case *c, const job *ran, formula_symbols *t
 typedef const work_row *bench_variant(const bench_case *c, int pass);
 typedef int bench_own(const bench_case *c, quern_context *ctx, bench_results *to);
 bench_count bench_count_attention, bench_count_index, bench_count_experts, bench_count_v4,
-    bench_count_compressor, bench_count_linear;
+    bench_count_compressor, bench_count_index_loss, bench_count_linear;
 bench_variant bench_variant_nsa, bench_variant_index, bench_variant_compressor, bench_variant_layer;
 bench_own bench_all, bench_append, bench_ceilings, bench_ledger, bench_overhead, bench_profiles;
 int bench_check_compressor(const bench_case *c);

@@ -118,6 +118,22 @@ void bench_count_v4(const bench_case *c, const job *ran, formula_symbols *to)
     formula_set(to, "R", (double)rope_of(width));
 }
 
+void bench_count_index_loss(const bench_case *c, const job *ran, formula_symbols *to)
+{
+    const int64_t asked = bench_extent_of(c, "queries"), queries = asked > 0 && asked < c->n ? asked : c->n,
+                  ratio = bench_extent_of(c, "ratio"), k = bench_extent_of(c, "top-k");
+    double pairs = 0;
+    (void)ran;
+    for (int64_t t = c->n - queries; t < c->n; t++) {
+        const int64_t seen = (t + 1) / ratio;
+        pairs += (double)(k > 0 && k < seen ? k : seen);
+    }
+    formula_set(to, "pairs", pairs);
+    formula_set(to, "T", (double)queries);
+    formula_set(to, "start", (double)(c->n - queries));
+    formula_set(to, "S", (double)(c->n / ratio));
+}
+
 /* Keys in f32 are multiplied in f32. */
 const work_row *bench_variant_index(const bench_case *c, int pass)
 {

@@ -53,6 +53,7 @@ OPERATIONS = {
     "v4-attention": dsv4.attention,
     "v4-hyper": dsv4.hyper,
     "v4-index": dsv4.index,
+    "v4-index-loss": dsv4.index_loss,
     "v4-layer": dsv4.layer,
     "v4-store": dsv4.write_slots,
 }

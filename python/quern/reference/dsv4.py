@@ -26,6 +26,7 @@ __all__ = [
     "hadamard_transform",
     "hyper",
     "index",
+    "index_loss",
     "layer",
     "load",
     "rotate",
@@ -217,6 +218,43 @@ def index(
     idx = torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32)
     idx[..., : kept.shape[-1]] = kept.masked_fill(kept == k.shape[1], -1).int()
     return idx, scores
+
+
+def index_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    w: Tensor,
+    q: Tensor,
+    kv_cmp: Tensor,
+    lse_win: Tensor,
+    *,
+    sink: Tensor | None = None,
+    idx: Tensor | None = None,
+    ratio: int = 4,
+    start_abs_pos: int = 0,
+    lambda_: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The indexer's loss [] and that of every row [B, T]. Differentiable by q_index, k_index and w."""
+    seen = visible(q.shape[1], kv_cmp.shape[1], ratio, start_abs_pos).expand(q.shape[0], -1, -1)
+    if idx is not None:
+        inside = (idx >= 0) & (idx < kv_cmp.shape[1])
+        named = torch.zeros(*idx.shape[:2], kv_cmp.shape[1] + 1, dtype=torch.bool)
+        named = named.scatter_(-1, torch.where(inside, idx, kv_cmp.shape[1]).long(), True)
+        seen = seen & named[..., :-1]
+    some = seen.any(-1, keepdim=True)
+    out = ~seen & some
+    a = torch.einsum("bthd,bsd->bhts", q, kv_cmp) * q.shape[-1] ** -0.5
+    a = a.masked_fill(out[:, None], -math.inf)
+    rest = lse_win if sink is None else torch.logaddexp(lse_win, sink[:, None])
+    norm = torch.logaddexp(a.logsumexp(-1), rest)
+    teacher = torch.exp(a - norm[..., None]).sum(1)
+    teacher = (teacher / teacher.sum(-1, keepdim=True).clamp_min(2.0**-126)).detach()
+    dots = torch.einsum("bthc,bsc->bths", q_index, k_index).relu()
+    scores = torch.einsum("bth,bths->bts", w, dots) * (q_index.shape[2] * q_index.shape[3]) ** -0.5
+    log_p = scores.masked_fill(out, -math.inf).log_softmax(-1)
+    terms = teacher * (teacher.clamp_min(1e-10).log() - log_p)
+    rows = terms.masked_fill(~seen, 0).sum(-1)
+    return lambda_ * rows.sum() / max(1, int(some.sum())), rows
 
 
 def attention(

@@ -35,6 +35,13 @@ typedef struct indexer_kernels {
     void (*score_bf16)(const indexer_tile *t); /* NULL where the level has no bf16 dot product */
     /* x[i] = x[i] * scale + 0, or x[i] * key_scale[i] * scale + 0. */
     void (*scale_scores)(float *x, const float *key_scale, float scale, int64_t n);
+    /* sum[i] = scale * the sum over h in order of w[h] max(0, z[h][i]), i < n. NaN stays. */
+    void (*relu_sum)(const float *z, int64_t ldz, int64_t heads, const float *w, float scale, int64_t n,
+                     float *sum);
+    /* The gradient of that, d that of the sums: d_w[h] += scale * the sum of d[i] max(0, z[h][i]), and
+     * z[h][i] becomes scale w[h] d[i], 0 where z[h][i] <= 0. */
+    void (*relu_backward)(float *z, int64_t ldz, int64_t heads, const float *w, float scale, const float *d,
+                          int64_t n, float *d_w);
     /* Appends entries first ... first + n - 1; there is room for n. */
     void (*collect)(const float *score, int64_t n, int32_t first, indexer_best *best);
     /* Drops all but the k >= 1 best, which keep their order; of equal ones the first stay. From then on

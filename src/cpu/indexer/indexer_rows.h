@@ -191,8 +191,43 @@ static void cut(indexer_best *best, int64_t k)
     best->n = n;
 }
 
+/* z where it is above 0 or NaN, else 0. */
+INLINE vfloat relu(vfloat z)
+{
+    return v_select(z <= 0.0f, (vfloat){0}, z);
+}
+
+static void relu_sum(const float *z, int64_t ldz, int64_t heads, const float *w, float scale, int64_t n,
+                     float *sum)
+{
+    for (int64_t at = 0; at < n; at += LANES) {
+        const int32_t count = n - at < LANES ? (int32_t)(n - at) : LANES;
+        vfloat total = {0};
+        for (int64_t h = 0; h < heads; h++)
+            total = v_fma(v_splat(w[h]), relu(v_load_first(z + h * ldz + at, count, (vfloat){0})), total);
+        v_store_first(sum + at, count, total * scale);
+    }
+}
+
+static void relu_backward(float *z, int64_t ldz, int64_t heads, const float *w, float scale, const float *d,
+                          int64_t n, float *d_w)
+{
+    for (int64_t h = 0; h < heads; h++, z += ldz) {
+        vfloat total = {0};
+        for (int64_t at = 0; at < n; at += LANES) {
+            const int32_t count = n - at < LANES ? (int32_t)(n - at) : LANES;
+            const vfloat x = v_load_first(z + at, count, (vfloat){0}),
+                         g = v_load_first(d + at, count, (vfloat){0}) * scale;
+            total = v_fma(g, relu(x), total);
+            v_store_first(z + at, count, v_select(x <= 0.0f, (vfloat){0}, g * w[h]));
+        }
+        d_w[h] += sum_of(total);
+    }
+}
+
 #define INDEXER_ROW_KERNELS                                                                                  \
-    .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect, .cut = cut
+    .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect,          \
+    .cut = cut, .relu_sum = relu_sum, .relu_backward = relu_backward
 #define INDEXER_ROW_KERNELS_BF16 .panel = INDEX_PANEL, .score_bf16 = score_bf16
 
 #endif
