@@ -80,10 +80,10 @@ static inline int64_t token_rows(const stage_seqs *s)
     return s->cu_q.data == NULL ? s->n_q : ((const int32_t *)s->cu_q.data)[s->batch];
 }
 
-/* Writes zeros to rows first ... of a 4-D view's only batch. */
+/* Writes zeros to rows first ... of a 4-D view's only batch, where it has one. */
 static inline void zero_rows(const quern_tensor *t, int64_t first)
 {
-    for (int64_t n = first; n < t->shape[1]; n++)
+    for (int64_t n = first; t->shape[0] > 0 && n < t->shape[1]; n++)
         for (int64_t h = 0; h < t->shape[2]; h++) {
             char *p = row_at(t, 0, n, h);
             for (size_t i = 0; i < (size_t)t->shape[3] * quern_dtype_size(t->dtype); i++) p[i] = 0;

@@ -353,6 +353,8 @@ size_t cpu_attend_backward_workspace(const stage_exec *exec, const attend_args *
 
 quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args, void *workspace)
 {
+    const quern_status status = attend_check(exec, args);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
     const attend_plan *f = &job.plan.attend;

@@ -134,6 +134,8 @@ size_t cpu_attend_forward_workspace(const stage_exec *exec, const attend_args *a
 
 quern_status cpu_attend_forward(const stage_exec *exec, const attend_args *args, void *workspace)
 {
+    const quern_status status = attend_check(exec, args);
+    if (status != QUERN_OK) return status;
     const int64_t kv_heads = args->k.shape[2], most = heads_of_pass(exec, args); /* 0: no queries */
     for (int64_t first = 0; most > 0 && first < kv_heads; first += most) {
         const attend_args pass = pass_of(args, first, first + most < kv_heads ? most : kv_heads - first);

@@ -28,6 +28,7 @@
  */
 #include "core/parallel.h"
 #include "core/view.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/attend/attend.h"
 #include "cpu/kernels/gate/gate.h"
 #include "cpu/stages.h"
@@ -366,6 +367,12 @@ quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *arg
     arena a = arena_on(workspace);
     gated_job job;
     carve(exec, args, &a, &job);
+    quern_status status = check_queries(exec, &args->gate.seqs);
+    for (int i = 0; i < BRANCHES && status == QUERN_OK; i++)
+        if (is_on(&job, i)) status = attend_check(exec, &args->branch[i]);
+    if (status == QUERN_OK && (job.select_first || job.select_late))
+        status = check_seqs(exec, &args->select.seqs);
+    if (status != QUERN_OK) return status;
     if (job.select_first) cpu_select(exec, &job.select, job.scratch);
     for (job.current = 0; job.current < job.passes; job.current++) {
         const gated_pass *pass = &job.pass[job.current];

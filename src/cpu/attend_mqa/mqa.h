@@ -60,6 +60,8 @@ bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args);
 void mqa_starts_carve(const mqa_plan *plan, arena *a, mqa_starts *starts);
 /* Fills the starts; a task is `queries` queries of one sequence. Returns the number of tasks. */
 int64_t mqa_starts_fill(const mqa_plan *plan, int64_t queries, mqa_starts *starts);
+/* Offsets, positions and pages of all sequences; reports the first that is wrong. */
+quern_status mqa_check(const stage_exec *exec, const attend_mqa_args *args);
 mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int64_t b);
 /* The sequence that a task belongs to. */
 int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_t task);

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* mqa_keys.c - sequences, tasks, and the keys of a query. Lists may come from a caller, so every entry is
  * checked. */
+#include "cpu/check_data.h"
 #include "cpu/kernels/attend/attend.h"
 #include "cpu/attend_mqa/mqa.h"
 #include "cpu/rows_at.h"
@@ -82,6 +83,43 @@ mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int
     if (is_present(&a->kv_table)) s.raw = s.position + s.queries;
     if (is_present(&a->entries_table)) s.entries = (s.position + s.queries) / a->ratio;
     return s;
+}
+
+/* The rows, positions and pages of sequence b. */
+static quern_status check_sequence(const stage_exec *exec, const attend_mqa_args *a, int64_t b)
+{
+    const int32_t *cu = a->seqs.cu_q.data, *cu_kv = a->seqs.cu_kv.data;
+    const int64_t queries = cu != NULL ? cu[b + 1] - cu[b] : a->seqs.n_q, raw = cu_kv != NULL
+                                                                                    ? cu_kv[b + 1] - cu_kv[b]
+                                                                                : cu != NULL ? queries
+                                                                                             : a->seqs.n_kv;
+    const int64_t start = i32_at(&a->positions, b, cu == NULL ? a->position : 0), end = start + queries,
+                  positions = is_present(&a->cos_sin) ? a->cos_sin.shape[0] : INT32_MAX;
+    const bool late = queries > 0 && end > positions;
+    if (start < 0 || late || (!is_present(&a->kv_table) && end < raw))
+        return stage_report(exec,
+                            (stage_fault){.kind = QUERN_STATUS_BAD_POSITION,
+                                          .tensor = is_present(&a->positions) ? &a->positions : &a->seqs.cu_q,
+                                          .index = b,
+                                          .most = positions - queries});
+    if (queries == 0 || a->page == 0) return QUERN_OK;
+    const int64_t oldest = start >= a->window ? start - a->window + 1 : 0, entries = end / a->ratio;
+    const quern_status status =
+        check_pages(exec, &a->kv_table, b, oldest / a->page, (end + a->page - 1) / a->page, a->kv.shape[0]);
+    if (status != QUERN_OK || !is_present(&a->entries_table)) return status;
+    return check_pages(exec, &a->entries_table, b, 0, (entries + a->page - 1) / a->page, a->entries.shape[0]);
+}
+
+quern_status mqa_check(const stage_exec *exec, const attend_mqa_args *args)
+{
+    const int64_t rows = args->kv.shape[1];
+    quern_status status = check_queries(exec, &args->seqs);
+    if (status == QUERN_OK && !is_present(&args->kv_table))
+        status = check_cu(exec, is_present(&args->seqs.cu_kv) ? &args->seqs.cu_kv : &args->seqs.cu_q,
+                          args->seqs.batch, rows);
+    for (int64_t b = 0; b < args->seqs.batch && status == QUERN_OK; b++)
+        status = check_sequence(exec, args, b);
+    return status;
 }
 
 int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_t task)

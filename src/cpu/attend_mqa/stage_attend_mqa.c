@@ -288,6 +288,8 @@ size_t cpu_attend_mqa_workspace(const stage_exec *exec, const attend_mqa_args *a
 
 quern_status cpu_attend_mqa(const stage_exec *exec, const attend_mqa_args *args, void *workspace)
 {
+    const quern_status status = mqa_check(exec, args);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     forward_job job = carve(exec, args, &a);
     const int64_t tasks = mqa_starts_fill(&job.plan, job.queries, &job.starts);

@@ -41,7 +41,7 @@ typedef struct mqa_work {
     uint32_t *ds_pairs;
     float *rows, *row, *angles; /* rows: [columns][pitch] words; row: two of f32 */
     float *lse, *top, *factor, *delta, *max, *sum, *mean, *shrink; /* [columns] */
-    float *sums;                               /* [OWNER_KEYS][panel] */
+    float *sums;                                                   /* [OWNER_KEYS][panel] */
 } mqa_work;
 
 typedef struct backward_job {
@@ -429,6 +429,8 @@ size_t cpu_attend_mqa_backward_workspace(const stage_exec *exec, const attend_mq
 
 quern_status cpu_attend_mqa_backward(const stage_exec *exec, const attend_mqa_args *args, void *workspace)
 {
+    const quern_status status = mqa_check(exec, args);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
     const mqa_plan *p = &job.plan;

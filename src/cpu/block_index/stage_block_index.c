@@ -12,6 +12,7 @@
  * lists do not depend on how a sequence is cut.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/rows_at.h"
 #include "cpu/kernels/select/select.h"
 #include "cpu/stages.h"
@@ -207,6 +208,8 @@ size_t cpu_block_index_workspace(const stage_exec *exec, const block_index_args 
 
 quern_status cpu_block_index(const stage_exec *exec, const block_index_args *args, void *workspace)
 {
+    const quern_status status = check_seqs(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     index_job job;
     carve(exec, args, &a, &job);

@@ -10,6 +10,7 @@
  */
 #include "core/arena.h"
 #include "core/view.h"
+#include "cpu/check_data.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
@@ -117,6 +118,11 @@ quern_status cpu_cache_compress(const stage_exec *exec, const cache_compress_arg
     arena a = arena_on(workspace);
     const compress_space s = carve(exec, args, &a);
     int64_t tokens, entries;
+    quern_status status = check_step(exec, &args->step, args->most);
+    if (status == QUERN_OK) status = check_plane(exec, &args->tokens, &args->step, 0, 0);
+    if (status == QUERN_OK)
+        status = check_plane(exec, &args->entries, &args->step, args->block_size, args->stride);
+    if (status != QUERN_OK) return status;
     find(args, &s, &tokens, &entries);
     if (entries == 0) return QUERN_OK;
     const compress_args inner = inner_of(args, &s, tokens, entries);
@@ -129,7 +135,7 @@ quern_status cpu_cache_compress(const stage_exec *exec, const cache_compress_arg
                                 .step = {args->step.slots, s.to, s.made},
                                 .k = inner.k_cmp,
                                 .v = inner.v_cmp};
-    quern_status status = cpu_cache_copy(exec, &out, NULL);
+    status = cpu_cache_copy(exec, &out, NULL);
     if (status == QUERN_OK) status = cpu_compress(exec, &inner, s.scratch);
     return status == QUERN_OK ? cpu_cache_copy(exec, &in, NULL) : status;
 }

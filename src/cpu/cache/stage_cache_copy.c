@@ -4,6 +4,7 @@
  * rows of one run in one block, of all heads. Limit: the copy bandwidth; a decoded token's rows are one task.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
@@ -51,6 +52,9 @@ static void copy_piece(void *arg, int64_t index, int32_t thread)
 
 quern_status cpu_cache_copy(const stage_exec *exec, const cache_copy_args *args, void *workspace)
 {
+    quern_status status = check_step(exec, &args->step, args->k.shape[1]);
+    if (status == QUERN_OK) status = check_plane(exec, &args->plane, &args->step, 0, 0);
+    if (status != QUERN_OK) return status;
     (void)workspace;
     copy_job job = {args, 0};
     const int64_t batch = args->step.slots.shape[0];

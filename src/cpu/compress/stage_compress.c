@@ -14,6 +14,7 @@
  * encodings enter as a row of their own, pe W, because bf16 cannot hold K + pe.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/compress/compress.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -247,6 +248,8 @@ size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 
 quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace)
 {
+    const quern_status status = check_queries(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     write_cu_seqlens(args);
     if (args->kind == COMPRESS_GIVEN || (args->seqs.cu_q.data == NULL && args->seqs.n_kv == 0))
         return QUERN_OK; /* no entries */

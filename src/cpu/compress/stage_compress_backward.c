@@ -17,6 +17,7 @@
  * threads.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/compress/compress.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -417,6 +418,8 @@ static void run_side(const stage_exec *exec, backward_job *job)
 
 quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *args, void *workspace)
 {
+    const quern_status status = check_seqs(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
     for (int i = 0; i < 2; i++) {

@@ -3,6 +3,7 @@
 /* stage_convert.c - the convert stage: a tensor in another dtype, row by row; rows past the end of the last
  * sequence become 0. Limit: reading in and writing out once. */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/nsa_kernels.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
@@ -32,6 +33,8 @@ static void convert_piece(void *arg, int64_t index, int32_t thread)
 
 quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void *workspace)
 {
+    const quern_status status = check_queries(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     (void)workspace;
     const int64_t rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : args->in.shape[1];
     convert_job job = {args, cpu_kernels_for(exec->cpu_level)->nsa, rows,

@@ -13,6 +13,7 @@
  * each query sees. Limit: the read bandwidth on keys and values (panels.c).
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/attend/attend.h"
 #include "cpu/decode/panels.h"
 #include "cpu/stages.h"
@@ -96,9 +97,8 @@ static void carve(const stage_exec *exec, const decode_args *args, arena *a, dec
     job->group = args->q.shape[2] / plane->blocks.shape[1];
     job->tile_queries = job->group < ROWS_MOST ? ROWS_MOST / job->group : 1;
     const bool windowed = args->window > 0 && args->window < args->capacity;
-    job->shares_most =
-        shares_of(windowed ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity)
-                           : args->capacity);
+    job->shares_most = shares_of(windowed ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity)
+                                          : args->capacity);
     job->places = arena_take(a, (size_t)(job->batch + 1) * sizeof *job->places);
     job->parts = arena_take(a, (size_t)(part_rows(job) * (job->shape.value_width + 2)) * sizeof(float));
     job->spaces = arena_take(a, sizeof *job->spaces * (size_t)exec->threads);
@@ -347,6 +347,9 @@ size_t cpu_decode_workspace(const stage_exec *exec, const decode_args *args)
 
 quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *workspace)
 {
+    quern_status status = check_step(exec, &args->step, args->q.shape[1]);
+    if (status == QUERN_OK) status = check_plane(exec, &args->tokens, &args->step, 0, 0);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     decode_job job;
     carve(exec, args, &a, &job);

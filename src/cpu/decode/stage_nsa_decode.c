@@ -17,6 +17,7 @@
  * gathered.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/decode/panels.h"
 #include "cpu/kernels/gate/gate.h"
 #include "cpu/kernels/select/select.h"
@@ -56,8 +57,8 @@ typedef struct nsa_job {
     int64_t group, lists, width; /* lists: of a key/value head */
     int32_t threads;
     int64_t batch;
-    step_run *runs;  /* [batch] */
-    int64_t *tasks;  /* [batch + 1]: each run's first task */
+    step_run *runs; /* [batch] */
+    int64_t *tasks; /* [batch + 1]: each run's first task */
     nsa_space *spaces;
 } nsa_job;
 
@@ -399,6 +400,11 @@ size_t cpu_nsa_decode_workspace(const stage_exec *exec, const nsa_decode_args *a
 
 quern_status cpu_nsa_decode(const stage_exec *exec, const nsa_decode_args *args, void *workspace)
 {
+    quern_status status = check_step(exec, &args->step, args->q.shape[1]);
+    for (int i = 0; i < 3 && status == QUERN_OK; i++)
+        status = check_plane(exec, &args->plane[i], &args->step, i == CMP ? args->rule.block_size : 0,
+                             args->rule.stride);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     nsa_job job;
     carve(exec, args, &a, &job);

@@ -8,6 +8,7 @@
  * meanwhile (gate_rows.h), and non-temporal stores write o. Limit: the copy bandwidth on q, o_b and o.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/gate/gate.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -62,6 +63,8 @@ void cpu_gate_kernel(const stage_exec *exec, const gate_args *args, char text[ST
 
 quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
+    const quern_status status = check_queries(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     (void)workspace;
     gate_job job = {
         .args = args, .kernels = cpu_kernels_for(exec->cpu_level)->nsa, .prefetch_l2 = exec->prefetch_l2};

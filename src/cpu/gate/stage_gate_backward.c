@@ -13,6 +13,7 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/gate/gate.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -174,6 +175,8 @@ size_t cpu_gate_backward_workspace(const stage_exec *exec, const gate_args *args
 
 quern_status cpu_gate_backward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
+    const quern_status status = check_queries(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
     parallel_for(exec, job.parts, run_part, &job);

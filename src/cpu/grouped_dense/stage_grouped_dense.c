@@ -12,6 +12,7 @@
 #include "core/arena.h"
 #include "core/parallel.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/kernels/formats/contents.h"
 #include "cpu/kernels/rows/views.h"
 #include "cpu/levels.h"
 
@@ -153,6 +154,8 @@ static void dense_task(void *arg, int64_t index, int32_t thread)
 
 quern_status cpu_grouped_dense(const stage_exec *exec, const grouped_dense_args *args, void *workspace)
 {
+    const quern_status status = check_ends(exec, &args->offsets, args->a.shape[0]);
+    if (status != QUERN_OK) return status;
     dense_job job = plan(exec, args);
     arena a = arena_on(workspace);
     int64_t tasks = 0;

@@ -11,6 +11,7 @@
  * adding d_keys_index to memory takes a twentieth of the time.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/attend/nonfinite.h"
 #include "cpu/index_loss/index_loss.h"
 #include "cpu/rows_at.h"
@@ -404,6 +405,8 @@ size_t cpu_index_loss_workspace(const stage_exec *exec, const index_loss_args *a
 
 quern_status cpu_index_loss(const stage_exec *exec, const index_loss_args *args, void *workspace)
 {
+    const quern_status status = check_seqs(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     loss_job job;
     carve(exec, args, &a, &job);

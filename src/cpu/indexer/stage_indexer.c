@@ -12,6 +12,7 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/first_fault.h"
 #include "cpu/indexer/best.h"
 #include "cpu/indexer/key_panel.h"
@@ -317,12 +318,33 @@ static quern_status check_scales(const stage_exec *exec, const indexer_job *job)
     return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_SCALE, &job->args->keys, byte, .most = 0xFE});
 }
 
+/* Offsets, positions, and the pages of the entries that are seen. */
+static quern_status check_sequences(const stage_exec *exec, const indexer_job *job)
+{
+    const indexer_args *args = job->args;
+    quern_status status = check_cu(exec, &args->cu, job->batch, job->queries);
+    for (int64_t b = 0; b < job->batch && status == QUERN_OK; b++) {
+        const int64_t start = i32_at(&args->positions, b, args->position),
+                      queries = sequence_of(job, b).queries, entries = (start + queries) / args->ratio;
+        if (start < 0 || entries > INT32_MAX)
+            return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_BAD_POSITION,
+                                                    .tensor = &args->positions,
+                                                    .index = b,
+                                                    .most = INT32_MAX});
+        if (args->page > 0 && queries > 0)
+            status = check_pages(exec, &args->table, b, 0, (entries + args->page - 1) / args->page,
+                                 args->keys.shape[0]);
+    }
+    return status;
+}
+
 quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
     indexer_job job = carve(exec, args, &a);
     const int64_t rows = args->q.shape[0] * args->q.shape[1];
-    const quern_status status = check_scales(exec, &job);
+    quern_status status = check_sequences(exec, &job);
+    if (status == QUERN_OK) status = check_scales(exec, &job);
     if (status != QUERN_OK) return status;
     parallel_for(exec, job.batch * job.blocks * job.ranges, run_task, &job);
     if (job.ranges > 1) parallel_for(exec, rows, merge_query, &job);

@@ -10,6 +10,7 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/rows/f32_rows.h"
 #include "cpu/levels.h"
 #include "cpu/rows_at.h"
@@ -121,8 +122,17 @@ size_t cpu_norm_rope_workspace(const stage_exec *exec, const norm_rope_args *arg
     return arena_size(&a);
 }
 
+/* Every token's position is a row of the table. */
+static quern_status check_positions(const stage_exec *exec, const norm_rope_args *args)
+{
+    return check_each(exec, QUERN_STATUS_BAD_POSITION, &args->positions, args->x.shape[1], 0,
+                      args->cos_sin.shape[0] - 1);
+}
+
 quern_status cpu_norm_rope(const stage_exec *exec, const norm_rope_args *args, void *workspace)
 {
+    const quern_status status = check_positions(exec, args);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     norm_rope_job job = carve(exec, args, &a);
     fill_weight(&job);
@@ -132,6 +142,8 @@ quern_status cpu_norm_rope(const stage_exec *exec, const norm_rope_args *args, v
 
 quern_status cpu_norm_rope_backward(const stage_exec *exec, const norm_rope_args *args, void *workspace)
 {
+    const quern_status status = check_positions(exec, args);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     norm_rope_job job = carve(exec, args, &a);
     fill_weight(&job);

@@ -6,6 +6,7 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/rows/row_kernels.h"
 #include "cpu/permute/stages.h"
 #include "cpu/kernels/rows/views.h"
@@ -63,8 +64,9 @@ static void combine_token(void *arg, int64_t token, int32_t thread)
 quern_status cpu_combine(const stage_exec *exec, const combine_args *args, void *workspace)
 {
     combine_job job = {args, cpu_kernels_for(exec->cpu_level)->rows, workspace};
-    const int32_t *slots = args->permutation.data;
-    for (int64_t r = 0; r < args->permutation.shape[0]; r++) job.row_of[slots[r]] = (int32_t)r;
+    const quern_status status =
+        check_permutation(exec, &args->permutation, args->permutation.shape[0], job.row_of);
+    if (status != QUERN_OK) return status;
     parallel_for(exec, view_rows(&args->out), combine_token, &job);
     return QUERN_OK;
 }

@@ -6,6 +6,8 @@
  * task a row. Limit: x read once for each of the two.
  */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
+#include "cpu/kernels/formats/contents.h"
 #include "cpu/kernels/rows/row_kernels.h"
 #include "cpu/permute/stages.h"
 #include "cpu/kernels/rows/views.h"
@@ -94,7 +96,12 @@ quern_status cpu_expert_sums(const stage_exec *exec, const expert_sums_args *arg
                     .strips = (columns + STRIP - 1) / STRIP,
                     .per = tokens > 0 ? rows / tokens : 1,
                     .scratch = workspace};
+    quern_status status = check_ends(exec, &args->offsets, rows);
+    if (status == QUERN_OK && (args->weights.ndim > 0 || args->d_weights.ndim > 0))
+        status = check_each(exec, QUERN_STATUS_BAD_ID, &args->permutation, rows, 0, tokens * job.per - 1);
+    if (status != QUERN_OK) return status;
     if (args->sums.ndim > 0) parallel_for(exec, args->sums.shape[0] * job.strips, sum_task, &job);
-    if (args->bias.ndim > 0 && args->d_weights.ndim > 0) parallel_for(exec, rows, product_task, &job);
+    if (args->bias.ndim > 0 && args->d_weights.ndim > 0)
+        parallel_for(exec, rows_with_expert(&args->offsets, rows), product_task, &job);
     return QUERN_OK;
 }

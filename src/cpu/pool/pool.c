@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* pool.c - sequences and accumulators of the pooling stages. */
+#include "cpu/check_data.h"
 #include "cpu/pool/pool.h"
 
 #include <math.h>
@@ -37,6 +38,40 @@ pool_sequence pool_sequence_at(const pool_args *args, int64_t b)
         s.prev_stride = args->prev_b.strides[1];
     }
     return s;
+}
+
+/* First token, blocks and positions of sequence b. */
+static quern_status check_sequence(const stage_exec *exec, const pool_args *args, int64_t b)
+{
+    const quern_tensor *x = is_present(&args->x) ? &args->x : &args->proj, *cu = &args->cu_seqlens;
+    const int32_t *at = cu->data;
+    const int64_t rows = at != NULL ? at[b + 1] - at[b] : x->shape[1], r = args->ratio,
+                  start = i32_at(&args->start_tokens, b, args->start_token), whole = (rows - start) / r,
+                  blocks = i32_at(&args->block_counts, b, args->blocks > 0 ? args->blocks : whole),
+                  position = i32_at(&args->start_positions, b, args->start_position);
+    const quern_tensor *table = &args->entry.cos_sin, *bad = NULL;
+    const int64_t last = position + (blocks - 1) * r + (args->entry.rope_last ? r - 1 : 0);
+    if (start < 0 || start > rows) bad = &args->start_tokens;
+    else if (blocks < 0 || blocks > whole) bad = &args->block_counts;
+    else if (position < 0 || (!args->entry.rope_last && position % r != 0) ||
+             (is_present(table) && blocks > 0 && last >= table->shape[0]))
+        bad = &args->start_positions;
+    if (bad == NULL) return QUERN_OK;
+    return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_BAD_POSITION,
+                                            .tensor = is_present(bad) ? bad : cu,
+                                            .index = b,
+                                            .most = bad == &args->start_tokens   ? rows
+                                                    : bad == &args->block_counts ? whole
+                                                                                 : INT32_MAX});
+}
+
+quern_status pool_check(const stage_exec *exec, const pool_args *args)
+{
+    const quern_tensor *x = is_present(&args->x) ? &args->x : &args->proj;
+    quern_status status = check_cu(exec, &args->cu_seqlens, args->batch, x->shape[1]);
+    for (int64_t b = 0; b < args->batch && is_present(&args->cu_seqlens) && status == QUERN_OK; b++)
+        status = check_sequence(exec, args, b);
+    return status;
 }
 
 void clear_sums(const pool_sums *sums, int64_t width)

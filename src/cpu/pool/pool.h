@@ -40,6 +40,8 @@ typedef struct pool_sequence {
     int64_t prev_stride;
 } pool_sequence;
 
+/* What a varlen batch says of its sequences; reports the first that is wrong. */
+quern_status pool_check(const stage_exec *exec, const pool_args *args);
 pool_sequence pool_sequence_at(const pool_args *args, int64_t b);
 /* Writes cu_entries, if the call has it. */
 void pool_write_offsets(const pool_args *args);

@@ -11,7 +11,6 @@
  * Formats that accept finite values only are stored last: all rows are first computed in the workspace, so
  * that an error leaves the outputs unchanged.
  */
-#include "core/error.h"
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
 #include "cpu/stages.h"
@@ -51,8 +50,10 @@ static waiting_job carve_waiting(const stage_exec *exec, const pool_args *args, 
     return job;
 }
 
-static quern_status check_waiting(const waiting_job *job)
+/* Every entry is finite before it is quantised. A format may have fewer bytes than the row has columns. */
+static quern_status check_waiting(const stage_exec *exec, const waiting_job *job)
 {
+    const quern_tensor *out = &job->args->out;
     for (int64_t b = 0; b < job->args->batch; b++) {
         const pool_sequence s = pool_sequence_at(job->args, b);
         for (int64_t i = 0; i < s.blocks; i++) {
@@ -60,10 +61,11 @@ static quern_status check_waiting(const waiting_job *job)
             if (row_is_encodable(job->kernels, job->args->entry.format, row, job->args->width)) continue;
             int64_t column = 0;
             while ((row[column] - row[column]) == 0.0f) column++;
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "entry %lld of sequence %lld, column %lld is %g before it is quantised: finite "
-                             "values are accepted",
-                             (long long)i, (long long)b, (long long)column, (double)row[column]);
+            const int64_t at = s.view_b * out->shape[1] + s.entry0 + i, bytes = out->shape[2];
+            return stage_report(exec,
+                                (stage_fault){.kind = QUERN_STATUS_NOT_FINITE,
+                                              .tensor = out,
+                                              .index = at * bytes + (column < bytes ? column : bytes - 1)});
         }
     }
     return QUERN_OK;
@@ -346,10 +348,12 @@ quern_status cpu_pool(const stage_exec *exec, const pool_args *args, void *works
     arena a = arena_on(workspace);
     waiting_job job;
     void *scratch = carve_forward(exec, args, &a, &job);
+    quern_status status = pool_check(exec, args);
+    if (status != QUERN_OK) return status;
     if (is_present(&args->x)) forward_chunks(exec, &job.inner, scratch);
     else pool_forward(exec, &job.inner, scratch);
     if (entries_wait(args)) {
-        const quern_status status = check_waiting(&job);
+        status = check_waiting(exec, &job);
         if (status != QUERN_OK) return status;
         store_waiting(exec, &job);
     }
@@ -367,6 +371,8 @@ size_t cpu_pool_backward_workspace(const stage_exec *exec, const pool_args *args
 
 quern_status cpu_pool_backward(const stage_exec *exec, const pool_args *args, void *workspace)
 {
+    const quern_status status = pool_check(exec, args);
+    if (status != QUERN_OK) return status;
     if (is_present(&args->x)) backward_chunks(exec, args, workspace);
     else pool_backward(exec, args, workspace);
     return QUERN_OK;

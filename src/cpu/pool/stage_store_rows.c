@@ -5,6 +5,7 @@
  * wins. One thread is enough, as a row takes less than a microsecond and a call has the new tokens of a step.
  * Byte formats accept finite rows only; all rows are checked before one is written.
  */
+#include "cpu/check_data.h"
 #include "cpu/pool/pool.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -72,7 +73,10 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
     const store_space space = carve(args, &a);
     float *row = space.row;
     const cpu_kernels *kernels = cpu_kernels_for(exec->cpu_level);
-    const int64_t rows = args->x.shape[0];
+    const int64_t rows = args->x.shape[0], slots = args->cache.shape[0] * (args->page > 0 ? args->page : 1);
+    const quern_status status =
+        check_each(exec, QUERN_STATUS_BAD_POSITION, &args->slots, rows, -1, slots - 1);
+    if (status != QUERN_OK) return status;
     for (int64_t i = 0; i < rows && args->format != ENTRY_ROWS; i++) {
         widen(args, kernels->rows, i, row);
         if (index_at(&args->slots, i) < 0 || row_is_encodable(kernels, args->format, row, args->x.shape[1]))

@@ -60,6 +60,25 @@ static void tile_row(void *arg, int64_t index, int32_t thread)
     move_tiles(job, matrix, first, rows, base + index % down * job->tiles * TILE_BYTES);
 }
 
+/* The experts' rows are among those of `linear`, and their tiles in `swizzled`. */
+static quern_status check_tokens(const stage_exec *exec, const swizzle_job *job)
+{
+    const quern_tensor *t = &job->args->tokens;
+    const int64_t row_bytes = job->tiles * TILE_BYTES,
+                  tiles = row_bytes > 0 ? job->args->swizzled.shape[0] / row_bytes : INT32_MAX;
+    int64_t left = job->rows, free = tiles;
+    for (int64_t e = 0; e < t->shape[0]; e++) {
+        const int64_t n = ((const int32_t *)t->data)[e], room = free * TILE_ROWS,
+                      most = left < room ? left : room;
+        if (n < 0 || n > most)
+            return stage_report(
+                exec, (stage_fault){.kind = QUERN_STATUS_BAD_OFFSETS, .tensor = t, .index = e, .most = most});
+        left -= n;
+        free -= (n + TILE_ROWS - 1) / TILE_ROWS;
+    }
+    return QUERN_OK;
+}
+
 /* Each expert's rows, which start at a new tile. */
 static void assemble(const swizzle_job *job)
 {
@@ -91,7 +110,10 @@ quern_status cpu_swizzle(const stage_exec *exec, const swizzle_args *args, void 
     swizzle_job job = {.args = args, .columns = linear->shape[1]};
     if (job.columns > 0) job.rows = linear->shape[args->transposed ? 2 : 0];
     job.tiles = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    if (args->tokens.ndim > 0) assemble(&job);
-    else parallel_for(exec, matrices * ((job.rows + TILE_ROWS - 1) / TILE_ROWS), tile_row, &job);
+    if (args->tokens.ndim > 0) {
+        const quern_status status = check_tokens(exec, &job);
+        if (status != QUERN_OK) return status;
+        assemble(&job);
+    } else parallel_for(exec, matrices * ((job.rows + TILE_ROWS - 1) / TILE_ROWS), tile_row, &job);
     return QUERN_OK;
 }

@@ -46,9 +46,24 @@ static void widen_block(void *arg, int64_t index, int32_t thread)
     }
 }
 
+/* No scale is the byte that is NaN. */
+static quern_status check_scales(const stage_exec *exec, const quern_tensor *scales)
+{
+    for (int64_t n = 0; scales->dtype != QUERN_F32 && n < scales->shape[0]; n++)
+        for (int64_t k = 0; k < scales->shape[1]; k++)
+            if (((const uint8_t *)scales->data)[n * scales->strides[0] + k * scales->strides[1]] > 0xFE)
+                return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_BAD_SCALE,
+                                                        .tensor = scales,
+                                                        .index = n * scales->shape[1] + k,
+                                                        .most = 0xFE});
+    return QUERN_OK;
+}
+
 quern_status cpu_widen_blocks(const stage_exec *exec, const widen_blocks_args *args, void *workspace)
 {
     (void)workspace;
+    const quern_status status = check_scales(exec, &args->scales);
+    if (status != QUERN_OK) return status;
     const int64_t down = (args->codes.shape[0] + WIDEN_BLOCK - 1) / WIDEN_BLOCK,
                   across = (args->codes.shape[1] + WIDEN_BLOCK - 1) / WIDEN_BLOCK;
     widen_job job = {args, cpu_kernels_for(exec->cpu_level), across};

@@ -3,6 +3,7 @@
 /* stage_select.c - the select stage: packs the compressed keys, then runs tasks of a few tiles of one list
  * head, late tiles (which see the most entries) first. */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/rows_at.h"
 #include "cpu/kernels/select/select.h"
 #include "cpu/stages.h"
@@ -83,6 +84,8 @@ size_t cpu_select_workspace(const stage_exec *exec, const select_args *args)
 
 quern_status cpu_select(const stage_exec *exec, const select_args *args, void *workspace)
 {
+    const quern_status status = check_seqs(exec, &args->seqs);
+    if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     select_plan plan;
     select_job job;

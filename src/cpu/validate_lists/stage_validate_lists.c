@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* stage_validate_lists.c - the validate_lists stage: whether a caller's list has entries outside its
- * sequence. The host can read cu_seqlens, so they are checked before any stage. */
+ * sequence, and whether compressed rows that are an input are as many as the tokens make. */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
@@ -37,8 +38,30 @@ static void validate_sequence(void *arg, int64_t index, int32_t thread)
     if (bad) __atomic_fetch_or(c->status, c->bit, __ATOMIC_RELAXED);
 }
 
+/* Every sequence has as many entries as its tokens make. */
+static quern_status check_entries(const stage_exec *exec, const validate_lists_args *args)
+{
+    const int32_t *tokens = args->seqs.cu_q.data, *entries = args->seqs.cu_kv.data;
+    const bool compressed = is_present(&args->seqs.cu_kv) && args->stride > 0;
+    for (int64_t b = 0; compressed && b < args->seqs.batch; b++) {
+        const int64_t end =
+            entries[b] + mask_entries(tokens[b + 1] - tokens[b], args->block_size, args->stride);
+        if (entries[b + 1] != end)
+            return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_BAD_OFFSETS,
+                                                    .tensor = &args->seqs.cu_kv,
+                                                    .index = b + 1,
+                                                    .least = end,
+                                                    .most = end});
+    }
+    return QUERN_OK;
+}
+
 quern_status cpu_validate_lists(const stage_exec *exec, const validate_lists_args *args, void *workspace)
 {
+    quern_status status = check_queries(exec, &args->seqs);
+    if (status == QUERN_OK) status = check_cu(exec, &args->seqs.cu_kv, args->seqs.batch, args->seqs.n_kv);
+    if (status == QUERN_OK) status = check_entries(exec, args);
+    if (status != QUERN_OK) return status;
     (void)workspace;
     list_job lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX, exec->status},
                         {args, &args->groups, true, QUERN_STATUS_BAD_GROUP, exec->status}};

@@ -197,7 +197,7 @@ static void row_formats(void **state)
         test_workspace space = test_workspace_make(need);
         assert_int_equal(quern_dsv4_compress(ctx, NULL, &p, &t, space.data, need),
                          QUERN_ERR_INVALID_ARGUMENT);
-        assert_non_null(strstr(quern_last_error(ctx), "entry 6 of sequence 0, column"));
+        assert_non_null(strstr(quern_last_error(ctx), "(row 6, column"));
         test_workspace_close(&space);
         free(values);
 #endif

@@ -117,6 +117,8 @@ typedef struct attend_scratch {
 } attend_scratch;
 
 attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args);
+/* Offsets and key ranges; reports the first that is wrong. */
+quern_status attend_check(const stage_exec *exec, const attend_args *args);
 attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b);
 /* The interval of keys that query `query` of a sequence sees. */
 void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo,

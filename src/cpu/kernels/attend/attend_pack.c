@@ -3,6 +3,7 @@
 /* attend_pack.c - the plan of an attention call, and its keys and values packed into panels, once per
  * key/value head. Packing reads and writes each once: 1 to 3% of a causal call's time. */
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/kernels/attend/attend.h"
 #include "cpu/kernels/attend/nonfinite.h"
 #include "cpu/rows_at.h"
@@ -52,6 +53,27 @@ attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b)
                              ck[b + 1] - ck[b],
                              round_up(ck[b], KEY_ALIGN) + KEY_ALIGN * b,
                              list_row};
+}
+
+/* 0 <= kv_first <= kv_count <= keys, of every sequence. */
+static quern_status check_key_ranges(const stage_exec *exec, const attend_args *args)
+{
+    const bool given = is_present(&args->kv_first) || is_present(&args->kv_count);
+    for (int64_t b = 0; given && b < args->seqs.batch; b++) {
+        const int64_t end = i32_at(&args->kv_count, b, args->seqs.n_kv), from = i32_at(&args->kv_first, b, 0);
+        const bool bad_end = end < 0 || end > args->seqs.n_kv;
+        if (bad_end || from < 0 || from > end)
+            return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_BAD_POSITION,
+                                                    .tensor = bad_end ? &args->kv_count : &args->kv_first,
+                                                    .index = b,
+                                                    .most = bad_end ? args->seqs.n_kv : end});
+    }
+    return QUERN_OK;
+}
+
+quern_status attend_check(const stage_exec *exec, const attend_args *args)
+{
+    return is_present(&args->seqs.cu_q) ? check_seqs(exec, &args->seqs) : check_key_ranges(exec, args);
 }
 
 void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo,
