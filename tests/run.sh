@@ -188,14 +188,19 @@ beside() {
 }
 
 count "build: test" build test
-mapfile -t quick < <(without '*_full_test')
+mapfile -t quick < <(without '*_full_test' 'mock_*')
 programs test "${quick[@]}"
+# Programs with the mock device in a GPU's place (tests/mock): a few calls of each family, the others in the long run.
+mocked=(mock_{device,steps,attention_views,cache,nsa_decode,nsa_lists,dsv4_index_pages,dsv4_compress,moe_route,nvfp4_gemm,linear_rows}_test)
+QUERN_TEST_TRIALS=1/64 programs test "${mocked[@]}"
 if [[ ${1:-test} == test ]]; then
     mapfile -t long < <(cd build/test/tests && ls -- *_full_test)
     programs test "${long[@]}"
+    mapfile -t long < <(cd build/test/tests && ls -- mock_*_test | grep -vxF "$(printf '%s\n' "${mocked[@]}")")
+    QUERN_TEST_TRIALS=1/64 programs test "${long[@]}"
     # Checks, files, drivers and an eighth of the random trials; the oracle is not under test here. Of those left out by
     # name two go through one kernel's whole grid, which the drivers call too, and one brings an allocator of its own.
-    mapfile -t sanitized < <(without '*_full_test' 'oracle_*' gemm_test compress_linear_test command_memory_test)
+    mapfile -t sanitized < <(without '*_full_test' 'mock_*' 'oracle_*' gemm_test compress_linear_test command_memory_test)
     beside small count "build: asan-ubsan" build asan-ubsan "${sanitized[@]}"
     QUERN_TEST_TRIALS=1/8 programs asan-ubsan "${sanitized[@]}"
     # A build without the x86 levels; release goes through the portable kernels with everything else.

@@ -1,0 +1,496 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * device.c - the mock device. Linked with --wrap=dlopen,--wrap=dlsym, by which the library finds the table
+ * below where it looks for libquern_cuda.
+ *
+ * Every block is a mapping of its own between two pages that nothing may touch. What a block's pages hold
+ * beside its bytes is a pattern, which is checked when the block is freed. A stage's run makes all blocks
+ * readable and writable, and the end of the last run that is under way makes them PROT_NONE again.
+ */
+#include "device.h"
+
+#include "cmocka_c11.h"
+#include "cpu/cpu.h"
+#include "runtime/build_id.h"
+#include "runtime/cuda_plugin.h"
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum { PAGE = 4096, PATTERN = 0x5a };
+
+/* ---- memory ---- */
+
+typedef struct block {
+    struct block *next;
+    unsigned char *pages; /* the first that holds bytes */
+    size_t past, bytes, mapped;
+} block;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static block *blocks;
+static int inside; /* runs and copies that are under way */
+static long stages_run, stages_replayed;
+static _Thread_local int faults;
+
+static void protect(const block *b, int rights)
+{
+    if (mprotect(b->pages, b->mapped, rights) != 0) fail_msg("mprotect of %zu bytes failed", b->mapped);
+}
+
+void mock_enter(void)
+{
+    pthread_mutex_lock(&lock);
+    if (inside++ == 0)
+        for (const block *b = blocks; b != NULL; b = b->next) protect(b, PROT_READ | PROT_WRITE);
+    pthread_mutex_unlock(&lock);
+}
+
+void mock_leave(void)
+{
+    pthread_mutex_lock(&lock);
+    if (--inside == 0)
+        for (const block *b = blocks; b != NULL; b = b->next) protect(b, PROT_NONE);
+    pthread_mutex_unlock(&lock);
+}
+
+void *mock_allocate(size_t bytes, size_t past)
+{
+    block *b = malloc(sizeof *b);
+    if (b == NULL || past >= PAGE) fail_msg("no block of %zu bytes at %zu", bytes, past);
+    b->past = past;
+    b->bytes = bytes;
+    b->mapped = (past + bytes + PAGE) / PAGE * PAGE;
+    unsigned char *all = mmap(NULL, b->mapped + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) fail_msg("no mapping of %zu bytes", b->mapped);
+    b->pages = all + PAGE;
+    protect(b, PROT_READ | PROT_WRITE);
+    memset(b->pages, PATTERN, past);
+    memset(b->pages + past + bytes, PATTERN, b->mapped - past - bytes);
+    pthread_mutex_lock(&lock);
+    if (inside == 0) protect(b, PROT_NONE);
+    b->next = blocks;
+    blocks = b;
+    pthread_mutex_unlock(&lock);
+    return b->pages + past;
+}
+
+/* Takes a block out of the list; NULL: there is none at p. */
+static block *take(const void *p)
+{
+    pthread_mutex_lock(&lock);
+    block **at = &blocks;
+    while (*at != NULL && (*at)->pages + (*at)->past != p) at = &(*at)->next;
+    block *found = *at;
+    if (found != NULL) *at = found->next;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* The first byte of first ... end - 1 that no longer holds the pattern; `end`: there is none. */
+static size_t first_written(const block *b, size_t first, size_t end)
+{
+    while (first < end && b->pages[first] == PATTERN) first++;
+    return first;
+}
+
+void mock_free(void *p)
+{
+    if (p == NULL) return;
+    block *b = take(p);
+    if (b == NULL) fail_msg("%p is no block of the device", p);
+    protect(b, PROT_READ);
+    const size_t end = b->past + b->bytes, before = first_written(b, 0, b->past),
+                 behind = first_written(b, end, b->mapped);
+    if (before < b->past || behind < b->mapped)
+        fail_msg("byte %lld of a block of %zu was written",
+                 (long long)(before < b->past ? before : behind) - (long long)b->past, b->bytes);
+    munmap(b->pages - PAGE, b->mapped + 2 * PAGE);
+    free(b);
+}
+
+void mock_copy(void *to, const void *from, size_t bytes)
+{
+    mock_enter();
+    memmove(to, from, bytes);
+    mock_leave();
+}
+
+void mock_fill(void *to, int value, size_t bytes)
+{
+    mock_enter();
+    memset(to, value, bytes);
+    mock_leave();
+}
+
+bool mock_owns(const void *p)
+{
+    const unsigned char *at = p;
+    bool found = false;
+    pthread_mutex_lock(&lock);
+    for (const block *b = blocks; b != NULL && !found; b = b->next)
+        found = at >= b->pages + b->past && at < b->pages + b->past + b->bytes;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* ---- stages ---- */
+
+typedef quern_status stage_call(const stage_exec *exec, const void *args, void *workspace);
+
+/* Runs a stage of the CPU. A fault becomes a bit of the status word, and the stage's results stay as they
+ * were. */
+static quern_status run_now(const stage_exec *given, const void *args, void *workspace, stage_call *call)
+{
+    stage_fault fault = {0};
+    stage_exec exec = *given;
+    exec.device = QUERN_CPU;
+    exec.fault = &fault;
+    mock_enter();
+    __atomic_fetch_add(&stages_run, 1, __ATOMIC_RELAXED);
+    quern_status status = call(&exec, args, workspace);
+    if (fault.kind != 0) {
+        faults |= fault.kind;
+        if (exec.status != NULL) __atomic_fetch_or(exec.status, fault.kind, __ATOMIC_RELAXED);
+        status = QUERN_OK;
+    }
+    mock_leave();
+    return status;
+}
+
+/* A stage of a recording: what it is called with, and the stages that it waits for. */
+enum { MOST_STAGES = 2048, MOST_WAITS = 8 };
+typedef struct recorded_stage {
+    stage_exec exec;
+    void *args, *workspace;
+    stage_call *call;
+    int waits, after[MOST_WAITS];
+} recorded_stage;
+
+struct mock_recording {
+    int count;
+    int waits, after[MOST_WAITS]; /* of the next stage */
+    recorded_stage stage[MOST_STAGES];
+};
+
+static _Thread_local mock_recording *recorder;
+
+void mock_record(void)
+{
+    if (recorder != NULL) fail_msg("a recording is under way");
+    recorder = calloc(1, sizeof *recorder);
+    if (recorder == NULL) fail_msg("the test is out of memory");
+}
+
+mock_recording *mock_recorded(void)
+{
+    mock_recording *made = recorder;
+    recorder = NULL;
+    return made;
+}
+
+void mock_forget(mock_recording *r)
+{
+    for (int i = 0; r != NULL && i < r->count; i++) free(r->stage[i].args);
+    free(r);
+}
+
+static quern_status write_down(const stage_exec *exec, const void *args, size_t bytes, void *workspace,
+                               stage_call *call)
+{
+    mock_recording *r = recorder;
+    if (r->count == MOST_STAGES) fail_msg("more than %d stages in a recording", MOST_STAGES);
+    recorded_stage *s = &r->stage[r->count];
+    *s = (recorded_stage){*exec, malloc(bytes), workspace, call, r->waits, {0}};
+    if (s->args == NULL) fail_msg("the test is out of memory");
+    memcpy(s->args, args, bytes);
+    memcpy(s->after, r->after, sizeof s->after);
+    r->waits = 1;
+    r->after[0] = r->count++;
+    return QUERN_OK;
+}
+
+void mock_replay(const mock_recording *r)
+{
+    bool done[MOST_STAGES] = {false};
+    for (int ran = 0; ran < r->count; ran++) {
+        int next = r->count - 1; /* the last that may run */
+        for (; next >= 0; next--) {
+            const recorded_stage *s = &r->stage[next];
+            bool ready = !done[next];
+            for (int i = 0; i < s->waits; i++) ready = ready && done[s->after[i]];
+            if (ready) break;
+        }
+        if (next < 0) fail_msg("stages of a recording wait for each other");
+        const recorded_stage *s = &r->stage[next];
+        if (run_now(&s->exec, s->args, s->workspace, s->call) != QUERN_OK)
+            fail_msg("a stage of a recording fails");
+        done[next] = true;
+        __atomic_fetch_add(&stages_replayed, 1, __ATOMIC_RELAXED);
+    }
+}
+
+int mock_take_faults(void)
+{
+    const int taken = faults;
+    faults = 0;
+    return taken;
+}
+
+long mock_stages_run(void)
+{
+    return stages_run;
+}
+
+long mock_stages_replayed(void)
+{
+    return stages_replayed;
+}
+
+#define STAGE(stage, name)                                                                                   \
+    static quern_status stage##_call(const stage_exec *exec, const void *args, void *workspace)              \
+    {                                                                                                        \
+        return quern_backend_cpu.stage.run(exec, args, workspace);                                           \
+    }                                                                                                        \
+    static quern_status stage##_run(const stage_exec *exec, const name##_args *args, void *workspace)        \
+    {                                                                                                        \
+        return recorder != NULL ? write_down(exec, args, sizeof *args, workspace, stage##_call)              \
+                                : run_now(exec, args, workspace, stage##_call);                              \
+    }
+BACKEND_STAGES(STAGE, STAGE)
+
+/* ---- replays of calls that are made again ---- */
+
+typedef struct replay {
+    pthread_mutex_t busy;
+    mock_recording *recording; /* NULL: none yet */
+    size_t bytes;
+    unsigned char addresses[]; /* those of the recording */
+} replay;
+
+static void *replay_open(const stage_exec *exec, size_t bytes)
+{
+    (void)exec;
+    replay *r = calloc(1, sizeof *r + bytes);
+    if (r == NULL) return NULL;
+    r->bytes = bytes;
+    if (pthread_mutex_init(&r->busy, NULL) == 0) return r;
+    free(r);
+    return NULL;
+}
+
+static void replay_close(void *kept)
+{
+    replay *r = kept;
+    mock_forget(r->recording);
+    pthread_mutex_destroy(&r->busy);
+    free(r);
+}
+
+static quern_status replay_run(void *kept, const stage_exec *exec, const void *addresses, backend_run *run,
+                               const void *arg)
+{
+    replay *r = kept;
+    quern_status status = QUERN_OK;
+    if (recorder != NULL) return run(arg, exec);
+    pthread_mutex_lock(&r->busy);
+    if (r->recording == NULL || memcmp(r->addresses, addresses, r->bytes) != 0) {
+        mock_forget(r->recording);
+        mock_record();
+        status = run(arg, exec);
+        r->recording = mock_recorded();
+        memcpy(r->addresses, addresses, r->bytes);
+    }
+    if (status == QUERN_OK) mock_replay(r->recording);
+    pthread_mutex_unlock(&r->busy);
+    return status;
+}
+
+/* A point is the number of stages that have been recorded: what comes next waits for the last of them. */
+static bool point(const stage_exec *exec, backend_point *at)
+{
+    (void)exec;
+    if (recorder == NULL) return false;
+    at->count = recorder->count;
+    return true;
+}
+
+static quern_status resume(const stage_exec *exec, const backend_point *const *points, int32_t count)
+{
+    (void)exec;
+    if (count > MOST_WAITS) fail_msg("a stage waits for %d others", count);
+    recorder->waits = 0;
+    for (int32_t i = 0; i < count; i++)
+        if (points[i]->count > 0) recorder->after[recorder->waits++] = points[i]->count - 1;
+    return QUERN_OK;
+}
+
+/* ---- the table ---- */
+
+static quern_status (*report)(quern_status status, const char *format, ...);
+
+static quern_status check_device(int32_t device)
+{
+    return device == 0 ? QUERN_OK : report(QUERN_ERR_DEVICE, "the mock has no device %d", device);
+}
+
+static quern_status properties(int32_t device, stage_exec *exec)
+{
+    (void)device;
+    (void)exec;
+    return QUERN_OK;
+}
+
+static quern_status check_pointer(const void *p, quern_device device, int32_t device_id, const char *name)
+{
+    (void)device_id;
+    if (mock_owns(p) == (device == QUERN_CUDA)) return QUERN_OK;
+    return report(QUERN_ERR_INVALID_ARGUMENT, "%s is %p: memory of the tensors' device is accepted", name, p);
+}
+
+static quern_status count_devices(int32_t *count)
+{
+    *count = 1;
+    return QUERN_OK;
+}
+
+static quern_status describe(int32_t device, quern_cuda_device *info)
+{
+    (void)device;
+    strcpy(info->name, "mock");
+    return QUERN_OK;
+}
+
+static quern_status allocate(int32_t device, size_t bytes, void **p)
+{
+    (void)device;
+    *p = mock_allocate(bytes, 0);
+    return QUERN_OK;
+}
+
+static quern_status release(int32_t device, void *p)
+{
+    (void)device;
+    mock_free(p);
+    return QUERN_OK;
+}
+
+static quern_status copy(int32_t device, void *to, const void *from, size_t bytes, void *stream)
+{
+    (void)device;
+    (void)stream;
+    mock_copy(to, from, bytes);
+    return QUERN_OK;
+}
+
+static quern_status fill(int32_t device, void *to, uint8_t value, size_t bytes, void *stream)
+{
+    (void)device;
+    (void)stream;
+    mock_fill(to, value, bytes);
+    return QUERN_OK;
+}
+
+/* What a call does is done when it returns: any address is a stream. */
+static quern_status create(int32_t device, void **made)
+{
+    static char stream;
+    (void)device;
+    *made = &stream;
+    return QUERN_OK;
+}
+
+static quern_status use(int32_t device, void *made)
+{
+    (void)device;
+    (void)made;
+    return QUERN_OK;
+}
+
+static quern_status query(int32_t device, void *stream, bool *done)
+{
+    (void)device;
+    (void)stream;
+    *done = true;
+    return QUERN_OK;
+}
+
+static quern_status record_event(int32_t device, void *event, void *stream)
+{
+    (void)stream;
+    return use(device, event);
+}
+
+static quern_status elapsed(int32_t device, void *from, void *to, double *ms)
+{
+    (void)from;
+    (void)to;
+    *ms = 0;
+    return use(device, NULL);
+}
+
+static quern_backend mock = {.name = "mock",
+                             .replay_open = replay_open,
+                             .replay_close = replay_close,
+                             .replay = replay_run,
+                             .point = point,
+                             .resume = resume};
+#define ROW(stage, name)                                                                                     \
+    if (quern_backend_cpu.stage.run != NULL)                                                                 \
+        mock.stage = (name##_stage){quern_backend_cpu.stage.supports, quern_backend_cpu.stage.workspace,     \
+                                    stage##_run, quern_backend_cpu.stage.kernel};
+
+static const quern_cuda_plugin *plugin(quern_status (*set)(quern_status, const char *, ...))
+{
+    static quern_cuda_plugin table = {.backend = &mock,
+                                      .check_device = check_device,
+                                      .properties = properties,
+                                      .check_pointer = check_pointer,
+                                      .count = count_devices,
+                                      .device = describe,
+                                      .allocate = allocate,
+                                      .release = release,
+                                      .copy = copy,
+                                      .fill = fill,
+                                      .stream_create = create,
+                                      .stream_destroy = use,
+                                      .synchronize = use,
+                                      .query = query,
+                                      .event_create = create,
+                                      .event_destroy = use,
+                                      .event_record = record_event,
+                                      .event_elapsed = elapsed};
+    report = set;
+    table.build_id = build_id();
+    table.version = quern_version();
+    mock.repacked_bytes = quern_backend_cpu.repacked_bytes;
+    BACKEND_STAGES(ROW, ROW)
+    return &table;
+}
+
+/* ---- the loader ---- */
+
+void *__wrap_dlopen(const char *name, int flags);
+void *__wrap_dlsym(void *library, const char *symbol);
+void *__real_dlopen(const char *name, int flags);
+void *__real_dlsym(void *library, const char *symbol);
+static char handle;
+
+void *__wrap_dlopen(const char *name, int flags)
+{
+    return name != NULL && strstr(name, "libquern_cuda") != NULL ? &handle : __real_dlopen(name, flags);
+}
+
+void *__wrap_dlsym(void *library, const char *symbol)
+{
+    quern_cuda_plugin_entry *const entry = plugin;
+    void *address;
+    if (library != &handle || strcmp(symbol, QUERN_CUDA_PLUGIN_SYMBOL) != 0)
+        return __real_dlsym(library, symbol);
+    memcpy(&address, &entry, sizeof address); /* ISO C has no cast from a function's pointer to an object's */
+    return address;
+}
