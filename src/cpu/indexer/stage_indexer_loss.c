@@ -10,7 +10,7 @@
  * the products.
  *
  *   scores = q keys^T, z = q_index keys_index^T           in bf16 where the level has the product
- *   dz = g w[z > 0],  d_q_index += dz keys_index,  d_keys_index += dz^T q_index             in f32
+ *   dz = g w[z > 0],  d_q_index += dz keys_index,  d_keys_index += dz^T q_index             the same
  *
  * Gradients of keys_index are sums over queries: the queries of a sequence are cut into at most 8 shares by
  * their number alone, each share has its own sums, and these are added in order, so the bits do not depend on
@@ -66,6 +66,9 @@ typedef struct loss_thread {
     float *w, *d_w;         /* [index_heads] */
     float *d_q;             /* [index_heads][columns] */
     float *d_rows;          /* [ENTRIES][columns] */
+    /* With the bf16 product: dz by rows and in pairs of rows; the rows of keys and of queries in pairs. */
+    uint16_t *dz_words;
+    uint32_t *dz_pairs, *key_pairs, *q_pairs;
     float *max, *sum, *shrink, *lse2;
     int32_t *lo, *hi;
 } loss_thread;
@@ -97,6 +100,12 @@ static loss_job plan(const stage_exec *exec, const indexer_loss_args *args)
     return job;
 }
 
+/* Panels of a row of index keys or queries. */
+static size_t pair_panels(const loss_job *job)
+{
+    return (size_t)((job->columns + job->kernels->panel - 1) / job->kernels->panel);
+}
+
 static loss_thread carve_thread(const loss_job *job, arena *a)
 {
     const size_t most = (size_t)(job->heads > job->index_heads ? job->heads : job->index_heads),
@@ -105,7 +114,7 @@ static loss_thread carve_thread(const loss_job *job, arena *a)
     loss_thread t;
     t.q = arena_take(a, heads * (size_t)job->dim * 4);
     t.q_index = arena_take(a, index * (size_t)job->width * 4);
-    t.q_rows = arena_take(a, index * columns * 4);
+    t.q_rows = arena_take(a, (index + 1) * columns * 4);
     t.chosen = arena_take(a, (size_t)(job->listed > 0 ? job->listed : 1) * sizeof *t.chosen);
     t.gathered = arena_take(a, ENTRIES * row * 4);
     t.panels = arena_take(a, ENTRIES * row * 4);
@@ -120,6 +129,12 @@ static loss_thread carve_thread(const loss_job *job, arena *a)
     t.d_w = arena_take(a, index * 4);
     t.d_q = arena_take(a, index * columns * 4);
     t.d_rows = arena_take(a, ENTRIES * columns * 4);
+    t.dz_words = arena_take(a, job->bf16 ? (index + 1) * LD * 2 : 0);
+    t.dz_pairs = arena_take(a, job->bf16 ? (index + 1) / 2 * LD * 4 : 0);
+    t.key_pairs =
+        arena_take(a, job->bf16 ? pair_panels(job) * ENTRIES / 2 * (size_t)job->kernels->panel * 4 : 0);
+    t.q_pairs =
+        arena_take(a, job->bf16 ? pair_panels(job) * (index + 1) / 2 * (size_t)job->kernels->panel * 4 : 0);
     t.max = arena_take(a, (most + 1) * 4);
     t.sum = arena_take(a, (most + 1) * 4);
     t.shrink = arena_take(a, (most + 1) * 4);
@@ -316,6 +331,33 @@ static void first_pass(const loss_job *job, loss_thread *t, int64_t b, int64_t c
 
 /* ---- the second pass ---- */
 
+/* The products of the gradients in bf16. An odd row or column is followed by zeros. */
+static void multiply_pairs(const loss_job *job, loss_thread *t, const row_source *rows, const float *z,
+                           bool keys)
+{
+    const attention_kernels *k = job->kernels;
+    const int64_t n = rows->rows, heads = job->index_heads, even_heads = round_up(heads, 2),
+                  even = round_up(n, 2), wide = round_up16(n), key_stride = ENTRIES / 2 * k->panel,
+                  q_stride = even_heads / 2 * k->panel;
+    const row_source words = {t->dz_words, QUERN_BF16, LD, even_heads, wide};
+    for (int64_t h = 0; h < even_heads; h++) {
+        uint16_t *to = t->dz_words + h * LD;
+        const int64_t there = h < heads ? n : 0;
+        if (there > 0) k->rows->convert(z + h * job->ld, QUERN_F32, to, QUERN_BF16, there);
+        memset(to + there, 0, (size_t)(wide - there) * sizeof *to);
+    }
+    k->pack_values_bf16(rows, k->panel, t->key_pairs, key_stride);
+    if (keys) k->pack_values_bf16(&words, LD, t->dz_pairs, 0);
+    for (int64_t column = 0, j = 0; column < job->columns; column += k->panel, j++) {
+        const int64_t columns = job->columns - column < k->panel ? job->columns - column : k->panel;
+        k->mm_bf16(heads, columns, even / 2, t->dz_words, LD / 2, 1, t->key_pairs + j * key_stride, k->panel,
+                   t->d_q + column, job->columns, true);
+        if (keys)
+            k->mm_bf16(n, columns, even_heads / 2, t->dz_pairs, 1, LD, t->q_pairs + j * q_stride, k->panel,
+                       t->d_rows + column, job->columns, false);
+    }
+}
+
 /* Adds the tile's part of the gradients: t.sums has P - T. */
 static void add_gradients(const loss_job *job, loss_thread *t, int64_t b, int64_t first, int64_t n,
                           float *d_keys)
@@ -326,7 +368,7 @@ static void add_gradients(const loss_job *job, loss_thread *t, int64_t b, int64_
     float *z = t->z + tile_at(job, first);
     job->indexer->relu_backward(z, job->ld, job->index_heads, t->w, job->args->scale_index * job->factor,
                                 t->sums + tile_at(job, first), n, t->d_w);
-    for (int64_t i = 0; i < wide; i++) {
+    for (int64_t i = 0; i < wide && !job->bf16; i++) {
         float *to = t->key_rows + i * job->columns;
         if (i < n)
             k->rows->convert((const char *)rows.data +
@@ -335,7 +377,8 @@ static void add_gradients(const loss_job *job, loss_thread *t, int64_t b, int64_
         memset(to + (i < n ? job->width : 0), 0,
                (size_t)(job->columns - (i < n ? job->width : 0)) * sizeof *to);
     }
-    for (int64_t column = 0; column < job->columns; column += k->panel) {
+    if (job->bf16) multiply_pairs(job, t, &rows, z, d_keys != NULL);
+    for (int64_t column = 0; column < job->columns && !job->bf16; column += k->panel) {
         const int64_t columns = job->columns - column < k->panel ? job->columns - column : k->panel;
         k->mm_f32(job->index_heads, columns, n, z, job->ld, 1, t->key_rows + column, job->columns,
                   t->d_q + column, job->columns, true);
@@ -382,10 +425,16 @@ static void begin_query(const loss_job *job, loss_thread *t, int64_t b, int64_t 
     job->kernels->rows->convert((const char *)args->w.data +
                                     (size_t)(b * args->w.strides[0] + query * args->w.strides[1]) * element,
                                 args->w.dtype, t->w, QUERN_F32, job->index_heads);
-    memset(t->q_rows, 0, (size_t)(job->index_heads * job->columns) * sizeof(float));
+    memset(t->q_rows, 0, (size_t)((job->index_heads + 1) * job->columns) * sizeof(float));
     for (int64_t h = 0; h < job->index_heads; h++)
         job->kernels->rows->convert(row_at(&args->q_index, b, query, h), args->q_index.dtype,
                                     t->q_rows + h * job->columns, QUERN_F32, job->width);
+    const int64_t even = round_up(job->index_heads, 2);
+    const row_source rows = {row_at(&args->q_index, b, query, 0), args->q_index.dtype,
+                             args->q_index.strides[2], job->index_heads, job->width};
+    if (job->bf16)
+        job->kernels->pack_values_bf16(&rows, job->kernels->panel, t->q_pairs,
+                                       even / 2 * job->kernels->panel);
 }
 
 static void end_query(const loss_job *job, const loss_thread *t, int64_t b, int64_t query)
