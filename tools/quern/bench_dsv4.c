@@ -121,7 +121,8 @@ void bench_count_v4(const bench_case *c, const job *ran, formula_symbols *to)
 void bench_count_index_loss(const bench_case *c, const job *ran, formula_symbols *to)
 {
     const int64_t asked = bench_extent_of(c, "queries"), queries = asked > 0 && asked < c->n ? asked : c->n,
-                  ratio = bench_extent_of(c, "ratio"), k = bench_extent_of(c, "top-k"), entries = c->n / ratio;
+                  ratio = bench_extent_of(c, "ratio"), k = bench_extent_of(c, "top-k"),
+                  entries = c->n / ratio;
     double pairs = 0;
     (void)ran;
     for (int64_t t = c->n - queries; t < c->n; t++) {
