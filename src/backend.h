@@ -33,6 +33,7 @@
 #include "stages/gemm.h"
 #include "stages/grouped_dense.h"
 #include "stages/grouped_gemm.h"
+#include "stages/grouped_outer.h"
 #include "stages/hyper.h"
 #include "stages/index_loss.h"
 #include "stages/indexer.h"
@@ -77,6 +78,7 @@
     FORWARD(grouped_gemm, grouped_gemm)                                                                      \
     BACKWARD(grouped_gemm_backward, grouped_gemm)                                                            \
     FORWARD(grouped_dense, grouped_dense)                                                                    \
+    FORWARD(grouped_outer, grouped_outer)                                                                    \
     FORWARD(permute, permute)                                                                                \
     FORWARD(combine, combine)                                                                                \
     FORWARD(swiglu_forward, swiglu)                                                                          \
@@ -131,6 +133,7 @@
     F(prepack, PREPACK)                                                                                      \
     F(grouped_gemm, GROUPED_GEMM)                                                                            \
     F(grouped_dense, GROUPED_DENSE)                                                                          \
+    F(grouped_outer, GROUPED_OUTER)                                                                          \
     F(permute, PERMUTE)                                                                                      \
     F(combine, COMBINE)                                                                                      \
     F(swiglu, SWIGLU)                                                                                        \

@@ -48,8 +48,8 @@ typedef struct quern_moe_route_tensors {
     const quern_tensor *offsets, *permutation; /* i32 [E], [T top_k]: written by forward */
     const quern_tensor *d_weights;             /* f32 [T, top_k]: read by backward */
     const quern_tensor *d_logits; /* [T, E], logits' dtype or f32; or NULL: written by backward */
-    const quern_tensor *d_hidden;              /* hidden's dtype [T, D], or NULL: written by backward */
-    const quern_tensor *d_weight;              /* f32 [E, D], or NULL: written by backward */
+    const quern_tensor *d_hidden; /* hidden's dtype [T, D], or NULL: written by backward */
+    const quern_tensor *d_weight; /* f32 [E, D], or NULL: written by backward */
 } quern_moe_route_tensors;
 #define QUERN_MOE_ROUTE_TENSORS_INIT QUERN_SIZED(quern_moe_route_tensors)
 
@@ -120,8 +120,14 @@ QUERN_API quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *e
  * then QUERN_ERR_INVALID_ARGUMENT on the CPU. The shared expert's activations are not quantised.
  *
  * The backward takes the forward's inputs and d_out, and recomputes the whole forward except the last
- * products. Experts are frozen. Gradients pass straight through quantised activations; a clamp passes none
+ * products. Experts in NVFP4, and the shared expert, are frozen; those in floats have gradients, summed in f32
+ * over their tokens in order, zeros for an expert without tokens. Gradients pass straight through quantised activations; a clamp passes none
  * beyond its limit. bias, and the choice of experts, have no gradient.
+ *
+ * Instead of a router (weight, or logits) the routing may be handed in, as experts and weights. The weights
+ * are taken as they are: score, renormalize and route_scale do not matter, and a token may name an expert
+ * twice. Their gradient is d_weights. An expert id outside 0 ... E - 1 is QUERN_ERR_INVALID_ARGUMENT on the
+ * CPU; on a GPU it sets QUERN_STATUS_BAD_ID, and its slot gives nothing.
  *
  * T is the product of hidden's leading extents. Within a context a token's result does not depend on the
  * other tokens, to the bit. A call that fails writes nothing but the workspace.
@@ -145,10 +151,10 @@ typedef struct quern_moe_params {
 
 typedef struct quern_moe_tensors {
     size_t size;
-    const quern_tensor *hidden;              /* f32, f16, bf16 [.., D] */
-    const quern_tensor *logits;              /* f32, f16, bf16 [.., E]; or */
-    const quern_tensor *weight;              /* f32, f16, bf16 [E, D]: the router's */
-    const quern_tensor *bias;                /* as for quern_moe_route, as the next two */
+    const quern_tensor *hidden; /* f32, f16, bf16 [.., D] */
+    const quern_tensor *logits; /* f32, f16, bf16 [.., E]; or */
+    const quern_tensor *weight; /* f32, f16, bf16 [E, D]: the router's; or neither, and experts and weights */
+    const quern_tensor *bias;   /* as for quern_moe_route, as the next two */
     const quern_tensor *input_ids, *tid2eid; /* [..], [V, top_k] */
     /* NVFP4: [E, D/2, 2 I], [E, D/16, 2 I], or repacked [E, bytes]; global [], [E], or [E, 2], gate's and
      * up's; NULL: 1. */
@@ -166,16 +172,19 @@ typedef struct quern_moe_tensors {
     const quern_tensor *shared_gate_up_codes, *shared_gate_up_scales, *shared_gate_up_repacked,
         *shared_gate_up_global;
     const quern_tensor *shared_down_codes, *shared_down_scales,
-        *shared_down_repacked;                 /* [Is/2, D], [Is/16, D] */
-    const quern_tensor *shared_down_global;    /* [] */
-    const quern_tensor *out;                   /* hidden's dtype [.., D]: written by forward */
-    const quern_tensor *experts, *weights;     /* i32, f32 [T, top_k], or NULL: written by forward */
+        *shared_down_repacked;              /* [Is/2, D], [Is/16, D] */
+    const quern_tensor *shared_down_global; /* [] */
+    const quern_tensor *out;                /* hidden's dtype [.., D]: written by forward */
+    /* i32, f32 [T, top_k], or NULL: written by forward; without a router read by both */
+    const quern_tensor *experts, *weights;
     const quern_tensor *offsets, *permutation; /* i32 [E], [T top_k], or NULL: written by forward */
     const quern_tensor *d_out;                 /* hidden's dtype [.., D]: read by backward, which writes: */
     const quern_tensor *d_hidden;              /* hidden's dtype [.., D], or NULL */
     const quern_tensor *d_logits, *d_weight;   /* [.., E] in logits' dtype, f32 [E, D], or NULL */
     const quern_tensor *d_weights;             /* f32 [T, top_k]: of the routing weights, or NULL */
     const quern_tensor *d_gate_up_bias, *d_down_bias; /* f32 [E, 2 I], [E, D], or NULL */
+    /* f32, or the weight's dtype: [E, 2 I, D], [E, D, I], or NULL */
+    const quern_tensor *d_gate_up, *d_down;
 } quern_moe_tensors;
 #define QUERN_MOE_TENSORS_INIT QUERN_SIZED(quern_moe_tensors)
 

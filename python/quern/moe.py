@@ -59,6 +59,8 @@ def layer(
     bias: Any = None,
     input_ids: Any = None,
     tid2eid: Any = None,
+    experts: Any = None,
+    weights: Any = None,
     gate_up_codes: Any = None,
     gate_up_scales: Any = None,
     gate_up_repacked: Any = None,
@@ -100,7 +102,8 @@ def layer(
     """Σ_j weights[t, j] · expert(experts[t, j])(hidden[t]) + shared(hidden[t]) → out like hidden [.., D];
     with return_routing → out, experts int32 [T, top_k], weights f32 [T, top_k].
 
-    The router: weight [E, D] or logits f32 [.., E], and route()'s parameters. Experts in NVFP4:
+    The router: weight [E, D] or logits f32 [.., E], and route()'s parameters; or instead the routing: experts
+    int32 or int64 [T, top_k] and weights f32 [T, top_k], which are taken as they are. Experts in NVFP4:
     gate_up_codes [E, D/2, 2I], its columns interleaved by `granularity`, gate_up_scales [E, D/16, 2I],
     gate_up_global [], [E] or [E, 2]; down_codes [E, I/2, D], down_scales, down_global; or *_repacked of
     nvfp4.prepack() with `intermediate`. In floats: gate_up [E, 2I, D] in halves, down [E, D, I].
@@ -108,8 +111,8 @@ def layer(
     min(g, L)) · (clamp(u, ±L) + beta), L `limit` (0: none). a4: activations are quantised to NVFP4, by
     *_input_global f32 [E] or a computed global a row.
 
-    With torch it is differentiable by hidden, weight, logits and the biases; the routing that is returned
-    carries no gradient.
+    With torch it is differentiable by hidden, weight, logits, weights and the biases; the routing that is
+    returned carries no gradient.
     """
     settings = (
         ("score", score),
@@ -131,6 +134,8 @@ def layer(
         "bias": bias,
         "input_ids": input_ids,
         "tid2eid": tid2eid,
+        "experts": experts,
+        "weights": weights,
         "gate_up_codes": as_bytes(gate_up_codes),
         "gate_up_scales": as_bytes(gate_up_scales),
         "gate_up_repacked": gate_up_repacked,
@@ -157,6 +162,9 @@ def layer(
         "shared_down_repacked": shared_down_repacked,
         "shared_down_global": shared_down_global,
     }
-    results = ("out", "experts", "weights") if return_routing else ("out",)
+    handed = experts is not None and weights is not None
+    results = ("out", "experts", "weights") if return_routing and not handed else ("out",)
     made = run("moe", settings, tensors, results)
+    if return_routing and handed:
+        return made[0], experts, weights
     return made if return_routing else made[0]

@@ -108,6 +108,34 @@ def test_layer_against_float64(near, limit, alpha, beta):
         near(a, b, GRADIENT)
 
 
+def test_layer_by_routing_that_is_handed_in(near):
+    codes, matrices = quantized()
+    chosen = torch.randint(4, (9, 3))
+    given = torch.randn(9, 64, requires_grad=True), torch.randn(9, 3, requires_grad=True)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    out, *routing = moe.layer(
+        given[0], experts=chosen, weights=given[1], **codes, top_k=3, return_routing=True
+    )
+    assert routing[0] is chosen and routing[1] is given[1]
+    want = reference.moe.layer(wide[0], chosen, wide[1], *matrices, granularity=8)
+    near(out, want, BOUND)
+    d_out = torch.randn_like(want)
+    exact = torch.autograd.grad(want, wide, d_out)
+    for a, b in zip(torch.autograd.grad(out, given, d_out.float()), exact):
+        near(a, b, GRADIENT)
+    plain = {name: t.numpy() for name, t in as_bytes(codes).items()}
+    again = moe.layer(
+        given[0].detach().numpy(),
+        experts=chosen.int().numpy(),
+        weights=given[1].detach().numpy(),
+        **plain,
+        top_k=3,
+    )
+    assert np.array_equal(again, out.detach().numpy())
+    with pytest.raises(ValueError, match="experts"):
+        moe.layer(given[0], experts=torch.full((9, 3), 4), weights=given[1], **codes, top_k=3)
+
+
 def test_repacked_weights_give_the_same_bits():
     codes, _ = quantized()
     hidden, weight = torch.randn(9, 64), torch.randn(4, 64)
@@ -187,6 +215,9 @@ def test_opcheck():
     codes = as_bytes(quantized()[0])
     hidden, weight = torch.randn(6, 64, requires_grad=True), torch.randn(4, 64, requires_grad=True)
     opcheck("moe", {"hidden": hidden, "weight": weight, **codes}, {"top_k": 2}, "out experts weights")
+    handed = {"experts": torch.randint(4, (6, 2), dtype=torch.int32), "weights": torch.rand(6, 2)}
+    handed["weights"].requires_grad_()
+    opcheck("moe", {"hidden": hidden, **handed, **codes}, {"top_k": 2}, "out")
     opcheck(
         "moe-route", {"hidden": hidden, "weight": weight}, {"top_k": 2}, "weights experts offsets permutation"
     )

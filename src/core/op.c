@@ -95,6 +95,7 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
     case OP_STORED_2: return VIEW_ACTIVATION | VIEW_U8;
     case OP_ANY: return VIEW_ACTIVATION | VIEW_CODES | VIEW_SCALE | VIEW_EXPONENT;
     case OP_SOURCE: return source != NULL ? view_dtype_bit(source->dtype) : VIEW_F32;
+    case OP_SOURCE_OR_F32: return VIEW_F32 | (source != NULL ? view_dtype_bit(source->dtype) : 0);
     case OP_LIKE: return before != NULL ? view_dtype_bit(before->dtype) : activation;
     }
     return 0;

@@ -58,14 +58,15 @@ typedef enum op_dtype {
     OP_INDEX, /* i32 or i64 */
     OP_I64,
     OP_U8,
-    OP_CODES,    /* bytes of two E2M1: u8 or e2m1x2 */
-    OP_SCALE,    /* bytes of E4M3: u8 or e4m3 */
-    OP_EXPONENT, /* bytes of E8M0: u8 or e8m0 */
-    OP_STORED,   /* f32, f16, bf16, or u8: the family says which */
-    OP_STORED_2, /* the same, of a second result with a format of its own */
-    OP_ANY,      /* those and the bytes above: the family says which */
-    OP_SOURCE,   /* that of the tensor which it is the gradient of; f32 where that is not given */
-    OP_LIKE      /* that of the tensor before it in the list, an input of the same name in files */
+    OP_CODES,         /* bytes of two E2M1: u8 or e2m1x2 */
+    OP_SCALE,         /* bytes of E4M3: u8 or e4m3 */
+    OP_EXPONENT,      /* bytes of E8M0: u8 or e8m0 */
+    OP_STORED,        /* f32, f16, bf16, or u8: the family says which */
+    OP_STORED_2,      /* the same, of a second result with a format of its own */
+    OP_ANY,           /* those and the bytes above: the family says which */
+    OP_SOURCE,        /* that of the tensor which it is the gradient of; f32 where that is not given */
+    OP_SOURCE_OR_F32, /* the same, or f32, which is usual */
+    OP_LIKE           /* that of the tensor before it in the list, an input of the same name in files */
 } op_dtype;
 
 /* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after

@@ -106,12 +106,24 @@ static void shape_text(const op_family *family, const uint8_t *symbols, char *te
 
 static const char *dtype_word(op_dtype dtype)
 {
-    static const char *const words[] = {
-        [OP_ACTIVATION] = "act",    [OP_WEIGHT] = "weight", [OP_FLOAT] = "float",     [OP_F32] = "f32",
-        [OP_I32] = "i32",           [OP_I64] = "i64",       [OP_U8] = "u8",           [OP_SCALE] = "scale",
-        [OP_CODES] = "codes",       [OP_STORED] = "stored", [OP_STORED_2] = "stored", [OP_ANY] = "any",
-        [OP_EXPONENT] = "exponent", [OP_SOURCE] = "act",    [OP_LIKE] = "same",       [OP_GLOBAL] = "f32",
-        [OP_INDEX] = "index"};
+    static const char *const words[] = {[OP_ACTIVATION] = "act",
+                                        [OP_WEIGHT] = "weight",
+                                        [OP_FLOAT] = "float",
+                                        [OP_F32] = "f32",
+                                        [OP_I32] = "i32",
+                                        [OP_I64] = "i64",
+                                        [OP_U8] = "u8",
+                                        [OP_SCALE] = "scale",
+                                        [OP_CODES] = "codes",
+                                        [OP_STORED] = "stored",
+                                        [OP_STORED_2] = "stored",
+                                        [OP_ANY] = "any",
+                                        [OP_EXPONENT] = "exponent",
+                                        [OP_SOURCE] = "act",
+                                        [OP_LIKE] = "same",
+                                        [OP_GLOBAL] = "f32",
+                                        [OP_INDEX] = "index",
+                                        [OP_SOURCE_OR_F32] = "weight"};
     return words[dtype];
 }
 
@@ -202,7 +214,8 @@ quern_status quern_op_get_tensors(const quern_op *op, quern_op_tensor *tensors)
     call->family = family;
     for (int32_t i = 0; i < family->tensor_count; i++) {
         const op_tensor *t = &family->tensors[i];
-        const op_tensor *source = t->dtype == OP_SOURCE ? &family->tensors[t->gradient_of] : t;
+        const op_tensor *source =
+            t->dtype == OP_SOURCE || t->dtype == OP_SOURCE_OR_F32 ? &family->tensors[t->gradient_of] : t;
         const char *name = renamed(op, t->field);
         const op_rename *other = renamed_when(op, t->field);
         tensors[i] = (quern_op_tensor){.name = name != NULL ? name : t->name,

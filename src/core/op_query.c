@@ -62,6 +62,7 @@ static quern_dtype dtype_of(const op_call *call, int32_t tensor)
     case OP_FLOAT: return like == QUERN_F16 || like == QUERN_BF16 ? like : QUERN_F32;
     case OP_WEIGHT:
     case OP_F32:
+    case OP_SOURCE_OR_F32:
     case OP_GLOBAL: return QUERN_F32;
     case OP_I32:
     case OP_INDEX: return QUERN_I32;

@@ -60,6 +60,7 @@ const quern_backend quern_backend_cpu = {
     .grouped_gemm = {NULL, cpu_grouped_gemm_workspace, cpu_grouped_gemm, NULL},
     .grouped_gemm_backward = {NULL, cpu_grouped_gemm_backward_workspace, cpu_grouped_gemm_backward, NULL},
     .grouped_dense = {NULL, cpu_grouped_dense_workspace, cpu_grouped_dense, NULL},
+    .grouped_outer = {NULL, cpu_grouped_outer_workspace, cpu_grouped_outer, NULL},
     .permute = {NULL, NULL, cpu_permute, NULL},
     .combine = {NULL, cpu_combine_workspace, cpu_combine, NULL},
     .swiglu_forward = {NULL, NULL, cpu_swiglu, NULL},

@@ -39,7 +39,8 @@ enum { ML_TOKENS = OP_LEAD, ML_UP_GLOBAL, ML_DOWN_GLOBAL, ML_SHARED_GLOBAL, ML_U
 enum {
     MOE_PROGRAM_BYTES = 2 * OP_STEP_BYTES(route) + 9 * OP_STEP_BYTES(permute) + 2 * OP_STEP_BYTES(quantise) +
                         OP_STEP_BYTES(dequantise) + 8 * OP_STEP_BYTES(grouped_gemm) +
-                        4 * OP_STEP_BYTES(swiglu) + 2 * OP_STEP_BYTES(expert_sums) + OP_STEP_BYTES(combine)
+                        4 * OP_STEP_BYTES(swiglu) + 2 * OP_STEP_BYTES(expert_sums) +
+                        2 * OP_STEP_BYTES(grouped_outer) + OP_STEP_BYTES(combine)
 };
 
 typedef struct moe_call {
@@ -67,6 +68,13 @@ typedef struct moe_rows {
     quern_tensor x, codes, scales, global;
     quantise_global per;
 } moe_rows;
+
+/* Whether the routing is handed in, as experts and weights, instead of made by a router. */
+static inline bool moe_is_routed(const op_call *call)
+{
+    const quern_tensor *const *t = call->given;
+    return (t[M(experts)] != NULL || t[M(weights)] != NULL) && t[M(weight)] == NULL && t[M(logits)] == NULL;
+}
 
 /* In parts.c. */
 moe_routing moe_route(op_build *b, const quern_tensor *x);

@@ -8,7 +8,8 @@
  *             SwiGLU's gradient with each row's routing weight, gate_up's gradient, the router's, combine
  *
  * A routing weight's gradient is d_out . y of its slot. With y = act down + bias that is g . act + d_out .
- * bias, which needs no second product.
+ * bias, which needs no second product. Routing that is handed in is copied and sorted where the router would
+ * choose it.
  */
 #include "moe/call.h"
 
@@ -47,8 +48,10 @@ static void build_forward(op_build *b)
                                          .weights = r.weights,
                                          .plus = shared,
                                          .out = op_view(&c->head, M(out), false)};
-    op_give(b, M(experts), &r.experts);
-    op_give(b, M(weights), &r.weights);
+    if (!moe_is_routed(&c->head)) {
+        op_give(b, M(experts), &r.experts);
+        op_give(b, M(weights), &r.weights);
+    }
     op_give(b, M(offsets), &r.ends);
     op_give(b, M(permutation), &r.slots);
 }
@@ -109,12 +112,30 @@ static void add_bias_gradients(op_build *b, const moe_routing *r, const quern_te
             (expert_sums_args){.x = *d_h, .offsets = r->ends, .permutation = r->slots, .sums = d_up};
 }
 
+/* The gradients of experts in floats: of down by d_out and the activations, of gate_up by d_h and the rows. */
+static void add_weight_gradients(op_build *b, const moe_routing *r, const quern_tensor *x,
+                                 const quern_tensor *act, const quern_tensor *d_y, const quern_tensor *d_h)
+{
+    const moe_call *c = moe_call_of(b);
+    const quern_tensor d_down = op_view(&c->head, M(d_down), false),
+                       d_up = op_view(&c->head, M(d_gate_up), false);
+    if (d_down.ndim > 0)
+        *OP_ADD(b, grouped_outer) = (grouped_outer_args){.a = *d_y,
+                                                         .b = *act,
+                                                         .offsets = r->ends,
+                                                         .permutation = r->slots,
+                                                         .weights = r->weights,
+                                                         .c = d_down};
+    if (d_up.ndim > 0)
+        *OP_ADD(b, grouped_outer) = (grouped_outer_args){.a = *d_h, .b = *x, .offsets = r->ends, .c = d_up};
+}
+
 /* The router's gradients from those of its weights; returns that of the hidden states, if it is wanted. */
 static quern_tensor router_gradient(op_build *b, const quern_tensor *x, const moe_routing *r,
                                     const quern_tensor *d_weights)
 {
     const moe_call *c = moe_call_of(b);
-    const bool from_hidden = !op_uses(&c->head, M(logits)),
+    const bool from_hidden = op_uses(&c->head, M(weight)),
                wants_x = from_hidden && op_uses(&c->head, M(d_hidden));
     const bool wants_logits = op_uses(&c->head, M(d_logits));
     if (!wants_x && !wants_logits && !op_uses(&c->head, M(d_weight))) return (quern_tensor){0};
@@ -159,6 +180,7 @@ static void build_backward(op_build *b)
     step->d_weights = d_weights;
     const quern_tensor d_h = step->d_h;
     add_bias_gradients(b, &r, &d_y, &d_h, &d_weights);
+    add_weight_gradients(b, &r, &rows.x, &act, &d_y, &d_h);
     const quern_tensor routed = router_gradient(b, &x, &r, &d_weights);
     op_give(b, M(d_weights), &d_weights);
     if (!op_uses(&c->head, M(d_hidden))) return;

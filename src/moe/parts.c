@@ -35,6 +35,7 @@ moe_routing moe_route(op_build *b, const quern_tensor *x)
 {
     const moe_call *c = moe_call_of(b);
     const int64_t *s = c->head.symbol;
+    const bool handed = moe_is_routed(&c->head);
     const quern_tensor logits = op_rows(b, M(logits)), ids = flat_ids(b);
     const moe_routing r = {op_matrix(b, QUERN_I32, s[MS_T], s[MS_K]),
                            op_matrix(b, QUERN_F32, s[MS_T], s[MS_K]), op_room(b, QUERN_I32, 1, &s[MS_E]),
@@ -52,7 +53,10 @@ moe_routing moe_route(op_build *b, const quern_tensor *x)
                          .weights = r.weights,
                          .offsets = r.ends,
                          .permutation = r.slots};
-    if (logits.ndim == 0) {
+    if (handed) {
+        args->given_experts = view(c, M(experts));
+        args->given_weights = view(c, M(weights));
+    } else if (logits.ndim == 0) {
         args->hidden = *x;
         args->weight = view(c, M(weight));
     }

@@ -50,9 +50,11 @@ static const op_tensor tensors[] = {
     {"d_hidden", "d_hidden", OP_ACTIVATION, M(hidden), {ML_TOKENS, MS_D}, {0}},
     {"d_logits", "d_logits", OP_SOURCE, M(logits), {ML_TOKENS, MS_E}, {0}},
     {"d_weight", "d_weight", OP_F32, M(weight), {MS_E, MS_D}, {0}},
-    {"d_weights", "d_weights", OP_F32, OP_NONE, {MS_T, MS_K}, {0}},
+    {"d_weights", "d_weights", OP_F32, M(weights), {MS_T, MS_K}, {0}},
     {"d_gate_up_bias", "d_gate_up_bias", OP_F32, M(gate_up_bias), {MS_E, MS_2I}, {0}},
     {"d_down_bias", "d_down_bias", OP_F32, M(down_bias), {MS_E, MS_D}, {0}},
+    {"d_gate_up", "d_gate_up", OP_SOURCE_OR_F32, M(gate_up), {MS_E, MS_2I, MS_D}, {0}},
+    {"d_down", "d_down", OP_SOURCE_OR_F32, M(down), {MS_E, MS_D, MS_I}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == MOE_TENSORS, "a row a tensor");
 
@@ -162,15 +164,17 @@ static void roles(op_call *call)
 {
     const bool backward = call->operation == MOE_BACKWARD, table = call->given[M(tid2eid)] != NULL;
     uint8_t *r = call->role;
+    const bool routed = moe_is_routed(call);
     r[M(hidden)] = OP_NEEDED;
-    r[M(weight)] = call->given[M(logits)] != NULL ? OP_REFUSED : OP_NEEDED;
-    r[M(logits)] = r[M(tid2eid)] = OP_OPTIONAL;
-    r[M(bias)] = table ? OP_REFUSED : OP_OPTIONAL;
-    r[M(input_ids)] = table ? OP_NEEDED : OP_REFUSED;
+    r[M(weight)] = routed ? OP_UNUSED : call->given[M(logits)] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[M(logits)] = OP_OPTIONAL;
+    r[M(tid2eid)] = routed ? OP_REFUSED : OP_OPTIONAL;
+    r[M(bias)] = routed || table ? OP_REFUSED : OP_OPTIONAL;
+    r[M(input_ids)] = table && !routed ? OP_NEEDED : OP_REFUSED;
     expert_roles(call);
     r[M(out)] = backward ? OP_UNUSED : OP_RESULT;
-    r[M(experts)] = r[M(weights)] = r[M(offsets)] = r[M(permutation)] =
-        backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[M(offsets)] = r[M(permutation)] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[M(experts)] = r[M(weights)] = routed ? OP_NEEDED : r[M(offsets)];
     r[M(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
     r[M(d_hidden)] = gradient_role(call, M(hidden));
     r[M(d_logits)] = gradient_role(call, M(logits));
@@ -178,11 +182,18 @@ static void roles(op_call *call)
     r[M(d_weights)] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
     r[M(d_gate_up_bias)] = gradient_role(call, M(gate_up_bias));
     r[M(d_down_bias)] = gradient_role(call, M(down_bias));
+    r[M(d_gate_up)] = gradient_role(call, M(gate_up));
+    r[M(d_down)] = gradient_role(call, M(down));
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *field = tensors[tensor].field;
+    if (moe_is_routed(call) && tensor >= M(bias) && tensor <= M(tid2eid))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s is given with experts and weights, and without a router: a router's weight or "
+                         "logits, or routing alone, are accepted",
+                         field);
     switch (tensor) {
     case M(weight):
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -216,22 +227,38 @@ static void global_lead(op_call *call, int32_t lead, int32_t tensor, const int64
     for (int32_t i = 0; i < to->count; i++) to->extent[i] = whole[i];
 }
 
-/* T and D from hidden, E from the router. */
+/* Whose extent says how many experts there are: the router, or, where routing is handed in, experts' weights. */
+static int32_t counts_experts(const op_call *call)
+{
+    static const int32_t matrices[] = {M(gate_up), M(gate_up_codes), M(gate_up_repacked)};
+    if (!moe_is_routed(call)) return call->given[M(logits)] != NULL ? M(logits) : M(weight);
+    const int32_t found = op_first_used(call, matrices, 3);
+    return found != OP_NONE ? found : M(gate_up_codes);
+}
+
+/* T and D from hidden, E from the router or the experts. */
 static quern_status derive_tokens(op_call *call)
 {
     const quern_tensor *hidden = call->given[M(hidden)];
-    const int32_t router = call->given[M(logits)] != NULL ? M(logits) : M(weight);
+    const int32_t router = counts_experts(call);
     op_extents *lead = &call->lead[0];
     int64_t *s = call->symbol;
     quern_status status;
     if (hidden == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "hidden is NULL: a tensor is needed");
-    if (call->given[router] == NULL)
+    if (call->given[router] == NULL && moe_is_routed(call))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "weight is NULL: the router's weight, or logits, are needed");
+                         "gate_up_codes is NULL: experts' weights, in one of their forms, are needed");
+    if (call->given[router] == NULL)
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "weight is NULL: the router's weight, or logits, or experts and weights, are needed");
     call->like = *hidden;
     const int32_t ndim = hidden->ndim < 2 ? 2 : hidden->ndim < QUERN_MAX_DIMS ? hidden->ndim : QUERN_MAX_DIMS;
     if ((status = op_check_activation(call, M(hidden), ndim)) != QUERN_OK ||
-        (status = op_check_kind(call, router, router == M(logits) ? ndim : 2)) != QUERN_OK)
+        (status = op_check_kind(call, router,
+                                router == M(logits)                                  ? ndim
+                                : router == M(gate_up) || router == M(gate_up_codes) ? 3
+                                                                                     : 2)) != QUERN_OK)
         return status;
     lead->count = ndim - 1;
     s[MS_T] = 1;

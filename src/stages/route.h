@@ -18,9 +18,12 @@ typedef struct route_args {
     quern_tensor hidden, weight; /* [T, D], [E, D]; f32, f16 or bf16 each */
     quern_tensor bias;           /* f32 [E], of the choice only; may be absent */
     quern_tensor input_ids,
-        tid2eid;          /* i32 or i64 [T], [V, k]: experts by token instead of by score; may be absent */
-    quern_tensor experts; /* i32 [T, k]; written, or read by the backward */
-    quern_tensor weights; /* f32 [T, k] */
+        tid2eid; /* i32 or i64 [T], [V, k]: experts by token instead of by score; may be absent */
+    /* i32, f32 [T, k]: routing that is handed in, instead of all above. It is copied, and its slots are sorted;
+     * may be absent */
+    quern_tensor given_experts, given_weights;
+    quern_tensor experts;              /* i32 [T, k]; written, or read by the backward */
+    quern_tensor weights;              /* f32 [T, k] */
     quern_tensor offsets, permutation; /* i32 [E], [T k] */
     /* Backward. d_logits in logits' dtype, or f32; d_hidden in hidden's dtype, d_weight f32; absent: not
      * wanted. */
@@ -31,8 +34,13 @@ STAGE_DECLARE(route);
     IN(logits)                                                                                               \
     IN(hidden)                                                                                               \
     IN(weight)                                                                                               \
-    IN(bias) IN(input_ids) IN(tid2eid) OUT(experts) OUT(weights) OUT(offsets) OUT(permutation) IN(d_weights) \
-        GRAD(d_logits) GRAD(d_hidden) GRAD(d_weight)
+    IN(bias)                                                                                                 \
+    IN(input_ids)                                                                                            \
+    IN(tid2eid)                                                                                              \
+    IN(given_experts)                                                                                        \
+    IN(given_weights)                                                                                        \
+    OUT(experts)                                                                                             \
+    OUT(weights) OUT(offsets) OUT(permutation) IN(d_weights) GRAD(d_logits) GRAD(d_hidden) GRAD(d_weight)
 #define ROUTE_VALUES(F) F(score) F(top_k) F(renormalize) F(scale)
 
 #endif

@@ -207,10 +207,10 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_nvfp4_swizzle_tensors), 40);
     assert_int_equal(sizeof(quern_nvfp4_interleave_params), 24);
     assert_int_equal(sizeof(quern_nvfp4_interleave_tensors), 72);
-    assert_int_equal(sizeof(quern_nvfp4_gemm_params), 72);
+    assert_int_equal(sizeof(quern_nvfp4_gemm_params), 80);
     assert_int_equal(sizeof(quern_nvfp4_gemm_tensors), 152);
     assert_int_equal(sizeof(quern_moe_params), 80);
-    assert_int_equal(sizeof(quern_moe_tensors), 352);
+    assert_int_equal(sizeof(quern_moe_tensors), 368);
     assert_int_equal(sizeof(quern_moe_prepack_params), 24);
     assert_int_equal(sizeof(quern_moe_prepack_tensors), 32);
     assert_int_equal(sizeof(quern_moe_route_params), 32);

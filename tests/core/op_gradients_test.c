@@ -71,6 +71,9 @@ static const gradient_case cases[] = {
      "shared_up shared_down"},
     {"moe", "top_k=2", "...=6 D=32 E=4 2I=64 I=32 D/2=16 D/16=2 I/2=16 I/16=2 k=2",
      "logits gate_up_codes gate_up_scales down_codes down_scales"},
+    {"moe", "top_k=2", "...=6 D=32 E=4 T=6 2I=64 I=32 D/2=16 D/16=2 I/2=16 I/16=2 k=2",
+     "experts weights gate_up_codes gate_up_scales down_codes down_scales"},
+    {"moe", "top_k=2", "...=6 D=32 E=4 2I=64 I=32 k=2", "logits gate_up down gate_up_bias down_bias"},
 };
 
 typedef struct any_tensors {

@@ -197,6 +197,33 @@ static void a_token_without_a_row_in_the_table_weighs_nothing(void **unused)
     for (int j = 0; j < T * K; j++) assert_true(chosen[j] >= 0 && chosen[j] < E);
 }
 
+/* The layer by routing that is handed in: an id that is no expert gives its slot nothing. */
+static void an_expert_that_is_none_gives_nothing(void **unused)
+{
+    enum { T = 2, E = 2, D = 4, I = 2 };
+    static const int64_t rows[] = {T, D}, slots[] = {T, 1}, up_shape[] = {E, 2 * I, D},
+                         down_shape[] = {E, D, I};
+    const int32_t chosen[T] = {1, E};
+    float ones[E * 2 * I * D], out[T * D];
+    for (size_t i = 0; i < sizeof ones / sizeof *ones; i++) ones[i] = 1;
+    const quern_tensor views[] = {
+        on_device(ones, QUERN_F32, 2, rows),       on_device(chosen, QUERN_I32, 2, slots),
+        on_device(ones, QUERN_F32, 2, slots),      on_device(ones, QUERN_F32, 3, up_shape),
+        on_device(ones, QUERN_F32, 3, down_shape), on_device(ones, QUERN_F32, 2, rows)};
+    const quern_moe_params p = QUERN_MOE_PARAMS_INIT;
+    quern_moe_tensors t = QUERN_MOE_TENSORS_INIT;
+    const quern_exec exec = with_status();
+    size_t bytes;
+    (void)unused;
+    t.hidden = &views[0], t.experts = &views[1], t.weights = &views[2];
+    t.gate_up = &views[3], t.down = &views[4], t.out = &views[5];
+    OK(quern_moe_forward_workspace(ctx, &p, &t, &bytes));
+    OK(quern_moe_forward(ctx, &exec, &p, &t, workspace_of(bytes), bytes));
+    to_host(out, &views[5], sizeof out);
+    assert_int_equal(faults(), QUERN_STATUS_BAD_ID);
+    for (int d = 0; d < D; d++) assert_true(out[d] > 31 && out[D + d] == 0);
+}
+
 /* Offsets that fall, and that lie beyond the rows. */
 static void bad_offsets_stay_within_the_tensors(void **unused)
 {
@@ -235,6 +262,7 @@ int main(void)
         cmocka_unit_test(a_global_that_is_none_counts_as_zero),
         cmocka_unit_test(a_scale_or_global_that_is_none_makes_zeros),
         cmocka_unit_test(a_token_without_a_row_in_the_table_weighs_nothing),
+        cmocka_unit_test(an_expert_that_is_none_gives_nothing),
         cmocka_unit_test(bad_offsets_stay_within_the_tensors),
     };
     return cmocka_run_group_tests(tests, start, NULL);

@@ -116,6 +116,10 @@ static void logits_of(const oracle_layer *m, int64_t t, double *logits)
 
 static void weights_of(const oracle_layer *m, int64_t t, double *weights)
 {
+    if (m->weights != NULL) {
+        memcpy(weights, m->weights + t * m->top_k, sizeof *weights * (size_t)m->top_k);
+        return;
+    }
     double *logits = doubles(m->experts), *scores = doubles(m->experts);
     logits_of(m, t, logits);
     oracle_route_scores(m->score, logits, m->experts, scores);
@@ -148,20 +152,31 @@ void oracle_layer_forward(const oracle_layer *m, double *out)
     free(weights);
 }
 
-/* Adds an expert's gradients for d of its y; bias gradients NULL: none. */
+/* Where an expert's gradients stand; NULL: it has none. */
+typedef struct expert_gradients {
+    double *up_bias, *down_bias, *gate_up, *down;
+} expert_gradients;
+
+/* Adds an expert's gradients for d of its y. */
 static void expert_backward(const oracle_layer *m, const expert *x, const steps *s, const double *d_y,
-                            double *d_x, double *d_up_bias, double *d_down_bias)
+                            double *d_x, expert_gradients to)
 {
     double *d_act = doubles(x->width), *d_h = doubles(2 * x->width);
     for (int64_t d = 0; d < m->dim; d++) {
         for (int64_t i = 0; i < x->width; i++) d_act[i] += d_y[d] * x->down[d * x->width + i];
-        if (d_down_bias != NULL) d_down_bias[d] += d_y[d];
+        for (int64_t i = 0; to.down != NULL && i < x->width; i++)
+            to.down[d * x->width + i] += d_y[d] * s->act[i];
+        if (to.down_bias != NULL) to.down_bias[d] += d_y[d];
     }
     activate_backward(m, s->h, x->width, d_act, d_h);
     for (int64_t i = 0; i < x->width; i++)
         for (int64_t d = 0; d < m->dim; d++)
             d_x[d] += d_h[i] * x->gate[i * m->dim + d] + d_h[x->width + i] * x->up[i * m->dim + d];
-    for (int64_t i = 0; d_up_bias != NULL && i < 2 * x->width; i++) d_up_bias[i] += d_h[i];
+    for (int64_t i = 0; i < 2 * x->width; i++) {
+        if (to.up_bias != NULL) to.up_bias[i] += d_h[i];
+        for (int64_t d = 0; to.gate_up != NULL && d < m->dim; d++)
+            to.gate_up[i * m->dim + d] += d_h[i] * s->row[d];
+    }
     free(d_act), free(d_h);
 }
 
@@ -212,6 +227,9 @@ void oracle_layer_backward(const oracle_layer *m, const double *d_out, const ora
     memset(g->router_terms, 0, sizeof *g->router_terms * (size_t)(m->experts * m->dim));
     memset(g->gate_up_bias, 0, sizeof *g->gate_up_bias * (size_t)(m->experts * 2 * m->width));
     memset(g->down_bias, 0, sizeof *g->down_bias * (size_t)(m->experts * m->dim));
+    const size_t matrix = (size_t)(m->experts * m->width * m->dim);
+    if (g->gate_up != NULL) memset(g->gate_up, 0, sizeof *g->gate_up * 2 * matrix);
+    if (g->down != NULL) memset(g->down, 0, sizeof *g->down * matrix);
     for (int64_t t = 0; t < m->tokens; t++) {
         const double *d = d_out + t * m->dim;
         weights_of(m, t, weights);
@@ -225,16 +243,18 @@ void oracle_layer_backward(const oracle_layer *m, const double *d_out, const ora
                 sqrt(oracle_dot(d, d, m->dim) * oracle_dot(s.y, s.y, m->dim) / (double)m->dim);
             g->weights_terms[t * m->top_k + j] = fmax(size, fabs(g->weights[t * m->top_k + j]));
             for (int64_t i = 0; i < m->dim; i++) d_y[i] = weights[j] * d[i];
-            expert_backward(m, &x, &s, d_y, g->x + t * m->dim, g->gate_up_bias + e * 2 * m->width,
-                            g->down_bias + e * m->dim);
+            const expert_gradients to = {g->gate_up_bias + e * 2 * m->width, g->down_bias + e * m->dim,
+                                         g->gate_up != NULL ? g->gate_up + e * 2 * m->width * m->dim : NULL,
+                                         g->down != NULL ? g->down + e * m->dim * m->width : NULL};
+            expert_backward(m, &x, &s, d_y, g->x + t * m->dim, to);
             free_steps(&s);
         }
-        router_backward(m, t, g);
+        if (m->weights == NULL) router_backward(m, t, g);
         if (m->shared_gate == NULL) continue;
         const expert x = shared_expert(m);
         steps s = make_steps(&x);
         run(m, &x, -1, t, &s);
-        expert_backward(m, &x, &s, d, g->x + t * m->dim, NULL, NULL);
+        expert_backward(m, &x, &s, d, g->x + t * m->dim, (expert_gradients){0});
         free_steps(&s);
     }
     free(weights), free(d_y);

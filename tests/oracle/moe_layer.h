@@ -11,10 +11,11 @@ typedef struct oracle_layer {
     oracle_score score;
     bool renormalize;
     double scale, limit, alpha, beta;
-    const double *x, *logits, *router;                   /* [T, D], [T, E] or NULL, [E, D] or NULL */
-    const int32_t *chosen;                               /* [T, k] */
-    const double *gate_up, *down;                        /* [E, 2 I, D] in halves, [E, D, I] */
-    const double *gate_up_bias, *down_bias;              /* [E, 2 I] in halves, [E, D]; or NULL */
+    const double *x, *logits, *router;      /* [T, D], [T, E] or NULL, [E, D] or NULL */
+    const int32_t *chosen;                  /* [T, k] */
+    const double *weights;                  /* [T, k]: routing weights instead of the router's, or NULL */
+    const double *gate_up, *down;           /* [E, 2 I, D] in halves, [E, D, I] */
+    const double *gate_up_bias, *down_bias; /* [E, 2 I] in halves, [E, D]; or NULL */
     const double *shared_gate, *shared_up, *shared_down; /* [Is, D], [Is, D], [D, Is]; or NULL */
     /* Rounds an operand of the experts' products: a token's row, or the activation; NULL: not. Gradients
      * pass. */
@@ -32,6 +33,7 @@ void oracle_layer_forward(const oracle_layer *m, double *out);
 typedef struct oracle_layer_gradients {
     double *x, *logits, *router, *weights, *gate_up_bias, *down_bias, *weights_terms, *logits_terms,
         *router_terms;
+    double *gate_up, *down; /* [E, 2 I, D] in halves, [E, D, I]; or NULL */
 } oracle_layer_gradients;
 void oracle_layer_backward(const oracle_layer *m, const double *d_out, const oracle_layer_gradients *g);
 

@@ -12,8 +12,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static bool takes(int tensor, bool backward)
+static bool takes(const moe_case *c, int tensor, bool backward)
 {
+    if (c->routed_by_hand && (tensor == M(experts) || tensor == M(weights))) return true;
     return tensor < M(out) || (backward ? tensor >= M(d_out) : tensor < M(d_out));
 }
 
@@ -21,7 +22,7 @@ quern_moe_tensors moe_bind(const moe_case *c, bool backward)
 {
     quern_moe_tensors t;
     uint64_t set = 0;
-    for (int i = 0; i < MOE_TENSORS; i++) set |= (uint64_t)takes(i, backward) << i;
+    for (int i = 0; i < MOE_TENSORS; i++) set |= (uint64_t)takes(c, i, backward) << i;
     op_case_bind("moe", c->t, MOE_TENSORS, set, &t);
     return t;
 }
@@ -81,6 +82,7 @@ static oracle_layer oracle_of(const moe_case *c)
                           .logits = v[M(logits)],
                           .router = v[M(weight)],
                           .chosen = c->chosen,
+                          .weights = v[M(weights)],
                           .gate_up = v[M(gate_up)],
                           .down = v[M(down)],
                           .gate_up_bias = v[M(gate_up_bias)],
@@ -167,7 +169,9 @@ static oracle_layer_gradients gradients_of(const moe_case *c, const double *d_ou
                                       test_doubles(e * c->dim),
                                       test_doubles(t * k),
                                       test_doubles(t * e),
-                                      test_doubles(e * c->dim)};
+                                      test_doubles(e * c->dim),
+                                      test_doubles(e * 2 * c->width * c->dim),
+                                      test_doubles(e * c->dim * c->width)};
     oracle_layer_backward(&m, d_out, &g);
     return g;
 }
@@ -176,13 +180,16 @@ static void free_gradients(const oracle_layer_gradients *g)
 {
     free(g->logits), free(g->router), free(g->weights), free(g->gate_up_bias), free(g->down_bias);
     free(g->weights_terms), free(g->logits_terms), free(g->router_terms);
+    free(g->x), free(g->gate_up), free(g->down);
 }
 
-double *moe_oracle_gradient(const moe_case *c, const double *d_out)
+double *moe_oracle_gradient(const moe_case *c, int of, const double *d_out)
 {
-    const oracle_layer_gradients g = gradients_of(c, d_out);
+    oracle_layer_gradients g = gradients_of(c, d_out);
+    double **wanted = of == M(hidden) ? &g.x : of == M(gate_up) ? &g.gate_up : &g.down, *found = *wanted;
+    *wanted = NULL;
     free_gradients(&g);
-    return g.x;
+    return found;
 }
 
 void moe_check_backward(const moe_case *c, const char *what)
@@ -197,6 +204,8 @@ void moe_check_backward(const moe_case *c, const char *what)
     check_terms(c, M(d_weights), g.weights, g.weights_terms, bound, what);
     check_one(c, M(d_gate_up_bias), up_bias, bound, what);
     check_one(c, M(d_down_bias), g.down_bias, bound, what);
-    free(g.x), free(up_bias), free(d_out);
+    check_one(c, M(d_gate_up), g.gate_up, bound, what);
+    check_one(c, M(d_down), g.down, bound, what);
+    free(up_bias), free(d_out);
     free_gradients(&g);
 }

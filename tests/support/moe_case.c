@@ -178,11 +178,28 @@ static int32_t token_shape(const moe_case *c, int64_t last, int64_t shape[3])
     return leads + 1;
 }
 
+/* Routing that is handed in: any experts, the same one twice too, and weights of both signs. */
+static void add_routing(moe_case *c, test_random *random)
+{
+    const int64_t shape[] = {c->tokens, c->params.top_k}, count = c->tokens * c->params.top_k;
+    int32_t *ids = calloc((size_t)count + 1, sizeof *ids);
+    assert_non_null(ids);
+    for (int64_t i = 0; i < count; i++) ids[i] = (int32_t)test_random_int(random, 0, c->experts - 1);
+    add(c, random, M(experts), QUERN_I32, 2, shape);
+    test_tensor_set_i32(&c->t[M(experts)], ids);
+    add_normal(c, random, M(weights), QUERN_F32, 2, shape, 0.7);
+    free(ids);
+}
+
 static void add_router(moe_case *c, test_random *random, const moe_wish *w)
 {
     int64_t shape[3];
     const int32_t ndim = token_shape(c, c->experts, shape);
     const int64_t weight[] = {c->experts, c->dim}, table[] = {50, c->params.top_k};
+    if (w->routed_by_hand) {
+        add_routing(c, random);
+        return;
+    }
     if (w->logits) add_normal(c, random, M(logits), QUERN_F32, ndim, shape, 2);
     else add_normal(c, random, M(weight), any_float(random), 2, weight, 2 / sqrt((double)c->dim));
     if (!w->table) {
@@ -204,6 +221,14 @@ static void add_router(moe_case *c, test_random *random, const moe_wish *w)
     free(ids), free(rows);
 }
 
+/* f32, or the weight's where the bound of what is computed holds for a rounding to it. */
+static quern_dtype weight_gradient_dtype(const moe_case *c, test_random *random, int weight)
+{
+    const quern_dtype own = c->t[weight].view.dtype;
+    const bool fits = own == QUERN_F32 || c->dtype == QUERN_BF16 || own == c->dtype;
+    return fits && test_random_one_in(random, 2) ? own : QUERN_F32;
+}
+
 static void add_results(moe_case *c, test_random *random)
 {
     int64_t shape[3];
@@ -211,8 +236,8 @@ static void add_results(moe_case *c, test_random *random)
     const int64_t weight[] = {e, c->dim}, up[] = {e, 2 * c->width};
     const int32_t ndim = token_shape(c, c->dim, shape);
     add(c, random, M(out), c->dtype, ndim, shape);
-    add(c, random, M(experts), QUERN_I32, 2, slots);
-    add(c, random, M(weights), QUERN_F32, 2, slots);
+    if (!c->routed_by_hand) add(c, random, M(experts), QUERN_I32, 2, slots);
+    if (!c->routed_by_hand) add(c, random, M(weights), QUERN_F32, 2, slots);
     add(c, random, M(offsets), QUERN_I32, 1, &e);
     add(c, random, M(permutation), QUERN_I32, 1, &flat);
     add_normal(c, random, M(d_out), c->dtype, ndim, shape, 1);
@@ -221,6 +246,11 @@ static void add_results(moe_case *c, test_random *random)
     if (c->t[M(weight)].buffer != NULL) add(c, random, M(d_weight), QUERN_F32, 2, weight);
     if (c->t[M(gate_up_bias)].buffer != NULL) add(c, random, M(d_gate_up_bias), QUERN_F32, 2, up);
     if (c->t[M(down_bias)].buffer != NULL) add(c, random, M(d_down_bias), QUERN_F32, 2, weight);
+    if (c->routed == MOE_FLOATS) {
+        const int64_t gate_up[] = {e, 2 * c->width, c->dim}, down_shape[] = {e, c->dim, c->width};
+        add(c, random, M(d_gate_up), weight_gradient_dtype(c, random, M(gate_up)), 3, gate_up);
+        add(c, random, M(d_down), weight_gradient_dtype(c, random, M(down)), 3, down_shape);
+    }
     token_shape(c, e, shape);
     if (c->t[M(logits)].buffer != NULL) add(c, random, M(d_logits), QUERN_F32, ndim, shape);
 }
@@ -257,6 +287,7 @@ moe_case moe_make(test_random *random, const moe_wish *w)
                   .dtype = w->dtype,
                   .routed = w->routed,
                   .shared = w->shared,
+                  .routed_by_hand = w->routed_by_hand,
                   .experts = test_random_int(random, 1, 9)};
     set_params(&c, random, w);
     c.dim = any ? test_random_int(random, 1, 90) : 16 * test_random_int(random, 1, 9);
@@ -290,18 +321,20 @@ void moe_free(moe_case *c)
 }
 
 /* Tensors whose rows are tokens. */
-static bool is_by_token(int tensor)
+static bool is_by_token(const moe_case *c, int tensor)
 {
+    if (c->routed_by_hand && (tensor == M(experts) || tensor == M(weights))) return true;
     return tensor == M(hidden) || tensor == M(logits) || tensor == M(input_ids) || tensor == M(d_out);
 }
 
-static bool is_of_tokens(int tensor)
+static bool is_of_tokens(const moe_case *c, int tensor)
 {
-    return is_by_token(tensor) || moe_is_result(tensor);
+    return is_by_token(c, tensor) || moe_is_result(c, tensor);
 }
 
-bool moe_is_result(int tensor)
+bool moe_is_result(const moe_case *c, int tensor)
 {
+    if (c->routed_by_hand && (tensor == M(experts) || tensor == M(weights))) return false;
     return (tensor >= M(out) && tensor <= M(permutation)) || tensor > M(d_out);
 }
 
@@ -312,25 +345,25 @@ moe_case moe_subset(const moe_case *c, test_random *random, const bool *kept, in
     s.chosen = NULL;
     for (int i = 0; i < MOE_TENSORS; i++) {
         const test_tensor *t = &c->t[i];
-        if (!is_of_tokens(i)) continue;
+        if (!is_of_tokens(c, i)) continue;
         s.t[i] = (test_tensor){0};
         s.values[i] = NULL;
-        if (!is_by_token(i) || t->buffer == NULL) continue;
-        const bool ids = i == M(input_ids);
-        const int64_t width = ids ? 1 : t->view.shape[t->view.ndim - 1];
+        if (!is_by_token(c, i) || t->buffer == NULL) continue;
+        const bool ids = t->view.dtype == QUERN_I32, flat = i == M(experts) || i == M(weights);
+        const int64_t width = i == M(input_ids) ? 1 : t->view.shape[t->view.ndim - 1];
         double *all = ids ? NULL : test_tensor_get(t), *some = test_doubles(count * width);
         int32_t *all_ids = ids ? test_tensor_get_i32(t) : NULL,
-                *some_ids = calloc((size_t)count + 1, sizeof *some_ids);
-        int64_t shape[3], to = 0;
+                *some_ids = calloc((size_t)(count * width) + 1, sizeof *some_ids);
+        int64_t shape[3] = {count, width}, to = 0;
         assert_non_null(some_ids);
-        const int32_t ndim = token_shape(&s, width, shape);
+        const int32_t ndim = flat ? 2 : token_shape(&s, width, shape) - (i == M(input_ids));
         for (int64_t r = 0; r < c->tokens; r++) {
             if (!kept[r]) continue;
-            if (ids) some_ids[to] = all_ids[r];
+            if (ids) memcpy(some_ids + to * width, all_ids + r * width, sizeof *some_ids * (size_t)width);
             else memcpy(some + to * width, all + r * width, sizeof *some * (size_t)width);
             to++;
         }
-        add(&s, random, i, t->view.dtype, ids ? ndim - 1 : ndim, shape);
+        add(&s, random, i, t->view.dtype, ndim, shape);
         if (ids) test_tensor_set_i32(&s.t[i], some_ids);
         else test_tensor_set(&s.t[i], some);
         free(all), free(some), free(all_ids), free(some_ids);
@@ -347,7 +380,7 @@ moe_case moe_subset(const moe_case *c, test_random *random, const bool *kept, in
 void moe_subset_free(moe_case *c)
 {
     for (int i = 0; i < MOE_TENSORS; i++) {
-        if (!is_of_tokens(i)) continue;
+        if (!is_of_tokens(c, i)) continue;
         if (c->t[i].buffer != NULL) test_tensor_free(&c->t[i]);
         free(c->values[i]);
     }

@@ -20,6 +20,7 @@ typedef struct moe_case {
     test_tensor t[MOE_TENSORS];  /* by enum int32_t; absent: no buffer */
     double *values[MOE_TENSORS]; /* what the oracle takes, by the tensor in floats that it is */
     int32_t *chosen;             /* after a forward */
+    bool routed_by_hand;
 } moe_case;
 
 /* What is fixed of a case; the rest is random. */
@@ -27,7 +28,7 @@ typedef struct moe_wish {
     int64_t tokens;
     quern_dtype dtype;
     moe_weights routed, shared;
-    bool a4, logits, table, bias;
+    bool a4, logits, table, bias, routed_by_hand; /* the last: experts and weights are inputs */
 } moe_wish;
 
 moe_case moe_make(test_random *random, const moe_wish *wish);
@@ -44,9 +45,9 @@ void moe_call_backward(moe_case *c, quern_context *ctx);
 /* Checks what the calls wrote. */
 void moe_check_forward(const moe_case *c, const char *what);
 void moe_check_backward(const moe_case *c, const char *what);
-bool moe_is_result(int tensor);
-/* The oracle alone: out, and new d_hidden, [T, D]. */
+bool moe_is_result(const moe_case *c, int tensor);
+/* The oracle alone: out, and the new gradient of hidden, gate_up or down (the last two in floats). */
 void moe_oracle_forward(const moe_case *c, double *out);
-double *moe_oracle_gradient(const moe_case *c, const double *d_out);
+double *moe_oracle_gradient(const moe_case *c, int of, const double *d_out);
 
 #endif

@@ -15,6 +15,11 @@
 static route_job plan(const stage_exec *exec, const route_args *args)
 {
     const bool given = args->logits.ndim > 0;
+    if (args->given_experts.ndim > 0)
+        return (route_job){.args = args,
+                           .dense = cpu_kernels_for(exec->cpu_level)->attention,
+                           .tokens = args->given_experts.shape[0],
+                           .experts = args->offsets.shape[0]};
     return (route_job){.args = args,
                        .dense = cpu_kernels_for(exec->cpu_level)->attention,
                        .tokens = given ? args->logits.shape[0] : args->hidden.shape[0],
@@ -32,6 +37,7 @@ static void carve(const stage_exec *exec, route_job *job, arena *a, bool backwar
 {
     const size_t matrix = (size_t)(job->tokens * job->experts) * sizeof(float);
     const bool given = job->args->logits.ndim > 0;
+    if (job->args->given_experts.ndim > 0) return;
     job->scores = arena_take(a, (size_t)exec->threads * 3 * (size_t)job->experts * sizeof(float));
     if (!given) job->own = arena_take(a, matrix);
     if (!given) job->scratch = arena_take(a, (size_t)exec->threads * sizeof(route_scratch));
@@ -124,8 +130,17 @@ static void route_token(void *arg, int64_t token, int32_t thread)
 {
     const route_job *job = arg;
     const route_args *args = job->args;
-    float *scores = job->scores + thread * 3 * job->experts, *keys = scores;
     int32_t *chosen = entry(&args->experts, token, 0);
+    if (args->given_experts.ndim > 0) {
+        const float *from = (const float *)args->given_weights.data + token * args->given_weights.strides[0];
+        float *to = (float *)args->weights.data + token * args->weights.strides[0];
+        for (int64_t j = 0; j < args->top_k; j++) {
+            chosen[j] = *entry(&args->given_experts, token, j);
+            to[j] = from[j];
+        }
+        return;
+    }
+    float *scores = job->scores + thread * 3 * job->experts, *keys = scores;
     route_scores(args->score, logits_of(job, token, scores + 2 * job->experts), job->experts, scores);
     if (args->tid2eid.ndim > 0) {
         for (int64_t j = 0; j < args->top_k; j++) chosen[j] = (int32_t)table_expert(args, token, j);
@@ -176,12 +191,25 @@ static quern_status check_table(const stage_exec *exec, const route_job *job)
     return QUERN_OK;
 }
 
+static quern_status check_experts(const stage_exec *exec, const route_job *job, const quern_tensor *experts)
+{
+    for (int64_t t = 0; t < job->tokens; t++)
+        for (int64_t j = 0; j < job->args->top_k; j++) {
+            const int32_t e = *entry(experts, t, j);
+            if (e < 0 || e >= job->experts)
+                return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_ID, experts,
+                                                        t * job->args->top_k + j, .most = job->experts - 1});
+        }
+    return QUERN_OK;
+}
+
 quern_status cpu_route(const stage_exec *exec, const route_args *args, void *workspace)
 {
     route_job job = plan(exec, args);
     arena a = arena_on(workspace);
     carve(exec, &job, &a, false);
-    const quern_status status = check_table(exec, &job);
+    const quern_status status = args->given_experts.ndim > 0 ? check_experts(exec, &job, &args->given_experts)
+                                                             : check_table(exec, &job);
     if (status != QUERN_OK) return status;
     if (job.own != NULL) route_products(exec, &job);
     parallel_for(exec, job.tokens, route_token, &job);
@@ -263,24 +291,12 @@ static void backward_token(void *arg, int64_t token, int32_t thread)
                                   job->experts);
 }
 
-static quern_status check_experts(const stage_exec *exec, const route_job *job)
-{
-    for (int64_t t = 0; t < job->tokens; t++)
-        for (int64_t j = 0; j < job->args->top_k; j++) {
-            const int32_t e = *entry(&job->args->experts, t, j);
-            if (e < 0 || e >= job->experts)
-                return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_ID, &job->args->experts,
-                                                        t * job->args->top_k + j, .most = job->experts - 1});
-        }
-    return QUERN_OK;
-}
-
 quern_status cpu_route_backward(const stage_exec *exec, const route_args *args, void *workspace)
 {
     route_job job = plan(exec, args);
     arena a = arena_on(workspace);
     carve(exec, &job, &a, true);
-    const quern_status status = check_experts(exec, &job);
+    const quern_status status = check_experts(exec, &job, &args->experts);
     if (status != QUERN_OK) return status;
     if (job.own != NULL) route_products(exec, &job);
     parallel_for(exec, job.tokens, backward_token, &job);

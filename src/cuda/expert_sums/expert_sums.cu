@@ -6,6 +6,7 @@
  */
 #include "common/launch.cuh"
 #include "common/rows.cuh"
+#include "common/values.cuh"
 #include "variants.cuh"
 
 enum { THREADS = 256 };
@@ -20,13 +21,6 @@ struct sums_params {
     float *sums, *d_weights;
     int64_t weights_s, sums_s, d_weights_s;
 };
-
-__device__ __forceinline__ float value_at(const void *p, quern_dtype dtype, int64_t at)
-{
-    return dtype == QUERN_F32    ? ((const float *)p)[at]
-           : dtype == QUERN_BF16 ? to_float(((const bf16 *)p)[at])
-                                 : to_float(((const f16 *)p)[at]);
-}
 
 /* Where the slot of a row stands in rows of `stride`; -1: its slot is none. */
 __device__ __forceinline__ int64_t slot_at(const sums_params &a, int64_t row, int64_t stride)

@@ -7,6 +7,7 @@
  */
 #include "common/launch.cuh"
 #include "common/rows.cuh"
+#include "common/values.cuh"
 #include "variants.cuh"
 
 enum { THREADS = 256, ROWS = 64, COLUMNS = 64, DEPTH = 16, EACH = 4 };
@@ -20,20 +21,6 @@ struct dense_params {
     expert_ends ends;
     bool accumulate;
 };
-
-__device__ __forceinline__ float value_at(const void *p, quern_dtype dtype, int64_t at)
-{
-    return dtype == QUERN_F32    ? ((const float *)p)[at]
-           : dtype == QUERN_BF16 ? to_float(((const bf16 *)p)[at])
-                                 : to_float(((const f16 *)p)[at]);
-}
-
-__device__ __forceinline__ void put(void *p, quern_dtype dtype, int64_t at, float x)
-{
-    if (dtype == QUERN_F32) ((float *)p)[at] = x;
-    else if (dtype == QUERN_BF16) ((bf16 *)p)[at] = from_float<bf16>(x);
-    else ((f16 *)p)[at] = from_float<f16>(x);
-}
 
 /* The rows of a block: it counts experts' tiles up to its own. False past the last. */
 __device__ __forceinline__ bool find_rows(const dense_params &p, int64_t tile, int32_t *expert, int64_t *row,
@@ -93,7 +80,7 @@ __global__ void __launch_bounds__(THREADS) grouped_dense(const __grid_constant__
             if (r >= rows || c >= p.n) continue;
             float v = sum[i][j];
             if (p.bias != NULL) v += value_at(p.bias, p.bias_dtype, expert * p.bias_s + c);
-            put(p.c, p.c_dtype, at, p.accumulate ? ((const float *)p.c)[at] + v : v);
+            put_at(p.c, p.c_dtype, at, p.accumulate ? ((const float *)p.c)[at] + v : v);
         }
 }
 

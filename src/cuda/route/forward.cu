@@ -75,6 +75,23 @@ __device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *
     __syncwarp();
 }
 
+/* A slot's expert and weight as they are handed in. */
+__device__ __forceinline__ void copy_given(const route_params &a, int64_t slot)
+{
+    const int64_t token = slot / a.top_k, j = slot - token * a.top_k;
+    const int32_t e = a.given_experts[token * a.given_experts_s + j];
+    const bool good = e >= 0 && e < a.experts;
+    if (!good) raise_status(a.status, QUERN_STATUS_BAD_ID);
+    a.chosen[token * a.chosen_s + j] = good ? e : 0;
+    a.weights[token * a.weights_s + j] = good ? a.given_weights[token * a.given_weights_s + j] : 0.0f;
+}
+
+__global__ void __launch_bounds__(ROUTE_THREADS) route_copy(const __grid_constant__ route_params a)
+{
+    const int64_t slot = (int64_t)blockIdx.x * ROUTE_THREADS + threadIdx.x;
+    if (slot < a.tokens * a.top_k) copy_given(a, slot);
+}
+
 /* A token's experts and their weights; a warp calls, with three rows of shared memory. */
 __device__ __forceinline__ void choose_for(const route_params &a, int64_t token, float *scores)
 {
@@ -200,7 +217,9 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_few(const __grid_constant
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t slots = a.tokens * a.top_k;
     int32_t *counts = (int32_t *)room, before = 0;
-    for (int64_t token = warp; token < a.tokens; token += ROUTE_WARPS)
+    if (a.given_experts != NULL)
+        for (int64_t s = threadIdx.x; s < slots; s += ROUTE_THREADS) copy_given(a, s);
+    for (int64_t token = warp; a.given_experts == NULL && token < a.tokens; token += ROUTE_WARPS)
         choose_for(a, token, room + warp * 3 * a.experts);
     __syncthreads();
     for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS) counts[e] = 0;
@@ -233,9 +252,12 @@ route_params route_params_of(const route_args *args)
     a.top_k = (int32_t)args->top_k;
     a.renormalize = args->renormalize;
     a.scale = args->scale;
-    a.tokens = given ? args->logits.shape[0] : args->hidden.shape[0];
-    a.experts = (int32_t)(given ? args->logits.shape[1] : args->weight.shape[0]);
-    a.dim = given ? 0 : args->hidden.shape[1];
+    const bool routed = present(args->given_experts);
+    a.tokens = routed ? args->given_experts.shape[0] : given ? args->logits.shape[0] : args->hidden.shape[0];
+    a.experts = (int32_t)(routed  ? args->offsets.shape[0]
+                          : given ? args->logits.shape[1]
+                                  : args->weight.shape[0]);
+    a.dim = given || routed ? 0 : args->hidden.shape[1];
     a.logits = args->logits.data;
     a.logits_dtype = args->logits.dtype;
     a.logits_s = args->logits.strides[0];
@@ -254,6 +276,12 @@ route_params route_params_of(const route_args *args)
         a.vocabulary = args->tid2eid.shape[0];
         a.table_s = args->tid2eid.strides[0];
     }
+    if (routed) {
+        a.given_experts = (const int32_t *)args->given_experts.data;
+        a.given_experts_s = args->given_experts.strides[0];
+        a.given_weights = (const float *)args->given_weights.data;
+        a.given_weights_s = args->given_weights.strides[0];
+    }
     a.chosen = (int32_t *)args->experts.data;
     a.chosen_s = args->experts.strides[0];
     a.weights = (float *)args->weights.data;
@@ -268,7 +296,7 @@ static size_t carve(route_params &a, const route_args *args, void *workspace)
 {
     arena room = arena_on(workspace);
     a.counts = (int32_t *)arena_take(&room, (size_t)(a.chunks * a.experts) * sizeof(int32_t));
-    if (!present(args->logits))
+    if (!present(args->logits) && !present(args->given_experts))
         a.own = (float *)arena_take(&room, (size_t)(a.tokens * a.experts) * sizeof(float));
     return arena_size(&room);
 }
@@ -308,7 +336,10 @@ static quern_status route_any_run(const stage_exec *exec, const route_args *args
     if (a.own != NULL) status = route_make_logits(to, a);
     if (status == QUERN_OK && a.tokens <= ROUTE_FEW && a.tokens > 0)
         return launch_shared(to, route_few, dim3(1), ROUTE_THREADS, 3 * ROUTE_WARPS * row, "route, few", a);
-    if (status == QUERN_OK)
+    if (status == QUERN_OK && a.given_experts != NULL)
+        status = launch_shared(to, route_copy, dim3(blocks_for(a.tokens * a.top_k, ROUTE_THREADS)),
+                               ROUTE_THREADS, 0, "route, copy", a);
+    else if (status == QUERN_OK)
         status = launch_shared(to, route_choose, dim3(blocks_for(a.tokens, ROUTE_WARPS)), ROUTE_THREADS,
                                3 * ROUTE_WARPS * row, "route, choose", a);
     if (status == QUERN_OK)

@@ -9,8 +9,8 @@
  * slot's rank in its chunk follows from counts of its warp's earlier slots and of the warps before, so the
  * order is that of the slots. For few tokens one block does all three, as each launch takes longer.
  *
- * An id without a row in the table, or a row with an entry that is no expert, gives that slot expert 0 and
- * weight 0.
+ * An id without a row in the table, or an entry of it, or of the routing that is handed in, that is no expert,
+ * gives that slot expert 0 and weight 0.
  */
 #ifndef QUERN_CUDA_ROUTE_PARAMS_CUH
 #define QUERN_CUDA_ROUTE_PARAMS_CUH
@@ -18,6 +18,7 @@
 #include "common/launch.cuh"
 #include "common/rows.cuh"
 #include "common/topk.cuh"
+#include "common/values.cuh"
 
 enum {
     ROUTE_THREADS = 256,
@@ -41,11 +42,14 @@ struct route_params {
     const void *input_ids, *table;
     bool ids64, table64;
     int64_t vocabulary, table_s;
+    const int32_t *given_experts; /* routing that is handed in; NULL: it is not */
+    const float *given_weights;
+    int64_t given_experts_s, given_weights_s;
     int32_t *chosen;
     float *weights;
     int64_t chosen_s, weights_s;
     int32_t *offsets, *permutation;
-    float *own;      /* [T, E] logits, workspace; NULL: given */
+    float *own; /* [T, E] logits, workspace; NULL: given */
     int32_t *status;
     int32_t *counts; /* [chunks][E], workspace */
     int64_t chunks;
@@ -60,13 +64,6 @@ struct route_params {
     float *d_weight;
     int64_t d_weight_s;
 };
-
-__device__ __forceinline__ float value_at(const void *p, quern_dtype dtype, int64_t at)
-{
-    return dtype == QUERN_F32    ? ((const float *)p)[at]
-           : dtype == QUERN_BF16 ? to_float(((const bf16 *)p)[at])
-                                 : to_float(((const f16 *)p)[at]);
-}
 
 __device__ __forceinline__ float logit_at(const route_params &a, int64_t token, int32_t e)
 {

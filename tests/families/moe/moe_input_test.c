@@ -27,7 +27,8 @@ static void refused(moe_case *c, const quern_moe_params *p, const quern_moe_tens
         if (strstr(quern_last_error(ctx), says) == NULL)
             fail_msg("\"%s\" does not say \"%s\"", quern_last_error(ctx), says);
         for (int k = 0; k < MOE_TENSORS; k++)
-            if (moe_is_result(k) && c->t[k].buffer != NULL) test_tensor_check_unchanged(&c->t[k], "a result");
+            if (moe_is_result(c, k) && c->t[k].buffer != NULL)
+                test_tensor_check_unchanged(&c->t[k], "a result");
     }
     test_workspace_close(&w);
 }
@@ -91,11 +92,14 @@ static quern_tensor shaped(const moe_case *c, int tensor, int32_t dim, int64_t e
 static void tensors(void **state)
 {
     (void)state;
-    static const int needed[] = {M(hidden),     M(weight),      M(gate_up_codes), M(gate_up_scales),
-                                 M(down_codes), M(down_scales), M(out),           M(d_out)};
+    static const int needed[] = {M(hidden),      M(gate_up_codes), M(gate_up_scales), M(down_codes),
+                                 M(down_scales), M(out),           M(d_out)};
     moe_case c = usual(MOE_NVFP4, MOE_NVFP4, false), floats = usual(MOE_FLOATS, MOE_FLOATS, false);
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
         refused_tensor(&c, needed[i], NULL, "is NULL");
+    quern_moe_tensors without = moe_bind(&c, false);
+    without.weight = without.experts = without.weights = NULL;
+    refused(&c, &c.params, &without, NULL, "weight is NULL: the router's weight, or logits, or experts");
     refused_tensor(&floats, M(down), NULL, "down is NULL");
     refused_tensor(&floats, M(shared_down), NULL, "shared_down is NULL");
     refused_tensor(&floats, M(gate_up_codes), &c.t[M(gate_up_codes)].view,
@@ -125,6 +129,44 @@ static void tensors(void **state)
     t = c.t[M(hidden)].view;
     refused_tensor(&c, M(out), &t, "shares memory with");
     moe_free(&c), moe_free(&floats);
+}
+
+/* Routing that is handed in, and what does not go with it. */
+static void routing(void **state)
+{
+    (void)state;
+    test_random random = {11};
+    const moe_wish w = {
+        .tokens = 6, .dtype = QUERN_F32, .routed = MOE_NVFP4, .shared = MOE_NONE, .routed_by_hand = true};
+    moe_case c = moe_make(&random, &w);
+    const int64_t k = c.params.top_k;
+    static const int router[] = {M(bias), M(input_ids), M(tid2eid)};
+    for (int i = 0; i < 3; i++)
+        refused_tensor(&c, router[i], &c.t[M(offsets)].view, "is given with experts and weights");
+    refused_tensor(&c, M(experts), NULL, "experts is NULL");
+    refused_tensor(&c, M(weights), NULL, "weights is NULL");
+    refused_tensor(&c, M(gate_up_codes), NULL, "gate_up_codes is NULL");
+    refused_tensor(&c, M(d_weight), &c.t[M(d_weights)].view, "d_weight is given and weight is NULL");
+    quern_tensor t = shaped(&c, M(experts), 0, 5);
+    refused_tensor(&c, M(experts), &t, "experts.shape[0] is 5");
+    t = shaped(&c, M(weights), 1, k + 1);
+    refused_tensor(&c, M(weights), &t, "weights.shape[1] is");
+    t = c.t[M(experts)].view;
+    t.dtype = QUERN_F32;
+    refused_tensor(&c, M(experts), &t, "experts: dtype f32");
+    const int32_t bad[] = {-1, (int32_t)c.experts, INT32_MIN, INT32_MAX};
+    for (int i = 0; i < 4; i++) {
+        int32_t *ids = test_tensor_get_i32(&c.t[M(experts)]), good = ids[3 * k];
+        char says[60];
+        ids[3 * k] = bad[i];
+        test_tensor_set_i32(&c.t[M(experts)], ids);
+        snprintf(says, sizeof says, "experts[3, 0] is %d", bad[i]);
+        refused_params(&c, &c.params, says);
+        ids[3 * k] = good;
+        test_tensor_set_i32(&c.t[M(experts)], ids);
+        free(ids);
+    }
+    moe_free(&c);
 }
 
 static void put_f32(test_tensor *t, int64_t index, double value)
@@ -193,7 +235,7 @@ static void zeros_are_numbers(void **state)
         for (size_t w = 0; i >= 2 && w < sizeof weights / sizeof *weights; w++) fill_zeros(&c.t[weights[w]]);
         moe_call_forward(&c, ctx), moe_call_backward(&c, ctx);
         for (int k = 0; k < MOE_TENSORS; k++) {
-            if (!moe_is_result(k) || c.t[k].buffer == NULL || c.t[k].view.dtype != QUERN_F32) continue;
+            if (!moe_is_result(&c, k) || c.t[k].buffer == NULL || c.t[k].view.dtype != QUERN_F32) continue;
             double *values = test_tensor_get(&c.t[k]);
             for (int64_t n = 0; n < test_tensor_count(&c.t[k]); n++) assert_true(isfinite(values[n]));
             free(values);
@@ -345,11 +387,9 @@ static void a4_is_its_parts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(parameters),
-        cmocka_unit_test(tensors),
-        cmocka_unit_test(contents),
-        cmocka_unit_test(zeros_are_numbers),
-        cmocka_unit_test(workspace_is_checked),
+        cmocka_unit_test(parameters),        cmocka_unit_test(tensors),
+        cmocka_unit_test(routing),           cmocka_unit_test(contents),
+        cmocka_unit_test(zeros_are_numbers), cmocka_unit_test(workspace_is_checked),
         cmocka_unit_test(a4_is_its_parts),
     };
     return cmocka_run_group_tests(tests, test_open_context, test_close_context);

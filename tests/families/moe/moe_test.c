@@ -25,6 +25,7 @@ static moe_wish random_wish(test_random *random, int trial)
                   .logits = test_random_one_in(random, 3),
                   .table = test_random_one_in(random, 3),
                   .bias = test_random_one_in(random, 2)};
+    w.routed_by_hand = trial % 4 == 3;
     w.a4 = w.routed != MOE_FLOATS && test_random_one_in(random, 3);
     return w;
 }
@@ -40,7 +41,8 @@ static void check_same(const moe_case *c, const test_tensor kept[MOE_TENSORS], c
 static void keep(const moe_case *c, test_tensor kept[MOE_TENSORS])
 {
     for (int i = 0; i < MOE_TENSORS; i++)
-        kept[i] = moe_is_result(i) && c->t[i].buffer != NULL ? test_tensor_copy(&c->t[i]) : (test_tensor){0};
+        kept[i] =
+            moe_is_result(c, i) && c->t[i].buffer != NULL ? test_tensor_copy(&c->t[i]) : (test_tensor){0};
 }
 
 static void drop(test_tensor kept[MOE_TENSORS])
@@ -288,8 +290,8 @@ static void golden_vectors(void **state)
 
 /* ---- the oracle ---- */
 
-/* Along a random direction, the oracle's gradient of the hidden states equals the central difference of its
- * forward. */
+/* Along a random direction, the oracle's gradient of the hidden states, or of experts' matrices, equals the
+ * central difference of its forward. */
 static void the_oracle_differentiates(void **state)
 {
     test_random random = {test_seed("the_oracle_differentiates", 44)};
@@ -297,23 +299,25 @@ static void the_oracle_differentiates(void **state)
     for (int trial = 0; trial < test_trials(12); trial++) {
         const moe_wish w = {
             .tokens = 5, .dtype = QUERN_F32, .routed = MOE_FLOATS, .shared = MOE_FLOATS, .bias = true};
+        static const int inputs[] = {M(hidden), M(gate_up), M(down)};
+        const int of = inputs[trial % 3];
         const double step = 1e-6;
         moe_case c = moe_make(&random, &w);
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
         moe_call_forward(&c, ctx);
-        const int64_t n = c.tokens * c.dim;
-        double *d_out = test_tensor_get(&c.t[M(d_out)]), *out = test_doubles(n), *at = c.values[M(hidden)],
-               *moved = test_doubles(n), *along = test_doubles(n), loss = 0, expected = 0,
-               *d_x = moe_oracle_gradient(&c, d_out);
-        for (int64_t i = 0; i < n; i++) along[i] = test_random_normal(&random);
+        const int64_t n = c.tokens * c.dim, count = test_tensor_count(&c.t[of]);
+        double *d_out = test_tensor_get(&c.t[M(d_out)]), *out = test_doubles(n), *at = c.values[of],
+               *moved = test_doubles(count), *along = test_doubles(count), loss = 0, expected = 0,
+               *d_x = moe_oracle_gradient(&c, of, d_out);
+        for (int64_t i = 0; i < count; i++) along[i] = test_random_normal(&random);
         for (int side = -1; side <= 1; side += 2) {
-            for (int64_t i = 0; i < n; i++) moved[i] = at[i] + side * step * along[i];
-            c.values[M(hidden)] = moved;
+            for (int64_t i = 0; i < count; i++) moved[i] = at[i] + side * step * along[i];
+            c.values[of] = moved;
             moe_oracle_forward(&c, out);
             for (int64_t i = 0; i < n; i++) loss += side * d_out[i] * out[i] / (2 * step);
         }
-        c.values[M(hidden)] = at;
-        for (int64_t i = 0; i < n; i++) expected += d_x[i] * along[i];
+        c.values[of] = at;
+        for (int64_t i = 0; i < count; i++) expected += d_x[i] * along[i];
         if (fabs(loss - expected) > 1e-5 * (fabs(expected) + 1))
             fail_msg("trial %d: difference %.9g, gradient %.9g", trial, loss, expected);
         free(d_out), free(out), free(moved), free(along), free(d_x);
@@ -345,7 +349,7 @@ static void a_plan_gives_the_bits_of_the_call(void **state)
             keep(&c, kept);
             for (int i = 0; i < MOE_TENSORS; i++) {
                 data[i] = (&t.hidden)[i] != NULL ? c.t[i].view.data : NULL;
-                if (moe_is_result(i) && data[i] != NULL) test_tensor_reset(&c.t[i]);
+                if (moe_is_result(&c, i) && data[i] != NULL) test_tensor_reset(&c.t[i]);
             }
             if (quern_plan_create(ctx, backward ? QUERN_OP_MOE_BACKWARD : QUERN_OP_MOE_FORWARD, &c.params, &t,
                                   &plan) != QUERN_OK)
