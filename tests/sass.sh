@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # The machine code of the kernels in folders sm90* of src/cuda, against src/cuda/sass.txt: of each instance how many
-# products of warpgroups it has (HGMMA), how many instructions reach local memory, and in its shortest loop with products how many
+# products of warpgroups it has (HGMMA, QGMMA), how many instructions reach local memory, and in its shortest loop with products how many
 # move a value from a vector register to a uniform one (R2UR). It may not have fewer of the first, nor more of the others.
 # Needs cuobjdump and nvdisasm: those on PATH or beside nvcc, else PyPI's in build/sass-venv, else nothing is looked at.
 #   tests/sass.sh [--print] [BUILD]: the table as measured; the build's folder (build/release)
@@ -20,7 +20,7 @@ instances() {
         /^ +\/\*[0-9a-f]+\*\/ / {
             address = substr($1, 3, length($1) - 4)
             at[address] = ++n
-            products += / HGMMA/
+            products += / [HQ]GMMA/
             memory += / (LDL|STL)/
             moves += / R2UR /
             product_at[n] = products

@@ -155,6 +155,13 @@ def products(quern):
             line(f"W4A16, {tokens} tokens an expert", target, rates[tokens], "TFLOP/s")
         if tokens >= 512:
             line("    over PyTorch's grouped_mm in bf16, in turns", 0.8, peer / ours, "x")
+    for tokens, target in ((64, None), (512, 600), (4096, 720)):
+        flops = experts.flops(tokens) * tera
+        ours, own = in_turns(experts.equal(tokens, a8="fp8"), experts.equal(tokens))
+        print(f"    W4A8 FP8, {tokens} tokens: {flops / ours:.0f} TFLOP/s; W4A16 in turns {flops / own:.0f}")
+        if target is not None:
+            line(f"W4A8 FP8, rows rounded too, {tokens} tokens an expert", target, flops / ours, "TFLOP/s")
+            line("    over own W4A16, in turns", 1.15, own / ours, "x")
     coded = dict(
         a_codes=torch.randint(0, 256, (32 * 512, 2048), dtype=U8, device="cuda"),
         a_scales=torch.randint(0x28, 0x38, (32 * 512, 256), dtype=U8, device="cuda"),

@@ -72,7 +72,7 @@ typedef struct quern_nvfp4_quantize_params {
     quern_nvfp4_profile profile;
     quern_nvfp4_scales scales;
     quern_nvfp4_global global_per;
-    bool weight; /* x is [K, N] or [E, K, N], blocks along K */
+    bool weight;         /* x is [K, N] or [E, K, N], blocks along K */
     uint8_t reserved[3]; /* 0; later fields stand here */
 } quern_nvfp4_quantize_params;
 #define QUERN_NVFP4_QUANTIZE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_quantize_params)
@@ -212,7 +212,7 @@ typedef struct quern_nvfp4_swizzle_params {
     size_t size;
     bool inverse; /* from swizzled to linear */
     bool weight;
-    bool experts; /* tokens_per_expert is read; not with weight */
+    bool experts;        /* tokens_per_expert is read; not with weight */
     uint8_t reserved[5]; /* 0; later fields stand here */
 } quern_nvfp4_swizzle_params;
 #define QUERN_NVFP4_SWIZZLE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_swizzle_params)
@@ -274,13 +274,21 @@ QUERN_API quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_ex
  * The grouped product: C[t] = A[t] B[e] for the rows t of expert e, B in NVFP4.
  *     result = fl(acc fl(G_A G_B)) + bias + C, in f32 and in that order
  * then SwiGLU where asked, then one rounding to C's dtype, or quantisation. acc sums in f32 the products of
- * f32, f16 and bf16 activations with code * scale, which is exact. With A in NVFP4, or rounded to int8 (a8),
- * acc sums exact integers within a block of 16. Within a context, a row's result depends on that row alone,
+ * f32, f16 and bf16 activations with code * scale, which is exact. With A in NVFP4, or rounded to int8 (a8
+ * INT8), acc sums exact integers within a block of 16.
+ *
+ * a8 FP8: both operands are e4m3, products on a GPU have FP8's rate. A is rounded by row and 128 of K: s =
+ * amax / 448, 1 where that is 0, q = e4m3(x / s). A weight becomes w = e4m3(code scale 2^-e), with 2^e of its
+ * column the smallest power of two with 6 largest scale <= 448 2^e. acc = 2^e times the sum over the 128s, in
+ * order and in f32, of s (sum of q w). Weights converted from MXFP4 stay exact; others gain 2.1% RMS of their
+ * size in error. A number in A that is not finite is QUERN_ERR_INVALID_ARGUMENT on the CPU; on a GPU it sets
+ * QUERN_STATUS_NOT_FINITE and counts as 0.
+ * Within a context, a row's result depends on that row alone,
  * to the bit, whatever the other rows, the layout of B and the number of threads.
  *
  * Bound against exact arithmetic, with S the sum of |a b| and the globals, |bias| and |C|:
- * (4 + K / 16) 2^-23 S for integer products, (K + 8) 2^-24 S for others, and half a unit of the output's last
- * place. (bf16 activations at the level AVX512BF16: numbers below 2^-126 count as 0 in rows that have one of
+ * (4 + K / 16) 2^-23 S for integer products, (2^-6 + ceil(K / 128) 2^-23) S for FP8's by its operands, (K + 8)
+ * 2^-24 S for others, and half a unit of the output's last place. (bf16 activations at the level AVX512BF16: numbers below 2^-126 count as 0 in rows that have one of
  * at least 2^-60.)
  */
 typedef enum quern_nvfp4_codes_layout {
@@ -305,6 +313,13 @@ typedef enum quern_nvfp4_output {
     QUERN_NVFP4_OUTPUT_NVFP4 = 4
 } quern_nvfp4_output;
 
+/* Rounding of A, in floats, before the product. */
+typedef enum quern_nvfp4_a8 {
+    QUERN_NVFP4_A8_NONE = 0,
+    QUERN_NVFP4_A8_INT8 = 1, /* one scale a row: amax / 127 */
+    QUERN_NVFP4_A8_FP8 = 2   /* to e4m3, as the weights: see above */
+} quern_nvfp4_a8;
+
 typedef enum quern_nvfp4_activation {
     QUERN_NVFP4_ACTIVATION_NONE = 0,
     QUERN_NVFP4_ACTIVATION_SWIGLU = 1
@@ -316,7 +331,7 @@ typedef struct quern_nvfp4_gemm_params {
     quern_nvfp4_scales_layout b_scales;
     int64_t n; /* columns of B; 0: from b_codes */
     quern_nvfp4_global a_global_per;
-    bool a8;         /* A, in floats, is rounded to int8 with one scale per row */
+    quern_nvfp4_a8 a8;
     bool accumulate; /* C is added to; not with an activation, nor to a quantised output */
     quern_nvfp4_activation activation;
     float limit, alpha, beta;    /* of SwiGLU, as for quern_nvfp4_fused_quantize */
@@ -324,14 +339,14 @@ typedef struct quern_nvfp4_gemm_params {
     quern_nvfp4_profile profile; /* of a quantised output */
     bool a_swizzled;             /* a_scales are swizzled; true also wherever there are pad_row_offsets */
     quern_nvfp4_output output;
-    bool prepack; /* repack B into the workspace first: the same bits */
+    bool prepack;        /* repack B into the workspace first: the same bits */
     uint8_t reserved[3]; /* 0; later fields stand here */
 } quern_nvfp4_gemm_params;
 #define QUERN_NVFP4_GEMM_PARAMS_INIT                                                                         \
     {                                                                                                        \
         sizeof(quern_nvfp4_gemm_params), QUERN_NVFP4_CODES_LINEAR, QUERN_NVFP4_LAYOUT_LINEAR, 0,             \
-            QUERN_NVFP4_GLOBAL_TENSOR, false, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f, 0.0f, 8,       \
-            QUERN_NVFP4_PROFILE_RNE, false, QUERN_NVFP4_OUTPUT_INPUT, false,                                 \
+            QUERN_NVFP4_GLOBAL_TENSOR, QUERN_NVFP4_A8_NONE, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f,  \
+            0.0f, 8, QUERN_NVFP4_PROFILE_RNE, false, QUERN_NVFP4_OUTPUT_INPUT, false,                        \
         {                                                                                                    \
             0                                                                                                \
         }                                                                                                    \

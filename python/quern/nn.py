@@ -283,7 +283,7 @@ class HeavilyCompressedAttention(_CompressedAttention):
 _EXPERTS = tuple(
     f"{matrix}_{kind}" for matrix in ("gate_up", "down") for kind in ("codes", "scales", "repacked", "global")
 )
-_MOE_PER_CALL = ("logits", "bias", "input_ids", "tid2eid", "return_routing")
+_MOE_PER_CALL = ("logits", "bias", "input_ids", "tid2eid", "experts", "weights", "return_routing")
 _MOE_OWN = ("gate_up", "down", "intermediate", *_EXPERTS)
 
 
@@ -382,7 +382,7 @@ class NVFP4Linear(nn.Module):
 
     In memory the weight has the layout that products read fastest on its device; `state_dict` has codes
     [in_features/2, out_features], scales [in_features/16, out_features] and the global f32 []. x is f32, bf16
-    or f16; x and the bias have gradients. a8: x is rounded to int8, a scale a row, for the product.
+    or f16; x and the bias have gradients. a8: as grouped_mm()'s.
     from_linear() takes a layer's weight, nvfp4.quantize_() those of a model.
     """
 
@@ -392,7 +392,7 @@ class NVFP4Linear(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        a8: bool = False,
+        a8: bool | str = False,
         device: Any = None,
         dtype: Any = None,
     ) -> None:

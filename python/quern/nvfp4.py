@@ -237,7 +237,7 @@ def grouped_mm(
     pad_row_offsets: Any = None,
     b_layout: str = "linear",
     b_scales_layout: str = "linear",
-    a8: bool = False,
+    a8: bool | str = False,
     columns: int = 0,
     c: Any = None,
     out: Any = None,
@@ -250,8 +250,8 @@ def grouped_mm(
     a_global_per says; b_global [], [E] or [E, 2], gate's and up's; 1 where absent. bias [E, N]. "swiglu":
     gate and up alternate in runs of `granularity` columns; silu with alpha, beta and limit (0: no clamp).
     output "input" (a's dtype, f32 for codes), "f32", "bf16" or "f16", or `out`; "nvfp4" → codes, scales by
-    c_global f32 [] in the profile. c: of the result's dtype and shape, to which the product is added. a8: a,
-    of floats, is rounded to int8.
+    c_global f32 [] in the profile. c: of the result's dtype and shape, to which the product is added. a8
+    "int8" or True: a, of floats, is rounded to int8; "fp8": a by row and 128 of K, and the weights, to e4m3.
 
     a_layout "swizzled": a_scales and pad_row_offsets of swizzle(). b_layout "k-major": b [E, N, K/2].
     b_scales_layout "k-major", [E, N, K/16], or "swizzled", of swizzle(weight=True).
@@ -271,7 +271,7 @@ def grouped_mm(
         ("a_swizzled", a_layout),
         ("b_codes", b_layout),
         ("b_scales", b_scales_layout),
-        ("a8", a8),
+        ("a8", a8 if isinstance(a8, str) else "int8" if a8 else "none"),
     )
     _arrays.need_plain("grouped_mm's c", c)
     quantized, repacked = a_scales is not None, b_scales is None
@@ -297,7 +297,7 @@ def grouped_mm(
 
 
 def quantize_(
-    model: Any, filter_fn: Any = None, *, profile: str = "rne", scales: str = "rne", a8: bool = False
+    model: Any, filter_fn: Any = None, *, profile: str = "rne", scales: str = "rne", a8: bool | str = False
 ) -> None:
     """Replaces the torch.nn.Linear layers of a model by quern.nn.NVFP4Linear, in place.
 

@@ -516,11 +516,13 @@ def nvfp4_gemm(near, exact):
     a, bias = torch.randn(10, 64), torch.randn(3, 64)
     more = {"b_global": one, "bias": bias}
     near(nvfp4.grouped_mm(a, codes, scales, offsets, **more), exact(a, codes, scales, offsets, **more), BOUND)
-    near(
-        nvfp4.grouped_mm(a, codes, scales, offsets, a8=True, **more),
-        exact(a, codes, scales, offsets, a8=True, **more),
-        BOUND,
-    )
+    for a8 in (True, "int8", "fp8"):
+        rounded = {"a8": a8, **more}
+        near(
+            nvfp4.grouped_mm(a, codes, scales, offsets, **rounded),
+            exact(a, codes, scales, offsets, **rounded),
+            BOUND,
+        )
     quantized, a_scales, a_global = nvfp4.quantize(a, global_per="row")
     more.update(a_scales=a_scales, a_global=a_global, a_global_per="row")
     more["b_global"] = one[:, None] * torch.tensor([1.0, 3.0])

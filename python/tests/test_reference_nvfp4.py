@@ -95,11 +95,11 @@ def test_gradients():
     assert torch.equal(torch.autograd.grad(runs, x, runs.detach())[0], x)
 
 
-@pytest.mark.parametrize("a", ["floats", "a8"])
+@pytest.mark.parametrize("a", ["floats", "int8", "fp8"])
 def test_gradient_of_a_product(near, a):
     codes, scales, one = nvfp4.quantize(torch.randn(3, 64, 32), weight=True, global_per="expert")
     offsets = torch.tensor([4, 4, 9], dtype=torch.int32)
-    more = {"b_global": one, "activation": "swiglu", "a8": a == "a8"}
+    more = {"b_global": one, "activation": "swiglu", "a8": "none" if a == "floats" else a}
     x = torch.randn(10, 64, requires_grad=True)
     got = nvfp4.grouped_mm(x, codes, scales, offsets, **more)
     wide = x.detach().double().requires_grad_()

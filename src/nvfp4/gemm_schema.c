@@ -31,6 +31,7 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == GEMM_TENSORS, "a row a tensor");
 
+static const char *const a8_words[] = {"none", "int8", "fp8", NULL};
 static const char *const a_layouts[] = {"linear", "swizzled", NULL};
 static const char *const activations[] = {"none", "swiglu", NULL}, *const outputs[] = {"input", "f32",
                                                                                        "bf16",  "f16",
@@ -42,7 +43,8 @@ static const op_param params[] = {
     {"b_scales", AT(b_scales), OP_CHOICE, 0, 2, nvfp4_scales_words, "layout of B's scales"},
     {"n", AT(n), OP_INTEGER, 0, INT32_MAX, NULL, "columns of B; 0: from B_codes"},
     {"a_global_per", AT(a_global_per), OP_CHOICE, 0, 2, nvfp4_global_words, "what shares a global of A"},
-    {"a8", AT(a8), OP_FLAG, 0, 1, NULL, "round A to int8, a scale a row"},
+    {"a8", AT(a8), OP_CHOICE, 0, 2, a8_words,
+     "round A: to int8, a scale a row; or to e4m3 by row and 128 of K, with the weights"},
     {"accumulate", AT(accumulate), OP_FLAG, 0, 1, NULL, "add to c in place"},
     {"activation", AT(activation), OP_CHOICE, 0, 1, activations, "of interleaved gate and up"},
     {"limit", AT(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
@@ -203,9 +205,10 @@ static quern_status derive_rows(op_call *call)
                          "accepted",
                          tensors[a].field, (long long)s[GS_T], (long long)columns);
     s[GS_K] = values * columns;
-    if (params_of(call)->a8 && t[G(a)] == NULL)
+    if (params_of(call)->a8 != QUERN_NVFP4_A8_NONE && t[G(a)] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "a8 is true without a: activations in floats are accepted");
+                         "a8 is %s with a_codes: a, activations in floats, is accepted",
+                         a8_words[params_of(call)->a8]);
     return QUERN_OK;
 }
 

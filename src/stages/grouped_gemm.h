@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * grouped_gemm.h - C = A B, each expert's rows of A [T, K] by its NVFP4 matrix B [K, N]. A is in floats, in
- * NVFP4, or is rounded to int8 inside. Without offsets there is one expert, which has all rows.
+ * NVFP4, or is rounded to int8 inside, or to e4m3 with the weights (<quern/nvfp4.h>). Without offsets there is one expert, which has all rows.
  *
  * Result = fl(acc fl(G_A G_B)) + bias + C_old in f32, in that order. Then, under `swiglu`, columns that
  * interleave gate and up become half as many; then one rounding to C's dtype, or quantisation to c_codes and
@@ -21,6 +21,7 @@
 typedef struct grouped_gemm_args {
     int64_t tokens, n, k;
     bool int8;                    /* a is rounded to int8, one scale per row */
+    bool fp8;                     /* a and b are rounded to e4m3 */
     quern_tensor a;               /* f32, f16, bf16 [T, K]; or absent */
     quern_tensor a_codes;         /* u8 [T, K/2] */
     quern_tensor a_scales;        /* [T, K/16]; with pad_row_offsets [bytes], in the order of tensor cores */
@@ -50,11 +51,12 @@ STAGE_DECLARE(grouped_gemm);
     IN(a_codes)                                                                                              \
     IN(a_scales)                                                                                             \
     IN(pad_row_offsets)                                                                                      \
-    IN(a_global) IN(b_codes) IN(b_scales) IN(b_repacked) IN(b_global) IN(offsets) IN(bias) IN(c_old) OUT(c)  \
-        OUT(c_codes) OUT(c_scales) IN(c_global) IN(d_c) GRAD(d_a)
+    IN(a_global)                                                                                             \
+    IN(b_codes) IN(b_scales) IN(b_repacked) IN(b_global) IN(offsets) IN(bias) IN(c_old) OUT(c) OUT(c_codes)  \
+        OUT(c_scales) IN(c_global) IN(d_c) GRAD(d_a)
 #define GROUPED_GEMM_VALUES(F)                                                                               \
     F(tokens)                                                                                                \
     F(n)                                                                                                     \
-    F(k) F(int8) F(a_per) F(k_major) F(order) F(swiglu) SWIGLU_RULE_VALUES(F) F(profile)
+    F(k) F(int8) F(fp8) F(a_per) F(k_major) F(order) F(swiglu) SWIGLU_RULE_VALUES(F) F(profile)
 
 #endif

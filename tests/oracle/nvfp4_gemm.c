@@ -7,16 +7,18 @@
 
 static void element(const oracle_product *p, int64_t e, int64_t t, int64_t n)
 {
-    double sum = 0, size = 0;
+    double sum = 0, size = 0, squares = 0;
     for (int64_t k = 0; k < p->k; k++) {
         const double term = p->a[t * p->k + k] * p->b[(e * p->k + k) * p->n + n];
         sum += term;
         size += fabs(term);
+        squares += term * term;
     }
     const float global = (float)p->a_global[t] * (float)p->b_global[e * p->n + n];
     const double bias = p->bias != 0 ? p->bias[e * p->n + n] : 0,
                  old = p->old != 0 ? p->old[t * p->n + n] : 0;
     p->c[t * p->n + n] = sum * (double)global + bias + old;
+    if (p->root != 0) p->root[t * p->n + n] = sqrt(squares) * (double)global;
     p->size[t * p->n + n] = size * (double)global + fabs(bias) + fabs(old);
 }
 

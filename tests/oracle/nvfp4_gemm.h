@@ -15,6 +15,7 @@ typedef struct oracle_product {
     const double *b_global;   /* [E, N] */
     const double *bias, *old; /* [E, N], [T, N]; NULL: 0 */
     double *c, *size;         /* [T, N]: the result, and the sum of its terms' absolute values */
+    double *root;             /* [T, N]: the root of the sum of the products' squares; NULL: not wanted */
 } oracle_product;
 
 /* Rows past the last end are left alone. */

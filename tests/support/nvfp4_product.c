@@ -4,6 +4,7 @@
 
 #include "cmocka_c11.h"
 #include "op_case.h"
+#include "oracle/linear.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -48,7 +49,7 @@ static void make_a(product_case *c, test_random *random, bool wide)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
     const int64_t shape[] = {c->tokens, c->k};
-    const quern_dtype dtype = dtypes[c->kind == PRODUCT_A_INT8 ? test_random_int(random, 0, 2) : c->kind % 3];
+    const quern_dtype dtype = dtypes[c->kind >= PRODUCT_A_FP8 ? test_random_int(random, 0, 2) : c->kind % 3];
     c->a_row_scale = test_doubles(c->tokens);
     for (int64_t t = 0; t < c->tokens; t++) c->a_row_scale[t] = 1;
     if (c->kind == PRODUCT_A_NVFP4) {
@@ -64,6 +65,11 @@ static void make_a(product_case *c, test_random *random, bool wide)
     if (wide) fill_wide(&c->a, random);
     else test_tensor_normal(&c->a, random, 1);
     c->a_values = test_tensor_get(&c->a);
+    for (int64_t i = 0; c->kind == PRODUCT_A_FP8 && i < c->tokens * c->k;) {
+        const int64_t left = c->k - i % c->k, n = left < 128 ? left : 128;
+        oracle_linear_round(c->a_values + i, n);
+        i += n;
+    }
     for (int64_t t = 0; c->kind == PRODUCT_A_INT8 && t < c->tokens; t++) {
         float amax = 0;
         for (int64_t k = 0; k < c->k; k++) amax = fmaxf(amax, fabsf((float)c->a_values[t * c->k + k]));
@@ -95,10 +101,14 @@ static void make_epilogue(product_case *c, test_random *random)
 product_case product_make(test_random *random, product_a kind, bool wide)
 {
     static const int64_t runs[] = {8, 8, 1, 16, 32};
-    product_case c = {
-        .kind = kind, .params = QUERN_NVFP4_GEMM_PARAMS_INIT, .experts = test_random_int(random, 1, 5)};
+    product_case c = {.kind = kind,
+                      .wide = wide,
+                      .params = QUERN_NVFP4_GEMM_PARAMS_INIT,
+                      .experts = test_random_int(random, 1, 5)};
     const bool paired = test_random_one_in(random, 2);
-    c.params.a8 = kind == PRODUCT_A_INT8;
+    c.params.a8 = kind == PRODUCT_A_INT8  ? QUERN_NVFP4_A8_INT8
+                  : kind == PRODUCT_A_FP8 ? QUERN_NVFP4_A8_FP8
+                                          : QUERN_NVFP4_A8_NONE;
     c.params.a_global_per = (quern_nvfp4_global)test_random_int(random, 0, 2);
     c.params.granularity = runs[test_random_int(random, 0, 4)];
     c.n = paired ? 2 * c.params.granularity * test_random_int(random, 1, 1 + 80 / c.params.granularity)

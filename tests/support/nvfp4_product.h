@@ -16,6 +16,7 @@ typedef enum product_a {
     PRODUCT_A_F16,
     PRODUCT_A_BF16,
     PRODUCT_A_NVFP4,
+    PRODUCT_A_FP8,
     PRODUCT_A_INT8,
 #ifdef QUERN_TEST_GPU
     PRODUCT_A_KINDS = PRODUCT_A_INT8 /* the CPU's alone */
@@ -42,7 +43,9 @@ typedef struct product_case {
     uint8_t *b_codes, *b_scales; /* [E, K, N] one a byte, [E, K/16, N] */
     uint8_t *a_codes, *a_scales; /* [T, K], [T, K/16]; NVFP4 */
     test_tensor a;               /* floats */
-    double *a_values;            /* [T, K], int8 included: rounded, without the row's scale */
+    bool wide;                   /* of any magnitude */
+    double
+        *a_values; /* [T, K], int8 included: rounded, without the row's scale; FP8: rounded, with its scale */
     double *a_row_scale;         /* int8 */
     double *a_global, *b_global; /* as handed in; NULL: absent */
     int b_parts;                 /* 0: [], 1: [E], 2: [E, 2] */

@@ -55,10 +55,12 @@ static void check_quantised(const product_case *c, const double *h, const double
 static void check_row(const product_case *c, const product_result *r, const oracle_product *p, int64_t t,
                       const char *what)
 {
-    const bool integers = c->kind >= PRODUCT_A_NVFP4,
-               swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
+    const bool integers = c->kind == PRODUCT_A_NVFP4 || c->kind == PRODUCT_A_INT8,
+               fp8 = c->kind == PRODUCT_A_FP8, swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
     const double widest = (4 + (double)c->k / 16) * 0x1p-23,
-                 factor = integers ? widest : ((double)c->k + 8) * 0x1p-24;
+                 factor = fp8        ? 0x1p-6 + (double)((c->k + 127) / 128) * 0x1p-23
+                          : integers ? widest
+                                     : ((double)c->k + 8) * 0x1p-24;
     const int64_t out = product_out_columns(c), blocks = (out + 15) / 16;
     double *h = test_doubles(16 * blocks), *err = test_doubles(16 * blocks);
     for (int64_t i = 0; i < out; i++) {
@@ -78,7 +80,7 @@ static void check_row(const product_case *c, const product_result *r, const orac
     }
     for (int64_t i = 0; i < out && !c->quantised; i++) {
         /* The operands are random, so the error stays below a third of the wider bound. */
-        const double third = swiglu ? INFINITY : widest / 3 * p->size[t * c->n + i];
+        const double third = swiglu || fp8 ? INFINITY : widest / 3 * p->size[t * c->n + i];
         const double got = r->c[t * out + i], reach = fmin(err[i], third),
                      bound = reach + half_ulp(c->c_dtype, fabs(h[i]) + reach);
         if (c->c_dtype == QUERN_F16 && fabs(h[i]) > 60000) continue; /* may be infinite */
@@ -103,16 +105,30 @@ static void check_unused_row(const product_case *c, const product_result *r, int
     for (int64_t i = 0; i < blocks && c->quantised; i++) assert_int_equal(r->scales[t * blocks + i], 0);
 }
 
+/* Weights [E, K, N] without their globals, as stored, or as the product of e4m3 operands takes them. */
+static double *weights_of(const product_case *c, bool stored)
+{
+    double *b = test_doubles(c->experts * c->k * c->n), *column = test_doubles(c->k);
+    for (int64_t i = 0; i < c->experts * c->n; i++) {
+        const int64_t e = i / c->n, n = i % c->n;
+        double largest = 0;
+        for (int64_t k = 0; k < c->k; k++) {
+            const double scale = (double)oracle_e4m3(c->b_scales[(e * (c->k / 16) + k / 16) * c->n + n]);
+            column[k] = (double)oracle_e2m1(c->b_codes[(e * c->k + k) * c->n + n]) * scale;
+            largest = fmax(largest, scale);
+        }
+        if (c->kind == PRODUCT_A_FP8 && !stored) oracle_linear_round_weights(column, c->k, largest);
+        for (int64_t k = 0; k < c->k; k++) b[(e * c->k + k) * c->n + n] = column[k];
+    }
+    free(column);
+    return b;
+}
+
 /* What the oracle takes of a case, and room for its result. */
 static oracle_product exact_of(const product_case *c)
 {
-    double *b = test_doubles(c->experts * c->k * c->n), *a_global = test_doubles(c->tokens),
+    double *b = weights_of(c, false), *a_global = test_doubles(c->tokens),
            *b_global = test_doubles(c->experts * c->n);
-    for (int64_t i = 0; i < c->experts * c->k * c->n; i++) {
-        const int64_t e = i / (c->k * c->n), k = i / c->n % c->k, n = i % c->n;
-        b[i] = (double)oracle_e2m1(c->b_codes[i]) *
-               (double)oracle_e4m3(c->b_scales[(e * (c->k / 16) + k / 16) * c->n + n]);
-    }
     for (int64_t t = 0; t < c->tokens; t++) {
         const int64_t e = product_expert_of(c, t), index[] = {0, e < c->experts ? e : 0, t};
         const float given = c->a_global != NULL ? (float)c->a_global[index[c->params.a_global_per]] : 1;
@@ -146,10 +162,31 @@ static void free_exact(oracle_product *p)
     free(p->c), free(p->size);
 }
 
+/* FP8 products of normal numbers: relative L2 5e-4, and the rounding to the output's type, against the roots of
+ * the sums' squares where these are larger. */
+static void check_length(const product_case *c, const product_result *r, const oracle_product *p,
+                         const char *what)
+{
+    double error = 0, length = 0, rounding = 0;
+    for (int64_t i = 0; i < (int64_t)c->ends[c->experts - 1] * c->n; i++) {
+        if (c->c_dtype == QUERN_F16 && fabs(p->c[i]) > 60000) continue;
+        error = hypot(error, r->c[i] - p->c[i]);
+        length = hypot(length, fmax(fabs(p->c[i]), p->root[i]));
+        rounding = hypot(rounding, half_ulp(c->c_dtype, p->c[i]));
+    }
+    if (!(error <= 5e-4 * length + rounding)) fail_msg("%s: error %g of %g", what, error, length);
+}
+
 void product_check(const product_case *c, const product_result *r, const char *what)
 {
+    const bool length = c->kind == PRODUCT_A_FP8 && !c->wide && !c->quantised &&
+                        c->params.activation == QUERN_NVFP4_ACTIVATION_NONE;
     oracle_product p = exact_of(c);
+    p.root = length ? test_doubles(c->tokens * c->n) : NULL;
     oracle_grouped_product(&p);
+    if (length) check_length(c, r, &p, what);
+    free(p.root);
+    p.root = NULL;
     for (int64_t t = 0; t < c->tokens; t++) {
         if (product_expert_of(c, t) < c->experts) check_row(c, r, &p, t, what);
         else check_unused_row(c, r, t);
@@ -180,19 +217,20 @@ void product_check_backward(const product_case *c, const test_tensor *d_c, const
                             quern_dtype dtype, const char *what)
 {
     oracle_product p = exact_of(c);
-    double *expected = test_doubles(c->tokens * c->k), *d = test_doubles(c->n), *given = test_tensor_get(d_c);
+    double *expected = test_doubles(c->tokens * c->k), *d = test_doubles(c->n), *given = test_tensor_get(d_c),
+           *b = weights_of(c, true);
     p.old = NULL;
     oracle_grouped_product(&p);
     for (int64_t t = 0; t < c->tokens; t++) {
         const int64_t e = product_expert_of(c, t), index[] = {0, e, t};
         if (e == c->experts) continue;
-        const bool floats = c->kind <= PRODUCT_A_BF16 || c->kind == PRODUCT_A_INT8;
+        const bool floats = c->kind != PRODUCT_A_NVFP4;
         const double global = floats && c->a_global != NULL ? c->a_global[index[c->params.a_global_per]] : 1;
         product_gradient(c, &p, t, given, d);
         for (int64_t k = 0; k < c->k; k++)
             for (int64_t n = 0; n < c->n; n++)
                 expected[t * c->k + k] +=
-                    d[n] * global * p.b_global[e * c->n + n] * p.b[(e * c->k + k) * c->n + n];
+                    d[n] * global * p.b_global[e * c->n + n] * b[(e * c->k + k) * c->n + n];
     }
     const double wide = test_gradient_bound(d_c->view.dtype), own = test_gradient_bound(dtype);
     double largest = 0;
@@ -200,6 +238,6 @@ void product_check_backward(const product_case *c, const test_tensor *d_c, const
     const bool within =
         dtype != QUERN_F16 || largest == 0 || (largest > 0x1p-8 && largest < 60000); /* its range */
     if (within) test_check(what, d_a, expected, c->tokens * c->k, wide > own ? wide : own);
-    free(expected), free(d), free(given);
+    free(expected), free(d), free(given), free(b);
     free_exact(&p);
 }

@@ -43,7 +43,8 @@ static void products_count_their_work(void **state)
 {
     static const char *const variants[] = {"--no-peer",
                                            "--dtype f32",
-                                           "--dtype f16 --a8 true",
+                                           "--dtype f16 --a8 int8",
+                                           "--dtype bf16 --a8 fp8 --no-peer",
                                            "--dtype nvfp4",
                                            "--dtype nvfp4 --output nvfp4",
                                            "--activation swiglu --no-peer"};

@@ -23,13 +23,13 @@ ceiling bench_compute_limit(int dtype, quern_cpu_level level)
     return dtype == QUERN_BF16 && level == QUERN_CPU_LEVEL_AVX512BF16 ? CEILING_BF16 : CEILING_FMA512;
 }
 
-static bool is_true(const bench_case *c, const char *option)
+static bool is_set(const bench_case *c, const char *option, const char *value)
 {
     char text[16];
     for (int32_t i = 0; c->op != NULL && i < c->op->info.param_count; i++)
         if (strcmp(c->op->params[i].field, option) == 0 &&
             quern_op_text(c->op->op, &c->params, i, text, sizeof text) == QUERN_OK)
-            return strcmp(text, "true") == 0;
+            return strcmp(text, value) == 0;
     return false;
 }
 
@@ -37,7 +37,7 @@ static bool is_true(const bench_case *c, const char *option)
  * forward. */
 static ceiling limit_of(const bench_case *c, limit_kind kind, int pass, quern_cpu_level level)
 {
-    const bool integers = c->dtype == QUERN_U8 || is_true(c, "a8") || is_true(c, "a4");
+    const bool integers = c->dtype == QUERN_U8 || is_set(c, "a8", "int8") || is_set(c, "a4", "true");
     switch (kind) {
     case LIMIT_F32: return bench_compute_limit(QUERN_F32, level);
     case LIMIT_READ: return CEILING_READ;

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ._nvfp4_layout import interleave, prepack, swizzle, unpack_weights, unswizzle
-from ._nvfp4_quantize import dequantize, from_mxfp4, quantize, straight_through, through
+from ._nvfp4_quantize import as_bytes, dequantize, e4m3, from_mxfp4, quantize, straight_through, through
 
 __all__ = [
     "dequantize",
+    "fp8_columns",
+    "fp8_rows",
     "from_mxfp4",
     "fused_quantize",
     "gemm",
@@ -74,6 +76,25 @@ def int8_rows(a: Tensor) -> Tensor:
     return through(a, (x / scale).round().double() * scale.double())
 
 
+def fp8_rows(a: Tensor) -> Tensor:
+    """a [T, K] rounded to e4m3 by row and 128 of K with the scale amax / 448 in f32, times that scale; gradients
+    pass as if it were a."""
+    groups = []
+    for x in a.detach().float().split(128, -1):
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        groups.append(e4m3(x / scale).double() * scale.double())
+    return through(a, torch.cat(groups, -1)) if groups else a
+
+
+def fp8_columns(b: Tensor, scales: Tensor) -> Tensor:
+    """Weights [E, K, N] rounded to e4m3 with one power of two a column, by their block scales [E, K/16, N]."""
+    largest = as_bytes(scales).view(torch.float8_e4m3fn).double().amax(1, keepdim=True)
+    power = torch.exp2(torch.ceil(torch.log2(6 * largest / 448)))
+    power = torch.where(largest == 0, torch.ones_like(power), power)
+    return e4m3((b / power).float()).double() * power
+
+
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     """The rows of each expert, a [T, K], times its weights, b [E, K, N] → [T, N]; rows past the last give
     0."""
@@ -123,7 +144,7 @@ def gemm(
     c_global: Tensor | None = None,
     profile: str = "rne",
     a_global_per: str = "tensor",
-    a8: bool = False,
+    a8: bool | str = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """As quern.nvfp4.grouped_mm with weights [E, K/2, N] and linear scales → float64 [T, N], or [T, N/2]
     with activation "swiglu"; with c_global codes and scales of that, rounded to f32, as bytes. It is
@@ -131,7 +152,8 @@ def gemm(
     if a_scales is not None:
         values = dequantize(a, a_scales)
     else:
-        values = int8_rows(a.double()) if a8 else a.double()
+        values = a.double()
+        values = fp8_rows(values) if a8 == "fp8" else int8_rows(values) if a8 in (True, "int8") else values
     weights = dequantize(b, b_scales, weight=True)
     experts, _, columns = weights.shape
     # The globals' product is rounded to f32, as the format says.
@@ -140,7 +162,10 @@ def gemm(
     expert = torch.searchsorted(offsets, torch.arange(values.shape[0]), right=True)
     used = expert < experts
     expert = expert.clamp(max=experts - 1)
-    out = grouped_mm(values, weights, offsets) * (of_rows[:, None] * of_columns[expert]).double()
+    out = grouped_mm(values, weights, offsets)
+    if a8 == "fp8":
+        out = through(out, grouped_mm(values.detach(), fp8_columns(weights, b_scales), offsets))
+    out = out * (of_rows[:, None] * of_columns[expert]).double()
     if bias is not None:
         out = out + bias.double()[expert] * used[:, None]
     if c is not None:

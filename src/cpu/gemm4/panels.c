@@ -124,3 +124,14 @@ void unpack_unit(const weight_view *w, int64_t panel, int64_t unit, const uint8_
         }
     }
 }
+
+void largest_scales(const weight_view *w, int64_t panel, uint8_t most[GEMM4_PANEL])
+{
+    const int64_t column = panel * GEMM4_PANEL, columns = at_most(w->n - column, GEMM4_PANEL);
+    memset(most, 0, GEMM4_PANEL);
+    for (int64_t b = 0; b < w->k / 16; b++)
+        for (int64_t c = 0; c < columns; c++) {
+            const uint8_t scale = *scale_at(w, b, column + c);
+            if (scale > most[c]) most[c] = scale;
+        }
+}

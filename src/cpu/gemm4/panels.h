@@ -23,6 +23,8 @@ weight_view weight_of(const quern_tensor *codes, const quern_tensor *scales, boo
 void pack_units(const weight_view *w, int64_t panel, int64_t first, int64_t count, uint8_t *out);
 /* The reverse, for one unit. */
 void unpack_unit(const weight_view *w, int64_t panel, int64_t unit, const uint8_t *in);
+/* The largest scale byte of each column of a panel; 0 past the last column. */
+void largest_scales(const weight_view *w, int64_t panel, uint8_t most[GEMM4_PANEL]);
 
 static inline int64_t panels_of(int64_t n)
 {

@@ -14,8 +14,8 @@
 
 #include <math.h>
 
-/* The arithmetic of a call, by A's dtype and the level: bf16 words, f32, or integers. */
-typedef enum product_kind { PRODUCT_F32, PRODUCT_BF16, PRODUCT_I8 } product_kind;
+/* The arithmetic of a call, by A's dtype and the level: bf16 words, f32, integers, or e4m3 as f32. */
+typedef enum product_kind { PRODUCT_F32, PRODUCT_BF16, PRODUCT_I8, PRODUCT_FP8 } product_kind;
 
 enum {
     PRODUCT_ROWS = 384,     /* of a task: they share the decoding of a panel, and their sums stay in L2 */
@@ -23,7 +23,8 @@ enum {
     PRODUCT_BUFFER = 32768, /* bytes of decoded weights */
     PRODUCT_UNITS_F32 = 2,  /* units that are summed from zero and then added, by kind */
     PRODUCT_UNITS_BF16 = 4,
-    PRODUCT_UNITS_I8 = 4
+    PRODUCT_UNITS_I8 = 4,
+    PRODUCT_UNITS_FP8 = 2 /* 128 of K, which share a scale of A */
 };
 
 /* A thread's own memory. */
@@ -50,11 +51,12 @@ typedef struct product_job {
     char *a;
     float *a_scale;
     int32_t *start;
-    float *row_global;        /* int8: the scale of each row */
-    float *row_power;         /* floats: the power of two that a row was multiplied by (row_power_of()) */
-    gemm4_a_block *blocks;    /* f32 from bf16: rows of 4 * units, set of rows alone in their task */
-    int64_t *first_task;      /* [experts + 1] */
-    uint32_t *magnitudes;     /* of A, then of the bias, where a nonfinite value is an error */
+    float *row_global;     /* int8: the scale of each row */
+    float *column_power;   /* e4m3: [experts][panels of 64], what the weights of a column were divided by */
+    float *row_power;      /* floats: the power of two that a row was multiplied by (row_power_of()) */
+    gemm4_a_block *blocks; /* f32 from bf16: rows of 4 * units, set of rows alone in their task */
+    int64_t *first_task;   /* [experts + 1] */
+    uint32_t *magnitudes;  /* of A, then of the bias, where a nonfinite value is an error */
     product_scratch *scratch; /* [threads] */
 } product_job;
 
@@ -99,6 +101,14 @@ void pack_words(const product_job *job, const row_source *src, float power, int6
 int64_t ready_row_bytes(const product_job *job);
 /* Converts A's rows; does not read rows past the last offset. */
 void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows);
+
+/* In fp8.c: the powers of two of all columns; a row of A as e4m3 values and a scale for each 128 of them; the
+ * product of up to 128 of K, added to the sums; these times the powers. */
+void fp8_powers(const stage_exec *exec, const product_job *job);
+void fp8_ready_row(const product_job *job, int64_t row);
+void fp8_multiply(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
+                  int64_t count, int64_t expert, int64_t panel, int64_t row, int64_t rows, float *sums);
+void fp8_scale_columns(const product_job *job, int64_t expert, int64_t panel, int64_t rows, float *sums);
 
 /* Writes the sums of `rows` rows from `row` on, of a panel's columns, to the output. */
 void finish_rows(const product_job *job, product_scratch *s, float *sums, int64_t expert, int64_t row,

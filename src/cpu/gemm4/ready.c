@@ -26,6 +26,7 @@ enum { ROWS_A_TASK = 8, WEIGHT_OFFSET = 12, CACHE_WAY = 4096 };
 int64_t ready_row_bytes(const product_job *job)
 {
     const int64_t k = job->units * GEMM4_UNIT, bytes = job->kind == PRODUCT_F32    ? 4 * k
+                                                       : job->kind == PRODUCT_FP8  ? 4 * k
                                                        : job->kind == PRODUCT_BF16 ? 2 * k
                                                                                    : k;
     return bytes % CACHE_WAY > 0 ? bytes : bytes + CACHE_WAY / 8;
@@ -149,7 +150,8 @@ static void ready_task(void *arg, int64_t index, int32_t thread)
     const int64_t first = index * ROWS_A_TASK,
                   end = first + ROWS_A_TASK < job->rows ? first + ROWS_A_TASK : job->rows;
     for (int64_t row = first; row < end; row++) {
-        if (job->product->kind != PRODUCT_I8) ready_floats(job->product, row);
+        if (job->product->kind == PRODUCT_FP8) fp8_ready_row(job->product, row);
+        else if (job->product->kind != PRODUCT_I8) ready_floats(job->product, row);
         else if (job->product->args->int8) ready_int8(job->product, row);
         else ready_codes(job->product, row);
     }

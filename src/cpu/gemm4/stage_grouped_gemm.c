@@ -8,7 +8,7 @@
  * nothing but the row; tasks are cut by shape, not by threads.
  *
  * bf16 activations at the level with bf16 dot products: code * scale is exact in bf16. Else f32. NVFP4 or
- * int8 activations: integers within a block of 16, f32 across.
+ * int8 activations: integers within a block of 16, f32 across. e4m3 (fp8.c): f32 products of rounded operands.
  *
  * Limit: with few rows, reading the weights; with many, the dot product.
  */
@@ -23,16 +23,16 @@
 static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
 {
     product_job job = product_plan(exec, args);
-    job.kind = args->int8 || args->a_codes.ndim > 0 ? PRODUCT_I8 : PRODUCT_F32;
+    job.kind = args->fp8 ? PRODUCT_FP8 : args->int8 || args->a_codes.ndim > 0 ? PRODUCT_I8 : PRODUCT_F32;
     if (job.kind == PRODUCT_F32 && args->a.dtype == QUERN_BF16 && job.kernels->decode_bf16 != NULL)
         job.kind = PRODUCT_BF16;
     return job;
 }
 
-/* int8 and a quantised output cannot represent nonfinite values. */
+/* int8, e4m3 and a quantised output cannot represent nonfinite values. */
 static bool a_must_be_finite(const grouped_gemm_args *args)
 {
-    return args->a.ndim > 0 && (args->int8 || args->c.ndim == 0);
+    return args->a.ndim > 0 && (args->int8 || args->fp8 || args->c.ndim == 0);
 }
 
 static bool bias_must_be_finite(const grouped_gemm_args *args)
@@ -57,6 +57,12 @@ static void carve(const stage_exec *exec, product_job *job, arena *a)
         job->a_scale = arena_take(a, (size_t)blocks * sizeof(float));
         job->start = arena_take(a, (size_t)blocks * sizeof(int32_t));
         job->row_global = arena_take(a, (size_t)tokens * sizeof(float));
+    }
+    if (job->kind == PRODUCT_FP8) {
+        const int64_t groups = (job->units + PRODUCT_UNITS_FP8 - 1) / PRODUCT_UNITS_FP8;
+        job->a_scale = arena_take(a, (size_t)(tokens * groups) * sizeof(float));
+        job->column_power =
+            arena_take(a, (size_t)(job->experts * panels_of(job->args->n) * GEMM4_PANEL) * sizeof(float));
     }
     if (job->kind != PRODUCT_I8) job->row_power = arena_take(a, (size_t)tokens * sizeof(float));
     if (job->kind == PRODUCT_F32 && job->args->a.dtype == QUERN_BF16)
@@ -179,6 +185,8 @@ static void multiply_units(const product_job *job, product_scratch *s, int64_t e
     const uint8_t *units = product_units(job, s, expert, panel, first, count);
     if (job->kind == PRODUCT_BF16) multiply_bf16(job, s, units, first, count, row, rows, sums);
     else if (job->kind == PRODUCT_F32) multiply_f32(job, s, units, first, count, row, rows, sums);
+    else if (job->kind == PRODUCT_FP8)
+        fp8_multiply(job, s, units, first, count, expert, panel, row, rows, sums);
     else multiply_i8(job, s, units, first, count, row, rows, sums);
 }
 
@@ -188,7 +196,8 @@ static int64_t units_at_once(const product_job *job, int64_t rows)
 {
     static const int64_t most[] = {[PRODUCT_F32] = PRODUCT_UNITS_F32,
                                    [PRODUCT_BF16] = PRODUCT_UNITS_BF16,
-                                   [PRODUCT_I8] = PRODUCT_UNITS_I8};
+                                   [PRODUCT_I8] = PRODUCT_UNITS_I8,
+                                   [PRODUCT_FP8] = PRODUCT_UNITS_FP8};
     const bool all = job->kind == PRODUCT_F32 && rows == 1 && job->args->b_repacked.ndim > 0;
     return all ? job->units : most[job->kind];
 }
@@ -221,6 +230,7 @@ static void product_task(void *arg, int64_t index, int32_t thread)
         multiply_panels(job, s, expert, first + p, together, begin, rows, &s->c[p]);
     for (int64_t p = 0; p < panels; p++) {
         if (job->units == 0) memset(s->c[p], 0, (size_t)rows * GEMM4_PANEL * sizeof *s->c[p]);
+        if (job->kind == PRODUCT_FP8) fp8_scale_columns(job, expert, first + p, rows, s->c[p]);
         finish_rows(job, s, s->c[p], expert, begin, rows, first + p);
     }
 }
@@ -253,6 +263,7 @@ quern_status cpu_grouped_gemm(const stage_exec *exec, const grouped_gemm_args *a
     const int64_t rows = rows_with_expert(&args->offsets, args->tokens);
     if ((status = check(exec, &job, rows)) != QUERN_OK) return status;
     ready_rows(exec, &job, rows);
+    if (job.kind == PRODUCT_FP8) fp8_powers(exec, &job);
     job.panels = panels_a_task(exec, &job);
     parallel_for(exec, product_tasks(&job, tasks_across(&job)), product_task, &job);
     zero_output(&job, rows);

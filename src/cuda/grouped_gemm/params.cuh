@@ -172,6 +172,8 @@ struct gemm_plan {
     bool ready;       /* A is written to the workspace first */
     float
         *h; /* [tokens, n]: results in f32 that go on to C's old values, SwiGLU or quantisation; NULL: none */
+    /* Of e4m3 operands (fp8.cuh). */
+    float *row_scale, *power;
     float *act; /* [tokens, n / 2]: SwiGLU in f32 that quantisation takes; NULL: none */
     size_t bytes;
 };
@@ -179,6 +181,8 @@ struct gemm_plan {
 /* `direct`: whether the kernel reads 16-bit rows as they are, which then have this alignment. */
 gemm_plan gemm_plan_of(const stage_exec *exec, const grouped_gemm_args *args, int64_t alignment,
                        void *workspace);
+/* Takes the room of e4m3 operands, and sets p.a and its stride. */
+void fp8_room(gemm_plan &plan, arena *room);
 bool gemm_takes(const grouped_gemm_args *args, char why[STAGE_WHY_BYTES]);
 /* What comes before the product, and behind it. */
 quern_status gemm_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan);

@@ -16,7 +16,8 @@ enum { THREADS = 256, TOGETHER = 8 };
 bool gemm_takes(const grouped_gemm_args *args, char why[STAGE_WHY_BYTES])
 {
     if (args->int8) {
-        snprintf(why, STAGE_WHY_BYTES, "a8: the cuda backend multiplies NVFP4 weights by floats or NVFP4");
+        snprintf(why, STAGE_WHY_BYTES,
+                 "a8 int8: the cuda backend multiplies NVFP4 weights by floats, FP8 or NVFP4");
         return false;
     }
     if (present(args->offsets) && args->offsets.shape[0] > GEMM_MOST_EXPERTS) {
@@ -116,12 +117,16 @@ gemm_plan gemm_plan_of(const stage_exec *exec, const grouped_gemm_args *args, in
     p.panels = p.b.panels;
     p.width = p.b.n;
     const bool floats = present(args->a), wide = floats && args->a.dtype == QUERN_F32;
-    plan.f16_product = floats && args->a.dtype == QUERN_F16;
-    p.parts = wide ? 3 : 1;
-    plan.ready = !floats || wide || !rows_aligned(args->a, alignment);
-    /* The workspace may not depend on where tensors stand, so there is always room. */
-    p.a_stride = (int64_t)p.parts * p.units * UNIT;
-    p.a = arena_take(&room, (size_t)(args->tokens * p.a_stride) * sizeof(bf16));
+    plan.f16_product = floats && !args->fp8 && args->a.dtype == QUERN_F16;
+    p.parts = wide && !args->fp8 ? 3 : 1;
+    plan.ready = !floats || args->fp8 || wide || !rows_aligned(args->a, alignment);
+    if (args->fp8) {
+        fp8_room(plan, &room);
+    } else {
+        /* The workspace may not depend on where tensors stand, so there is always room. */
+        p.a_stride = (int64_t)p.parts * p.units * UNIT;
+        p.a = arena_take(&room, (size_t)(args->tokens * p.a_stride) * sizeof(bf16));
+    }
     if (!plan.ready) {
         p.a = args->a.data;
         p.a_stride = args->a.strides[0];

@@ -140,6 +140,25 @@ __device__ __forceinline__ unit_part gather_unit(const weight_source &w, int64_t
     return p;
 }
 
+/* A thread's part of a unit, of 128 threads, from either layout at any address. */
+__device__ __forceinline__ unit_part load_part(const weight_source &w, int64_t expert, int panel, int unit)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (w.repacked == NULL) return gather_unit(w, expert, panel, unit, warp, lane);
+    const uint8_t *from =
+        w.repacked + expert * w.repacked_expert + ((int64_t)panel * w.units + unit) * UNIT_BYTES;
+    const uint8_t *codes = from + threadIdx.x * 16, *scales = from + UNIT_CODES + (warp * 8 + lane / 4) * 8;
+    unit_part part = {};
+    if ((uintptr_t)from % 16 == 0) {
+        const uint4 x = __ldg((const uint4 *)codes);
+        const uint2 s = __ldg((const uint2 *)scales);
+        return {{x.x, x.y, x.z, x.w}, {s.x, s.y}};
+    }
+    for (int b = 0; b < 16; b++) part.codes[b / 4] |= (uint32_t)codes[b] << b % 4 * 8;
+    for (int b = 0; b < 8; b++) part.scales[b / 4] |= (uint32_t)scales[b] << b % 4 * 8;
+    return part;
+}
+
 /* A step's four registers from its word, and its rows' scales from theirs. bf16 holds weights over 2^8, f16
  * over 2^7: so scales and products stay within their range, exactly. */
 template <typename T> constexpr float weight_unit()

@@ -217,6 +217,16 @@ __device__ __forceinline__ void wgmma_rs(float (&c)[N / 8][4], const uint32_t (&
     else if constexpr (N == 32) HOPPER_RS("f16", 32, WG_LIST_16, WG_TILES_16(c), 16, 17, 18, 19, 20);
     else wg_rs_wide<T, N, true, false>(c, a, b);
 }
+
+/* C[64][128] (+)= A[64][32] B[32][128] of e4m3, both in shared memory with the 32 in a row. */
+template <bool ADD> __device__ __forceinline__ void wgmma_ss_e4m3(float (&c)[16][4], uint64_t a, uint64_t b)
+{
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+                 "{" WG_LIST_64 "}, %64, %65, p, 1, 1; }"
+                 : WG_TILES_64(c)
+                 : "l"(a), "l"(b), "n"((int)ADD));
+}
 #endif
 
 /* Before a thread's registers become operands or accumulators; after the last product of a batch. Shared

@@ -139,9 +139,13 @@ static void bad_calls(void **state)
     refused(&s, "b_codes hold K = 2 x 15");
     s.p.a_global_per = (quern_nvfp4_global)3;
     refused(&s, "global_per is 3");
-    s.p.a8 = true;
-    s.a[5] = NAN;
-    refused(&s, "a[5]");
+    for (int i = 1; i < 3; i++) {
+        s.p.a8 = (quern_nvfp4_a8)i;
+        s.a[5] = NAN;
+        refused(&s, "a[5]");
+    }
+    s.p.a8 = (quern_nvfp4_a8)3;
+    refused(&s, "a8 is 3");
     s.t.c = NULL;
     s.t.c_codes = &s.c_codes_view;
     s.t.c_scales = &s.c_scales_view;
@@ -375,7 +379,7 @@ static void int8_rows_of_subnormal_numbers(void **state)
         static small_call s;
         make_small(&s);
         fill_weights(&s, 0x22, 0x38); /* ones */
-        s.p.a8 = true;
+        s.p.a8 = QUERN_NVFP4_A8_INT8;
         s.t.a_global = &s.one;
         s.global = 0x1p120f;
         for (int k = 0; k < 64; k++) s.a[k] = -0x1p-149f;

@@ -24,24 +24,6 @@ struct shared {
     tile_list tiles;
 };
 
-__device__ __forceinline__ unit_part load_unit(const gemm_params &p, const tile_place &t, int unit)
-{
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (p.b.repacked == NULL) return gather_unit(p.b, t.expert, t.panel, unit, warp, lane);
-    const uint8_t *from =
-        p.b.repacked + t.expert * p.b.repacked_expert + ((int64_t)t.panel * p.b.units + unit) * UNIT_BYTES;
-    const uint8_t *codes = from + threadIdx.x * 16, *scales = from + UNIT_CODES + (warp * 8 + lane / 4) * 8;
-    unit_part part = {};
-    if ((uintptr_t)from % 16 == 0) {
-        const uint4 x = __ldg((const uint4 *)codes);
-        const uint2 s = __ldg((const uint2 *)scales);
-        return {{x.x, x.y, x.z, x.w}, {s.x, s.y}};
-    }
-    for (int b = 0; b < 16; b++) part.codes[b / 4] |= (uint32_t)codes[b] << b % 4 * 8;
-    for (int b = 0; b < 8; b++) part.scales[b / 4] |= (uint32_t)scales[b] << b % 4 * 8;
-    return part;
-}
-
 template <typename T>
 __device__ __forceinline__ void load_tokens(const gemm_params &p, shared &m, const tile_place &t, int step)
 {
@@ -76,9 +58,9 @@ __device__ __forceinline__ void multiply(float (&c)[TOKEN_TILES][4], const unit_
     }
 }
 
-template <typename T>
+/* low_unit, high_unit: what the sums of a lane's two columns stand for. */
 __device__ __forceinline__ void store(const gemm_params &p, const float (&c)[TOKEN_TILES][4],
-                                      const tile_place &t)
+                                      const tile_place &t, float low_unit, float high_unit)
 {
     const int lane = threadIdx.x % 32, column = t.panel * UNIT + threadIdx.x / 32 * 16 + lane / 4;
     const column_terms low = column_terms_of(p, t.expert, column),
@@ -88,9 +70,9 @@ __device__ __forceinline__ void store(const gemm_params &p, const float (&c)[TOK
         const int token = i / 2 * 8 + lane % 4 * 2 + i % 2;
         if (token >= t.rows) continue;
         const int64_t row = t.row0 + token;
-        const float global = a_global_of(p, t.expert, row), unit = weight_unit<T>(),
-                    x = finished(p, c[i / 2][i % 2], unit, global, low),
-                    y = finished(p, c[i / 2][i % 2 + 2], unit, global, high);
+        const float global = a_global_of(p, t.expert, row),
+                    x = finished(p, c[i / 2][i % 2], low_unit, global, low),
+                    y = finished(p, c[i / 2][i % 2 + 2], high_unit, global, high);
         if (p.swiglu) {
             const int to = t.panel * (UNIT / 2) + threadIdx.x / 32 * 8 + lane / 4;
             if (to < p.b.n / 2) store_any(p.c, p.c_dtype, row * p.c_stride + to, swiglu_of(p.rule, x, y));
@@ -115,13 +97,13 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any(const __grid_constan
         unit_part w = {};
         if (steps > 0) {
             load_tokens<T>(p, m, t, 0);
-            w = load_unit(p, t, 0);
+            w = load_part(p.b, t.expert, t.panel, 0);
         }
         for (int step = 0; step < steps; step++) {
             unit_part next = {};
             if (step + 1 < steps) {
                 load_tokens<T>(p, m, t, step + 1);
-                next = load_unit(p, t, (step + 1) % p.b.units);
+                next = load_part(p.b, t.expert, t.panel, (step + 1) % p.b.units);
                 cp_async_wait<1>();
             } else {
                 cp_async_wait<0>();
@@ -131,7 +113,7 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any(const __grid_constan
             __syncthreads();
             w = next;
         }
-        store<T>(p, c, t);
+        store(p, c, t, weight_unit<T>(), weight_unit<T>());
     }
     finish_tail(p);
 }

@@ -11,7 +11,8 @@ enum { ALIGNMENT = 16, BLOCKS_A_MULTIPROCESSOR = 4 };
 static bool grouped_gemm_any_supports(const stage_exec *exec, const grouped_gemm_args *args,
                                       char why[STAGE_WHY_BYTES])
 {
-    return gemm_takes(args, why) && shared_fits(exec, sizeof(shared), "the grouped product", why);
+    return !args->fp8 && gemm_takes(args, why) &&
+           shared_fits(exec, sizeof(shared), "the grouped product", why);
 }
 
 static size_t grouped_gemm_any_bytes(const stage_exec *exec, const grouped_gemm_args *args)

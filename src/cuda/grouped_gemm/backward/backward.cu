@@ -114,8 +114,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int step = 0; step < steps; step++) {
             const int panel = step % a.b.panels;
             load_gradient(a, m.d, t, (int64_t)step * UNIT);
-            const tile_place source = {t.expert, panel, 0, 0};
-            decode_turned(m.w, load_unit(p, source, t.panel));
+            decode_turned(m.w, load_part(p.b, t.expert, panel, t.panel));
             cp_async_wait<0>();
             __syncthreads();
 #pragma unroll

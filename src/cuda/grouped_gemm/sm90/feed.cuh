@@ -71,6 +71,14 @@ __device__ __forceinline__ void feed_repacked(const gemm_params &p, const CUtens
     }
 }
 
+/* A thread's part of a unit to its place. */
+__device__ __forceinline__ void put_part(char *unit, const unit_part &w)
+{
+    *(uint4 *)(unit + threadIdx.x * 16) = make_uint4(w.codes[0], w.codes[1], w.codes[2], w.codes[3]);
+    if (threadIdx.x % 4 == 0)
+        *(uint2 *)(unit + UNIT_CODES + threadIdx.x / 4 * 8) = make_uint2(w.scales[0], w.scales[1]);
+}
+
 /* Weights in the caller's layout: each thread gathers a lane's part. */
 template <int TOKENS>
 __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtensorMap &a, shared<TOKENS> &m)
@@ -93,14 +101,8 @@ __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtens
 #pragma unroll 1
                 for (int i = 0; i < u.count; i++) {
                     const int panel = t.panel + g, unit = u.unit + i;
-                    const unit_part w = gather_unit(p.b, t.expert, p.turned ? unit : panel,
-                                                    p.turned ? panel : unit, warp, lane);
-                    char *to = m.b[at.stage][g][i];
-                    *(uint4 *)(to + threadIdx.x * 16) =
-                        make_uint4(w.codes[0], w.codes[1], w.codes[2], w.codes[3]);
-                    if (lane % 4 == 0)
-                        *(uint2 *)(to + UNIT_CODES + (warp * 8 + lane / 4) * 8) =
-                            make_uint2(w.scales[0], w.scales[1]);
+                    put_part(m.b[at.stage][g][i], gather_unit(p.b, t.expert, p.turned ? unit : panel,
+                                                              p.turned ? panel : unit, warp, lane));
                 }
             if (threadIdx.x != 0) m.stages.give(at);
             else mbar_arrive(bar);

@@ -131,11 +131,16 @@ struct warp_place {
     int column, width; /* of C, the warp's first, and how many there are */
 };
 
+/* What the sums of a thread's two columns stand for. */
+struct column_units {
+    float low, high;
+};
+
 /* Sums become results: each thread's columns are lane / 4 and that + 8, which under SwiGLU are a gate and its
  * up, so that the first two of four hold the result. */
-template <typename T, int TOKENS>
+template <int TOKENS>
 __device__ __forceinline__ void finish_sums(float (&c)[TOKENS / 8][4], const gemm_params &p,
-                                            const warp_place &w, int first)
+                                            const warp_place &w, int first, column_units unit)
 {
     const int lane = threadIdx.x % 32;
     const column_terms low = column_terms_of(p, w.expert, first + lane / 4),
@@ -152,7 +157,7 @@ __device__ __forceinline__ void finish_sums(float (&c)[TOKENS / 8][4], const gem
             }
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            c[n][i] = finished(p, c[n][i], weight_unit<T>(), global[i % 2], i < 2 ? low : high);
+            c[n][i] = finished(p, c[n][i], i < 2 ? unit.low : unit.high, global[i % 2], i < 2 ? low : high);
         if (p.swiglu) {
             c[n][0] = swiglu_of(p.rule, c[n][0], c[n][2]);
             c[n][1] = swiglu_of(p.rule, c[n][1], c[n][3]);
@@ -209,15 +214,15 @@ __device__ __forceinline__ void store_rows(const float (&c)[TOKENS / 8][4], cons
     __syncwarp();
 }
 
-template <typename T, int TOKENS>
+template <int TOKENS>
 __device__ __forceinline__ void store_tile(float (&c)[TOKENS / 8][4], const gemm_params &p,
-                                           const tile_place &t, int group, char *room)
+                                           const tile_place &t, int group, char *room, column_units unit)
 {
     const int first = (t.panel + group) * UNIT + threadIdx.x / 32 % 4 * 16;
     if (first >= p.width) return;
     const int half = p.swiglu ? 2 : 1;
     const warp_place w = {t.expert, t.rows, t.row0, first / half, p.width / half};
-    finish_sums<T, TOKENS>(c, p, w, first);
+    finish_sums<TOKENS>(c, p, w, first, unit);
     if constexpr (TOKENS > 8)
         if (first + 16 <= p.width && p.c_wide && p.c_dtype != QUERN_F32) {
             store_rows<TOKENS>(c, p, w, room);
@@ -234,8 +239,8 @@ __device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[TOKENS / 8][4];
         sum_tile<T, TOKENS, TURNED>(c, p, m, walk, group);
-        store_tile<T, TOKENS>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
-                              m.out[threadIdx.x / 32 - 4]);
+        store_tile<TOKENS>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
+                           m.out[threadIdx.x / 32 - 4], {weight_unit<T>(), weight_unit<T>()});
     }
 }
 

@@ -30,7 +30,7 @@ static bool grouped_gemm_sm90_supports(const stage_exec *exec, const grouped_gem
                       sizeof(shared<64>) <= SHARED_BYTES && sizeof(shared<32>) <= SHARED_BYTES &&
                       2 * sizeof(shared<16>) <= SHARED_BYTES && 2 * sizeof(shared<8>) <= SHARED_BYTES,
                   "blocks fit");
-    return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && args->k > 0 &&
+    return !args->fp8 && exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && args->k > 0 &&
            (!present(args->b_repacked) || rows_aligned(args->b_repacked, 16)) && gemm_takes(args, limits);
 }
 

@@ -1,0 +1,52 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * fp8.cuh - the grouped product of e4m3 operands: how they stand in the workspace.
+ *
+ * A's rows are rounded by 128 of K, the last group padded with zeros. On Hopper a value is a byte, and each
+ * 16 bytes hold 4 L + b of K's 16 as {2 L + 8, 2 L, 2 L + 9, 2 L + 1}[b], as weights are decoded from the layout
+ * of weights.cuh. Elsewhere a value is a bf16 number, in K's order.
+ *
+ * Scales of A stand by group, then by row. An expert's first row is at a multiple of 4, so that 16-byte copies
+ * can read tiles: row r of expert e, whose rows begin at f, is at r - f + (f + 3) / 4 * 4 + 4 e.
+ *
+ * A column's power of two is a float, [experts][panels of 64].
+ */
+#ifndef QUERN_CUDA_GROUPED_GEMM_FP8_CUH
+#define QUERN_CUDA_GROUPED_GEMM_FP8_CUH
+
+#include "grouped_gemm/params.cuh"
+
+enum { FP8_GROUP = 128, FP8_TILE = 128 /* rows that a copy of scales takes */ };
+
+struct fp8_params {
+    gemm_params p;
+    const float *row_scale, *power;
+    int64_t scale_stride; /* of a group's scales */
+    int32_t groups;
+};
+
+/* Where the scales of an expert's rows begin. */
+__device__ __forceinline__ int64_t scales_of(const expert_ends &ends, int32_t e)
+{
+    return (ends.first_of(e) + 3) / 4 * 4 + 4 * (int64_t)e;
+}
+
+/* The power of two of a column. */
+__device__ __forceinline__ float power_at(const fp8_params &f, int32_t expert, int column)
+{
+    return f.power[(int64_t)expert * f.p.panels * UNIT + column];
+}
+
+/* A number in e4m3's range of magnitudes to the nearest e4m3, as a number. */
+__device__ __forceinline__ float e4m3_rounded(float x)
+{
+    return copysignf(e4m3_value(saturated_e4m3(fabsf(x))), x);
+}
+
+fp8_params fp8_params_of(const gemm_plan &plan);
+/* Launches what makes both operands: rows and scales of A, powers of the columns of B. `bytes`: A as bytes. */
+quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan,
+                       bool bytes);
+
+#endif
