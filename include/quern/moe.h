@@ -120,9 +120,9 @@ QUERN_API quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *e
  * then QUERN_ERR_INVALID_ARGUMENT on the CPU. The shared expert's activations are not quantised.
  *
  * The backward takes the forward's inputs and d_out, and recomputes the whole forward except the last
- * products. Experts in NVFP4, and the shared expert, are frozen; those in floats have gradients, summed in f32
- * over their tokens in order, zeros for an expert without tokens. Gradients pass straight through quantised activations; a clamp passes none
- * beyond its limit. bias, and the choice of experts, have no gradient.
+ * products. Experts in NVFP4, and the shared expert, are frozen. Those in floats have gradients, summed in
+ * f32 over their tokens in order; an expert without tokens gets zeros. Gradients pass straight through
+ * quantised activations; a clamp passes none beyond its limit. bias, and the choice of experts, have none.
  *
  * Instead of a router (weight, or logits) the routing may be handed in, as experts and weights. The weights
  * are taken as they are: score, renormalize and route_scale do not matter, and a token may name an expert

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Mixtures of experts over NVFP4 weights: the router, and the whole layer, for PyTorch and NumPy.
 
-Experts are frozen: gradients go to the tokens, the router, the routing weights and the biases. NVFP4 codes
-and scales may be torch.float4_e2m1fn_x2 and torch.float8_e4m3fn, or uint8.
+NVFP4 experts are frozen: gradients go to the tokens, the router, the routing weights, the biases and
+experts in floats. NVFP4 codes and scales may be torch.float4_e2m1fn_x2 and torch.float8_e4m3fn, or uint8.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def layer(
     min(g, L)) · (clamp(u, ±L) + beta), L `limit` (0: none). a4: activations are quantised to NVFP4, by
     *_input_global f32 [E] or a computed global a row.
 
-    With torch it is differentiable by hidden, weight, logits, weights and the biases; the routing that is
-    returned carries no gradient.
+    With torch it is differentiable by hidden, weight, logits, weights, the biases, gate_up and down; the
+    routing that is returned carries no gradient.
     """
     settings = (
         ("score", score),

@@ -105,8 +105,9 @@ def test_gradients_that_are_not_computed():
     floats = {"gate_up": torch.randn(4, 48, 32), "down": torch.randn(4, 32, 24)}
     moe.layer(hidden, router, bias=torch.zeros(4, requires_grad=True), **floats, top_k=2).sum().backward()
     assert router.grad is not None
-    for name in floats:
-        given = {**floats, name: floats[name].clone().requires_grad_()}
+    shared = dict(zip(("shared_gate", "shared_up", "shared_down"), torch.randn(3, 32, 32)))
+    for name in shared:
+        given = {**floats, **shared, name: shared[name].clone().requires_grad_()}
         with pytest.raises(ValueError, match=f"{name} requires a gradient.*{name}.detach.*accepted"):
             moe.layer(hidden, router, **given, top_k=2)
         with torch.no_grad():

@@ -136,6 +136,22 @@ def test_layer_by_routing_that_is_handed_in(near):
         moe.layer(given[0], experts=torch.full((9, 3), 4), weights=given[1], **codes, top_k=3)
 
 
+def test_experts_in_floats_train(near):
+    shapes = {"hidden": (9, 24), "logits": (9, 4), "gate_up": (4, 20, 24), "down": (4, 24, 10)}
+    plain = {name: torch.randn(shape).requires_grad_() for name, shape in shapes.items()}
+    wide = {name: t.detach().double().requires_grad_() for name, t in plain.items()}
+    out, experts, _ = moe.layer(**plain, top_k=2, return_routing=True)
+    _, weights = reference.moe.route(wide["logits"], 2, experts=experts)
+    matrices = (wide[name].transpose(1, 2) for name in ("gate_up", "down"))
+    want = reference.moe.layer(wide["hidden"], experts, weights, *matrices)
+    near(out, want, BOUND)
+    d_out = torch.randn_like(want)
+    exact = torch.autograd.grad(want, list(wide.values()), d_out)
+    for a, b in zip(torch.autograd.grad(out, list(plain.values()), d_out.float()), exact):
+        near(a, b, GRADIENT)
+    opcheck("moe", plain, {"top_k": 2}, "out")
+
+
 def test_repacked_weights_give_the_same_bits():
     codes, _ = quantized()
     hidden, weight = torch.randn(9, 64), torch.randn(4, 64)

@@ -112,7 +112,7 @@ static void add_bias_gradients(op_build *b, const moe_routing *r, const quern_te
             (expert_sums_args){.x = *d_h, .offsets = r->ends, .permutation = r->slots, .sums = d_up};
 }
 
-/* The gradients of experts in floats: of down by d_out and the activations, of gate_up by d_h and the rows. */
+/* The gradients of experts in floats: down's by d_out and activations, gate_up's by d_h and rows. */
 static void add_weight_gradients(op_build *b, const moe_routing *r, const quern_tensor *x,
                                  const quern_tensor *act, const quern_tensor *d_y, const quern_tensor *d_h)
 {

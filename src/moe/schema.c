@@ -227,7 +227,8 @@ static void global_lead(op_call *call, int32_t lead, int32_t tensor, const int64
     for (int32_t i = 0; i < to->count; i++) to->extent[i] = whole[i];
 }
 
-/* Whose extent says how many experts there are: the router, or, where routing is handed in, experts' weights. */
+/* Whose extent says how many experts there are: the router, or, where routing is handed in, experts'
+ * weights. */
 static int32_t counts_experts(const op_call *call)
 {
     static const int32_t matrices[] = {M(gate_up), M(gate_up_codes), M(gate_up_repacked)};

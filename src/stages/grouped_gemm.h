@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * grouped_gemm.h - C = A B, each expert's rows of A [T, K] by its NVFP4 matrix B [K, N]. A is in floats, in
- * NVFP4, or is rounded to int8 inside, or to e4m3 with the weights (<quern/nvfp4.h>). Without offsets there is one expert, which has all rows.
+ * grouped_gemm.h - C = A B, each expert's rows of A [T, K] by its NVFP4 matrix B [K, N]. A is in floats,
+ * in NVFP4, or is rounded to int8 inside, or to e4m3 with the weights (<quern/nvfp4.h>). Without offsets
+ * there is one expert, which has all rows.
  *
  * Result = fl(acc fl(G_A G_B)) + bias + C_old in f32, in that order. Then, under `swiglu`, columns that
  * interleave gate and up become half as many; then one rounding to C's dtype, or quantisation to c_codes and
@@ -52,7 +53,8 @@ STAGE_DECLARE(grouped_gemm);
     IN(a_scales)                                                                                             \
     IN(pad_row_offsets)                                                                                      \
     IN(a_global)                                                                                             \
-    IN(b_codes) IN(b_scales) IN(b_repacked) IN(b_global) IN(offsets) IN(bias) IN(c_old) OUT(c) OUT(c_codes)  \
+    IN(b_codes)                                                                                              \
+    IN(b_scales) IN(b_repacked) IN(b_global) IN(offsets) IN(bias) IN(c_old) OUT(c) OUT(c_codes)              \
         OUT(c_scales) IN(c_global) IN(d_c) GRAD(d_a)
 #define GROUPED_GEMM_VALUES(F)                                                                               \
     F(tokens)                                                                                                \

@@ -19,7 +19,7 @@ typedef struct route_args {
     quern_tensor bias;           /* f32 [E], of the choice only; may be absent */
     quern_tensor input_ids,
         tid2eid; /* i32 or i64 [T], [V, k]: experts by token instead of by score; may be absent */
-    /* i32, f32 [T, k]: routing that is handed in, instead of all above. It is copied, and its slots are sorted;
+    /* i32, f32 [T, k]: routing that is handed in instead of all above, is copied, and has its slots sorted;
      * may be absent */
     quern_tensor given_experts, given_weights;
     quern_tensor experts;              /* i32 [T, k]; written, or read by the backward */

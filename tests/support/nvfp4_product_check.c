@@ -162,8 +162,8 @@ static void free_exact(oracle_product *p)
     free(p->c), free(p->size);
 }
 
-/* FP8 products of normal numbers: relative L2 5e-4, and the rounding to the output's type, against the roots of
- * the sums' squares where these are larger. */
+/* FP8 products of normal numbers: relative L2 5e-4, and the rounding to the output's type, against the
+ * roots of the sums' squares where these are larger. */
 static void check_length(const product_case *c, const product_result *r, const oracle_product *p,
                          const char *what)
 {

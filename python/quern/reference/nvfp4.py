@@ -77,8 +77,8 @@ def int8_rows(a: Tensor) -> Tensor:
 
 
 def fp8_rows(a: Tensor) -> Tensor:
-    """a [T, K] rounded to e4m3 by row and 128 of K with the scale amax / 448 in f32, times that scale; gradients
-    pass as if it were a."""
+    """a [T, K] rounded to e4m3 by row and 128 of K with the scale amax / 448 in f32, times that scale;
+    gradients pass as if it were a."""
     groups = []
     for x in a.detach().float().split(128, -1):
         scale = x.abs().amax(-1, keepdim=True) / 448
@@ -88,7 +88,7 @@ def fp8_rows(a: Tensor) -> Tensor:
 
 
 def fp8_columns(b: Tensor, scales: Tensor) -> Tensor:
-    """Weights [E, K, N] rounded to e4m3 with one power of two a column, by their block scales [E, K/16, N]."""
+    """Weights [E, K, N] rounded to e4m3 with one power of two a column, by their scales [E, K/16, N]."""
     largest = as_bytes(scales).view(torch.float8_e4m3fn).double().amax(1, keepdim=True)
     power = torch.exp2(torch.ceil(torch.log2(6 * largest / 448)))
     power = torch.where(largest == 0, torch.ones_like(power), power)

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * fp8.c - the grouped product of e4m3 operands, as GPUs with FP8 products compute it: A rounded by row and 128
- * of K, weights by column with one power of two. Products are f32: a decoded unit of weights is rounded to
- * e4m3 in place, 128 of K are summed from zero, and added to the sums times A's scale.
+ * fp8.c - the grouped product of e4m3 operands, as GPUs with FP8 products compute it: A rounded by row and
+ * 128 of K, weights by column with one power of two. Products are f32: a decoded unit of weights is
+ * rounded to e4m3 in place, 128 of K are summed from zero, and added to the sums times A's scale.
  */
 #include "core/half.h"
 #include "core/parallel.h"

@@ -8,7 +8,8 @@
  * nothing but the row; tasks are cut by shape, not by threads.
  *
  * bf16 activations at the level with bf16 dot products: code * scale is exact in bf16. Else f32. NVFP4 or
- * int8 activations: integers within a block of 16, f32 across. e4m3 (fp8.c): f32 products of rounded operands.
+ * int8 activations: integers within a block of 16, f32 across. e4m3 (fp8.c): f32 products of rounded
+ * operands.
  *
  * Limit: with few rows, reading the weights; with many, the dot product.
  */

@@ -1,11 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_grouped_outer.c - the gradient of experts' matrices. A task is up to OUTER_ROWS rows and a panel of
- * columns of one expert's matrix. It walks the expert's rows in order, OUTER_DEPTH at a time: both operands
- * are packed into a thread's own memory and multiplied there, so an element's sum has one order, whatever the
- * number of threads. If both operands are bf16 and the level has the dot product, they are multiplied as bf16;
- * else both are widened to f32. Limit: the dot product; with few rows, writing the gradient.
+ * stage_grouped_outer.c - the gradient of experts' matrices. A task is up to OUTER_ROWS rows and a panel
+ * of columns of one expert's matrix. It walks the expert's rows in order, OUTER_DEPTH at a time: both
+ * operands are packed into a thread's own memory and multiplied there, so an element's sum has one order,
+ * whatever the number of threads. If both operands are bf16 and the level has the dot product, they are
+ * multiplied as bf16; else both are widened to f32. Limit: the dot product; with few rows, writing the
+ * gradient.
  */
 #include "cpu/grouped_dense/stages.h"
 

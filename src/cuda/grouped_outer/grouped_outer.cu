@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * grouped_outer.cu - the gradient of each expert's matrix, c[e] = sum over its rows of weight[r] a[r]^T b[r].
- * A block owns a tile of one expert's matrix and walks the expert's rows in order; there are no atomics, and an
- * element's sum has one order.
+ * grouped_outer.cu - the gradient of each expert's matrix, c[e] = sum over its rows of weight[r] a[r]^T
+ * b[r]. A block owns a tile of one expert's matrix and walks the expert's rows in order; there are no
+ * atomics, and an element's sum has one order.
  *
  * 16-bit operands of one dtype: a tile of 128 x 128, 8 warps of 64 x 32 by mma.m16n8k16. 32 rows of both
  * operands are a stage of shared memory, in panels of 64 columns (common/mma.cuh), whose fragments
- * ldmatrix.trans turns; the next stage's rows wait in registers, where a's are multiplied by their weights. The
- * others: a tile of 64 x 64 on the f32 cores, 4 x 4 a thread. Limit: the products; with few rows, writing c.
+ * ldmatrix.trans turns; the next stage's rows wait in registers, where a's are multiplied by their
+ * weights. The others: a tile of 64 x 64 on the f32 cores, 4 x 4 a thread. Limit: the products; with few
+ * rows, writing c.
  */
 #include "common/launch.cuh"
 #include "common/mma.cuh"

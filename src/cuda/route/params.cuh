@@ -9,8 +9,8 @@
  * slot's rank in its chunk follows from counts of its warp's earlier slots and of the warps before, so the
  * order is that of the slots. For few tokens one block does all three, as each launch takes longer.
  *
- * An id without a row in the table, or an entry of it, or of the routing that is handed in, that is no expert,
- * gives that slot expert 0 and weight 0.
+ * An id without a row in the table, or an entry of it, or of the routing that is handed in, that is no
+ * expert, gives that slot expert 0 and weight 0.
  */
 #ifndef QUERN_CUDA_ROUTE_PARAMS_CUH
 #define QUERN_CUDA_ROUTE_PARAMS_CUH

@@ -122,9 +122,9 @@ __device__ __forceinline__ uint32_t pick(const uint2 &table, uint32_t picks, uin
     return __byte_perm(table.x, table.y, __byte_perm(picks, 0, 0x4420)) | signs;
 }
 
-/* What a thread that decodes reads and writes of its panel: of columns `column` and that + 8 the 16 of K number
- * `block` of each unit. Their codes are in the words `block` of four lanes; in turn j a thread takes that of lane
- * j ^ first, so that loads and stores meet no bank twice. */
+/* What a thread that decodes reads and writes of its panel: of columns `column` and that + 8 the 16 of K
+ * number `block` of each unit. Their codes are in the words `block` of four lanes; in turn j a thread
+ * takes that of lane j ^ first, so that loads and stores meet no bank twice. */
 struct decode_place {
     int codes, scales, shift, rows; /* bytes into a unit, two times; bits; bytes into the rows */
 };

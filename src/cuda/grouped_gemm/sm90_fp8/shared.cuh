@@ -3,24 +3,24 @@
 /*
  * shared.cuh - the grouped product of e4m3 operands on Hopper: the plan of a block.
  *
- * As grouped_gemm/sm90: persistent blocks walk tiles of 128 tokens of an expert by 128 columns of B. A step is
- * 128 of K.
+ * As grouped_gemm/sm90: persistent blocks walk tiles of 128 tokens of an expert by 128 columns of B. A step
+ * is 128 of K.
  *
- *   feed      one thread copies tokens' bytes and scales, and repacked units; of weights in the caller's layout
- *             all four warps gather the units
+ *   feed      one thread copies tokens' bytes and scales, and repacked units; of weights in the caller's
+ *             layout, or out of line, all four warps load the units
  *   decode    two warpgroups of 64 columns each turn units into rows of e4m3 in shared memory
  *   multiply  two warpgroups of 64 columns each: both operands from shared memory
  *
  * Weights. Of e4m3(code scale 2^-e) there are eight magnitudes a block of 16: a table in shared memory holds
- * their bytes for each scale byte and each e, 19 KB. A thread has blocks of two columns: two entries, by which a
- * byte permutation decodes four codes whose selectors are shifts and masks of a word: 100 instructions for 32
- * codes. Tokens have K in the order that comes of it (fp8.cuh).
+ * their bytes for each scale byte and each e, 19 KB. A thread has blocks of two columns: two entries, by
+ * which a byte permutation decodes four codes whose selectors are shifts and masks of a word: 100
+ * instructions for 32 codes. Tokens have K in the order that comes of it (fp8.cuh).
  *
- * Sums leave the tensor cores each 128 of K, whose products are truncated to 14 bits: 64 fused multiply-adds a
- * thread by the tokens' scales, while the other warpgroup's products run.
+ * Sums leave the tensor cores each 128 of K, whose products are truncated to 14 bits: 64 fused multiply-adds
+ * a thread by the tokens' scales, while the other warpgroup's products run.
  *
- * Registers of a multiplying thread: 64 accumulators and 64 of the 128 of K. Limit: the tensor cores take 512
- * clocks for a step, in which a scheduler issues 800 instructions of four warps.
+ * Registers of a multiplying thread: 64 accumulators and 64 of the 128 of K. Limit: decoding. Its logic,
+ * shifts and permutations issue at half the rate of FMA, 900 clocks for a step, whose products take 512.
  */
 #ifndef QUERN_CUDA_SM90_FP8_GROUPED_GEMM_SHARED_CUH
 #define QUERN_CUDA_SM90_FP8_GROUPED_GEMM_SHARED_CUH
