@@ -85,7 +85,8 @@ static void make_epilogue(product_case *c, test_random *random)
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
     c->c_dtype = dtypes[test_random_int(random, 0, 2)];
     c->quantised = test_random_one_in(random, 4);
-    c->c_global = 0.3f;
+    for (int e = 0; e < 5; e++) c->c_global[e] = 0.3f - 0.05f * (float)e;
+    c->c_global_by_expert = c->experts % 2 == 0;
     c->params.profile =
         test_random_one_in(random, 2) ? QUERN_NVFP4_PROFILE_RNE : QUERN_NVFP4_PROFILE_MODELOPT;
     if (test_random_one_in(random, 2)) c->bias = random_globals(random, c->experts * c->n);
@@ -405,8 +406,8 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
 {
     test_tensor t[TENSORS] = {{.buffer = NULL}}, old = {.buffer = NULL};
     quern_nvfp4_gemm_tensors all;
-    const quern_tensor c_global =
-        quern_tensor_contiguous((void *)(uintptr_t)&c->c_global, QUERN_F32, 0, NULL);
+    const quern_tensor c_global = quern_tensor_contiguous((void *)(uintptr_t)c->c_global, QUERN_F32,
+                                                          c->c_global_by_expert, &c->experts);
     quern_nvfp4_gemm_params p = bind(c, ctx, random, layout, t, &all);
     all.c = view(&t[C]);
     all.c_codes = view(&t[C_CODES]);

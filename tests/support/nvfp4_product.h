@@ -53,7 +53,8 @@ typedef struct product_case {
     double *old;                 /* [T, N] or NULL */
     quern_dtype c_dtype;
     bool quantised;
-    float c_global;
+    float c_global[5]; /* of a quantised output: one, or by expert */
+    bool c_global_by_expert;
 } product_case;
 
 /* `wide`: activations of any magnitude, else normal ones. */

@@ -5,6 +5,7 @@
 
 #include "cmocka_c11.h"
 #include "compare.h"
+#include "oracle/linear.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -18,21 +19,21 @@ static double half_ulp(quern_dtype dtype, double x)
 
 /* Codes of a block whose exact values are h within err: the scale and each code must be what some value in
  * reach gives. */
-static void check_quantised(const product_case *c, const double *h, const double *err, int64_t n,
-                            const uint8_t *codes, int scale, const char *what)
+static void check_quantised(const product_case *c, float global, const double *h, const double *err,
+                            int64_t n, const uint8_t *codes, int scale, const char *what)
 {
     double low = 0, high = 0;
     for (int64_t i = 0; i < n; i++) {
         low = fmax(low, fabs(h[i]) - err[i]);
         high = fmax(high, fabs(h[i]) + err[i]);
     }
-    const double g = (double)c->c_global, down = low / g * (1 - 1e-5), up = high / g * (1 + 1e-5);
+    const double g = (double)global, down = low / g * (1 - 1e-5), up = high / g * (1 + 1e-5);
     uint8_t unused[16];
     const float least[16] = {(float)(down * g)}, most[16] = {(float)(up * g)};
     const int lowest =
-        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, least, unused);
+        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, global, least, unused);
     const int highest =
-        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, most, unused);
+        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, global, most, unused);
     const bool zeros = down <= 0; /* ModelOpt: a block of zeros has scale 1 */
     if (scale > highest && !(zeros && scale == 0x38))
         fail_msg("%s: scale %d, at most %d expected", what, scale, highest);
@@ -89,8 +90,9 @@ static void check_row(const product_case *c, const product_result *r, const orac
                      (long long)i, got, h[i], bound);
     }
     for (int64_t b = 0; b < blocks && c->quantised; b++)
-        check_quantised(c, h + 16 * b, err + 16 * b, out - 16 * b < 16 ? out - 16 * b : 16,
-                        r->codes + (t * blocks + b) * 16, r->scales[t * blocks + b], what);
+        check_quantised(c, c->c_global[c->c_global_by_expert ? product_expert_of(c, t) : 0], h + 16 * b,
+                        err + 16 * b, out - 16 * b < 16 ? out - 16 * b : 16, r->codes + (t * blocks + b) * 16,
+                        r->scales[t * blocks + b], what);
     free(h), free(err);
 }
 
