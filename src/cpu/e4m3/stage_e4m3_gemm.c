@@ -145,20 +145,22 @@ static void decode_across(const e4m3_job *job, int64_t group, e4m3_run run, int6
     else job->kernels->panel_f32(&rows, job->dense->panel, panel);
 }
 
-/* The same where rows of W are the rows of the panel. */
+/* The same where rows of W are the rows of the panel. For pairs a row is widened in the second half of
+ * `widened` and stands in bf16, which is exact, in the first. */
 static void decode_rows(const e4m3_job *job, int64_t group, e4m3_run run, int64_t column, int64_t n,
                         float *widened, float *panel)
 {
     const quern_tensor *codes = &job->args->codes;
     const int64_t width = job->dense->panel;
-    float *to = job->pairs ? widened : panel;
+    uint16_t *words = (uint16_t *)(void *)widened;
     for (int64_t r = 0; r < run.depth; r++) {
         const int64_t row = group * job->in + run.first + r;
-        job->widen->widen_e4m3((const uint8_t *)codes->data + row * codes->strides[0] + column, n,
-                               to + r * width);
-        for (int64_t j = n; j < width; j++) to[r * width + j] = 0.0f;
+        float *to = job->pairs ? widened + width * RUN / 2 : panel + r * width;
+        job->widen->widen_e4m3((const uint8_t *)codes->data + row * codes->strides[0] + column, n, to);
+        for (int64_t j = n; j < width; j++) to[j] = 0.0f;
+        if (job->pairs) job->dense->rows->convert(to, QUERN_F32, words + r * width, QUERN_BF16, width);
     }
-    const row_source src = {widened, QUERN_F32, width, run.depth, width};
+    const row_source src = {words, QUERN_BF16, width, run.depth, width};
     if (job->pairs)
         job->dense->pack_values_bf16(&src, (int32_t)width, (uint32_t *)(void *)panel, width * RUN / 2);
 }
