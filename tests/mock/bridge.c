@@ -333,12 +333,12 @@ quern_status __wrap_op_run(op_call *call, const op_family *family, int32_t opera
     quern_status status = __real_op_run(call, family, operation, ctx, exec_of(&room, exec, &all), params,
                                         &d.own, workspace_of(&room, workspace, bytes), bytes);
     const int bits = mock_take_faults();
+    if (status == QUERN_OK && bits == 0) check_accepted(call, data); /* of what was there before the run */
     fetch(&all, status == QUERN_OK && bits == 0);
     free_room(&room);
     if (bits != 0)
         return need_refused(
             call, __real_op_run(call, family, operation, ctx, exec, params, tensors, workspace, bytes), bits);
-    if (status == QUERN_OK) check_accepted(call, data);
     return status;
 }
 
@@ -431,9 +431,9 @@ quern_status __wrap_op_run_at(const op_call *call, const quern_exec *exec, void 
     const quern_status status = __real_op_run_at(call, exec_of(&room, exec, &all), there,
                                                  workspace_of(&room, workspace, bytes), bytes);
     const int bits = mock_take_faults();
+    if (status == QUERN_OK && bits == 0) check_accepted(call, used); /* of what was there before the run */
     fetch(&all, status == QUERN_OK && bits == 0);
     free_room(&room);
     if (bits != 0) return need_refused(call, __real_op_run_at(p->host, exec, data, workspace, bytes), bits);
-    if (status == QUERN_OK) check_accepted(call, used);
     return status;
 }

@@ -11,8 +11,8 @@
  * `ring` rows more, without series a of entries that are out, and a copy of the sums (at most 12 KiB at C
  * 512).
  */
-#include "core/error.h"
 #include "core/parallel.h"
+#include "cpu/check_data.h"
 #include "cpu/pool/pool.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -70,6 +70,49 @@ static append_job carve(const stage_exec *exec, const pool_append_args *args, ar
     if (waiting > 0) job.finished = arena_take(a, waiting);
     if (waiting > 0 && is_present(&args->pooled)) job.pooled = arena_take(a, waiting);
     return job;
+}
+
+/* Whether an earlier sequence of the step has tokens and the same slot. */
+static bool stands_before(const stage_step *step, int64_t b, int64_t slot)
+{
+    bool found = false;
+    for (int64_t i = 0; i < b && !found; i++) {
+        const step_run run = step_run_at(step, i);
+        found = run.slot == slot && run.count > 0;
+    }
+    return found;
+}
+
+/* Sequence b of a step that names slots: its state is one of `state`, its position is one that the state's
+ * rows come to, and the table has its entries' positions. */
+static quern_status check_sequence(const stage_exec *exec, const pool_append_args *args, int64_t b)
+{
+    const step_run run = step_run_at(&args->step, b);
+    const int64_t r = args->ratio, end = run.first + run.count, slots = args->state.shape[0],
+                  last = (end / r - 1) * r + (args->entry.rope_last ? r - 1 : 0);
+    const quern_tensor *table = &args->entry.cos_sin;
+    stage_fault fault = {QUERN_STATUS_BAD_POSITION, &args->step.slots, b, .least = -1, .most = slots - 1};
+    if (run.slot < -1 || run.slot >= slots) return stage_report(exec, fault);
+    if (run.count == 0) return QUERN_OK;
+    if (stands_before(&args->step, b, run.slot)) return stage_report(exec, fault);
+    fault = (stage_fault){QUERN_STATUS_BAD_POSITION, &args->step.positions, b, .most = INT32_MAX};
+    if (end > INT32_MAX || (is_present(table) && end / r > run.first / r && last >= table->shape[0]))
+        return stage_report(exec, fault);
+    const int64_t merged = run.first > 0 ? i32_at(&args->merged, run.slot, 0) : 0;
+    fault.least = merged;
+    fault.most = merged + args->ring;
+    if (run.first > 0 && (merged < 0 || run.first < merged || run.first - merged > args->ring))
+        return stage_report(exec, fault);
+    return QUERN_OK;
+}
+
+static quern_status check_append(const stage_exec *exec, const pool_append_args *args)
+{
+    if (!args->by_slot) return QUERN_OK; /* the host wrote the step */
+    quern_status status = check_step(exec, &args->step, args->proj.shape[0]);
+    for (int64_t b = 0; b < args->step.slots.shape[0] && status == QUERN_OK; b++)
+        status = check_sequence(exec, args, b);
+    return status;
 }
 
 static void find_states(append_job *job)
@@ -266,19 +309,20 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
     ((int32_t *)merged->data)[(job->args->by_slot ? s->run.slot : b) * merged->strides[0]] = (int32_t)s->left;
 }
 
-static bool every_entry_is_storable(const append_job *job)
+/* Every entry is finite before it is quantised. A format may have fewer bytes than the row has columns. */
+static quern_status check_entries(const stage_exec *exec, const append_job *job)
 {
+    const int64_t bytes = job->args->out.shape[job->args->out.ndim - 1];
     for (int64_t n = 0; n < job->entries; n++) {
         const float *row = job->finished + n * job->width;
         if (row_is_encodable(job->kernels, job->args->entry.format, row, job->width)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
-        error_set(QUERN_ERR_INVALID_ARGUMENT,
-                  "entry %lld, column %lld is %g before it is quantised: finite values are accepted",
-                  (long long)n, (long long)column, (double)row[column]);
-        return false;
+        return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_NOT_FINITE,
+                                                .tensor = &job->args->out,
+                                                .index = n * bytes + (column < bytes ? column : bytes - 1)});
     }
-    return true;
+    return QUERN_OK;
 }
 
 /* Rows behind the entries. */
@@ -301,13 +345,16 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
 {
     arena a = arena_on(workspace);
     append_job job = carve(exec, args, &a);
+    quern_status status = check_append(exec, args);
+    if (status != QUERN_OK) return status;
     find_states(&job);
     fill_rows(job.kernels->rows, &args->bias_a, &job.bias_a);
     fill_rows(job.kernels->rows, &args->bias_b, &job.bias_b);
     fill_rows(job.kernels->rows, &args->entry.norm_weight, &job.entry.norm);
     parallel_for(exec, job.batch, append_one, &job);
     if (job.finished != NULL) {
-        if (!every_entry_is_storable(&job)) return QUERN_ERR_INVALID_ARGUMENT;
+        status = check_entries(exec, &job);
+        if (status != QUERN_OK) return status;
         for (int64_t n = 0; n < job.entries; n++) {
             encode_row(job.kernels, args->entry.format, job.finished + n * job.width, job.width,
                        out_row(&args->out, n), args->out.dtype);

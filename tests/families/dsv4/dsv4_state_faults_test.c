@@ -119,9 +119,9 @@ static void faults_leave_states_unchanged(void **state)
     refused(&f, twice, halves, 2, "once");
     refused(&f, &f.held.state, &negative, 1, "counts[0] is -1");
     f.rows[5 * 64 + 3] = NAN; /* the second entry */
-    refused(&f, &f.held.state, &all, 1, "entry 1, column 3 is nan");
+    refused(&f, &f.held.state, &all, 1, "(row 1, column 3)");
     f.rows[5 * 64 + 3] = INFINITY;
-    refused(&f, &f.held.state, &all, 1, "column 3 is");
+    refused(&f, &f.held.state, &all, 1, "column 3) is");
     f.rows[5 * 64 + 3] = 1;
     f.proj.shape[0] = 7;
     refused(&f, &f.held.state, &all, 1, "proj.shape[0] is 7");
@@ -264,7 +264,7 @@ static void a_fault_in_one_state_leaves_the_other(void **state)
     unsigned char *kept = malloc(bytes);
     memcpy(kept, second.memory + 1, bytes);
     f.rows[5 * 64 + 3] = NAN;
-    refused(&f, both, halves, 2, "entry 1, column 3 is nan");
+    refused(&f, both, halves, 2, "(row 1, column 3)");
     assert_memory_equal(kept, second.memory + 1, bytes);
     f.rows[5 * 64 + 3] = 1;
     assert_int_equal(call(&f, both, halves, 2), QUERN_OK);
