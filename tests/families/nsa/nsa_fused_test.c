@@ -229,17 +229,18 @@ static void check_bound(const bound_case *b, int32_t threads)
     }
     if (varlen && (b->compress == QUERN_NSA_COMPRESS_GIVEN)) t.cu_seqlens_cmp = &cu;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        quern_context *ctx = test_context(level, threads);
+        quern_context *ctx = test_context(level, threads); /* or of as many as QUERN_TEST_THREADS says */
+        const int own = quern_context_threads(ctx);
         const int64_t words = act == QUERN_BF16 && cpu_kernels_for(level)->attention->mm_bf16 != NULL ? 2 : 4;
         size_t bytes = 0;
         if (quern_nsa_forward_workspace(ctx, &p, &t, &bytes) != QUERN_OK)
             fail_msg("%s", quern_last_error(ctx));
-        const size_t bound = bound_of(b, &p, words, threads);
+        const size_t bound = bound_of(b, &p, words, own);
         if (bytes > bound)
             fail_msg("N %lld, H %lld/%lld, D %lld/%lld, l %lld, d %lld, tile %lld, %s, %d threads at %s: %zu "
                      "bytes of workspace, at most %zu are allowed",
                      (long long)b->n, (long long)b->h, (long long)b->hkv, (long long)b->d, (long long)b->dv,
-                     (long long)l, (long long)stride, (long long)p.tile, quern_dtype_name(act), threads,
+                     (long long)l, (long long)stride, (long long)p.tile, quern_dtype_name(act), own,
                      quern_cpu_level_name(level), bytes, bound);
         quern_context_destroy(ctx);
     }
