@@ -85,7 +85,7 @@ mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int
     return s;
 }
 
-/* The rows, positions and pages of sequence b. */
+/* The rows, positions and pages of sequence b. The family checks a position that is an argument by value. */
 static quern_status check_sequence(const stage_exec *exec, const attend_mqa_args *a, int64_t b)
 {
     const int32_t *cu = a->seqs.cu_q.data, *cu_kv = a->seqs.cu_kv.data;
@@ -95,8 +95,8 @@ static quern_status check_sequence(const stage_exec *exec, const attend_mqa_args
                                                                                              : a->seqs.n_kv;
     const int64_t start = i32_at(&a->positions, b, cu == NULL ? a->position : 0), end = start + queries,
                   positions = is_present(&a->cos_sin) ? a->cos_sin.shape[0] : INT32_MAX;
-    const bool late = queries > 0 && end > positions;
-    if (start < 0 || late || (!is_present(&a->kv_table) && end < raw))
+    const bool late = queries > 0 && end > positions, given = is_present(&a->positions) || cu != NULL;
+    if (given && (start < 0 || late || (!is_present(&a->kv_table) && end < raw)))
         return stage_report(exec,
                             (stage_fault){.kind = QUERN_STATUS_BAD_POSITION,
                                           .tensor = is_present(&a->positions) ? &a->positions : &a->seqs.cu_q,

@@ -418,7 +418,8 @@ static void run_side(const stage_exec *exec, backward_job *job)
 
 quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *args, void *workspace)
 {
-    const quern_status status = check_seqs(exec, &args->seqs);
+    quern_status status = check_queries(exec, &args->seqs);
+    if (status == QUERN_OK) status = check_cu(exec, &args->seqs.cu_kv, args->seqs.batch, args->seqs.n_kv);
     if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
