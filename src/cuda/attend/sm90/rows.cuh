@@ -10,7 +10,7 @@
 
 #include "hopper/barrier.cuh"
 #include "attend/sm90/attend.cuh"
-#include "attend/sm90/work.cuh"
+#include "attend/sm90/schedule.cuh"
 
 namespace attend_parts
 {

@@ -12,7 +12,7 @@
  */
 #include "attend/backward/key_block.cuh"
 #include "attend/sm90/attend.cuh"
-#include "attend/sm90/work.cuh"
+#include "attend/sm90/schedule.cuh"
 
 static const size_t MOST_SHARES = (size_t)1 << 30;
 enum { SLOTS = 128, MOST_LIST = 256, WARPS = 4, KEYS = 16, THREADS = 256, MOST_WIDTH = 256 };

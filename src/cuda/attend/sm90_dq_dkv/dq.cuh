@@ -6,7 +6,7 @@
  * dK and dV are dkv.cuh's: two kernels compute S and dP twice (seven products for five), and
  * every sum has one owner and one order. One kernel has no room for dQ's tile beside dK and dV.
  *
- * Blocks and pieces are the forward's (sm90_forward/kernel.cuh, sm90/work.cuh): a persistent block
+ * Blocks and pieces are the forward's (sm90_forward/kernel.cuh, sm90/schedule.cuh): a persistent block
  * owns 128 rows, 64 each of two computing warpgroups, and walks their keys from the last to the first. The
  * next tile's S and dP are issued behind this tile's dQ, so the tensor cores have work while dS is made of
  * the one warpgroup's or the other's.
@@ -29,7 +29,7 @@
 #include "common/launch.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90/attend.cuh"
-#include "attend/sm90/work.cuh"
+#include "attend/sm90/schedule.cuh"
 
 namespace sm90_rows
 {

@@ -6,7 +6,7 @@
  *
  * A persistent block is one warpgroup that feeds (feed.cuh) and GROUPS that compute, each with
  * 64 of the block's rows. The feeder's warp 0 copies Q, K and V by TMA into two stages; warps 1 and 2 look
- * for what is not finite in V's tiles that some row does not see whole; warp 3 plans (sm90/work.cuh) and
+ * for what is not finite in V's tiles that some row does not see whole; warp 3 plans (sm90/schedule.cuh) and
  * sorts lists. A computing warpgroup walks its keys from the last to the first: S = Q K^T (wgmma, of ranges
  * at D = 128 with Q from registers), softmax in registers, O += P V with P from registers. The next tile's
  * Q K^T starts before this tile's softmax, and named barriers let the warpgroups take turns, so that one's

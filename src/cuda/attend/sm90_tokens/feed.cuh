@@ -13,7 +13,7 @@
 #include "hopper/tma.cuh"
 #include "hopper/tma_tiles.cuh"
 #include "attend/sm90/attend.cuh"
-#include "attend/sm90/work.cuh"
+#include "attend/sm90/schedule.cuh"
 
 namespace sm90_tokens
 {

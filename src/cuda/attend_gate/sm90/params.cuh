@@ -6,7 +6,7 @@
 
 #include "select/contest.cuh"
 #include "attend/sm90/attend.cuh"
-#include "attend/sm90/work.cuh"
+#include "attend/sm90/schedule.cuh"
 
 /* Three branches and their gate (kernel.cuh): the compressed, the selected one by a list of at most
  * SM90_GATED_LIST blocks, and the window, all with the second one's rows and units. */

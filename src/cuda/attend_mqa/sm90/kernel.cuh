@@ -151,10 +151,10 @@ __device__ __forceinline__ void prefetch_angles(const mqa_rotation &r, int posit
         asm volatile("prefetch.global.L1 [%0];" ::"l"((const char *)r.table + position * r.row * size + at));
 }
 
-/* Rotates a thread's two rows of O's columns from column0 on back, at the item's position. */
+/* Rotates a thread's rows [first, end) of its two back, of O's columns from column0 on, at a position. */
 template <typename A>
 __device__ __forceinline__ void rotate_back(const mqa_rotation &r, int position, float (&o)[32][4],
-                                            int column0)
+                                            int column0, int first = 0, int end = 2)
 {
     const A *const cosine = (const A *)r.table + position * r.row, *const sine = cosine + r.dim / 2;
     int at = column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim); /* of the rotated channels */
@@ -172,7 +172,7 @@ __device__ __forceinline__ void rotate_back(const mqa_rotation &r, int position,
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
-            for (int h = 0; h < 4; h += 2) {
+            for (int h = first * 2; h < end * 2; h += 2) {
                 const float x = o[i + j][h], y = o[i + j][h + 1];
                 if (at + j * 8 < 0) continue;
                 o[i + j][h] = x * c[j] + y * s[j];

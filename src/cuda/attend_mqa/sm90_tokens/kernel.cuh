@@ -183,33 +183,6 @@ template <typename T> struct heads_of_tokens {
     }
     static __device__ __forceinline__ void prefetch(const mqa_kernel &, const stage_info &) {}
 
-    /* Rotates a thread's row h of O's columns from column0 on back. */
-    template <typename A>
-    static __device__ __forceinline__ void rotate_row(const mqa_rotation &r, int position, float (&o)[32][4],
-                                                      int h, int column0)
-    {
-        const A *const cosine = (const A *)r.table + position * r.row, *const sine = cosine + r.dim / 2;
-        int at = column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim); /* of the rotated channels */
-#pragma unroll
-        for (int i = 0; i < 32; i += 4, at += 32) {
-            asm volatile("" : "+r"(at)); /* the angles of more steps at once would take too many registers */
-            if (at + 24 < 0) continue;
-            float c[4], s[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int pair = at + j * 8 < 0 ? 0 : at / 2 + j * 4;
-                c[j] = to_float<A>(cosine[pair]);
-                s[j] = to_float<A>(sine[pair]);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float x = o[i + j][h * 2], y = o[i + j][h * 2 + 1];
-                if (at + j * 8 < 0) continue;
-                o[i + j][h * 2] = x * c[j] + y * s[j];
-                o[i + j][h * 2 + 1] = y * c[j] - x * s[j];
-            }
-        }
-    }
     static __device__ __forceinline__ void store(const mqa_kernel &a, const tokens_shared<T> &m,
                                                  const stage_info &item, float (&o)[32][4],
                                                  const float (&factor)[2], int row0, int column0)
@@ -225,8 +198,9 @@ template <typename T> struct heads_of_tokens {
             }
             if (MQA_DIM - a.rotation.dim < column0 + 256) {
                 const int position = m.groups[item.position].of[token].position;
-                if (a.rotation.dtype == QUERN_F32) rotate_row<float>(a.rotation, position, o, h, column0);
-                else rotate_row<T>(a.rotation, position, o, h, column0);
+                if (a.rotation.dtype == QUERN_F32)
+                    rotate_back<float>(a.rotation, position, o, column0, h, h + 1);
+                else rotate_back<T>(a.rotation, position, o, column0, h, h + 1);
             }
             T *const to = (T *)a.o.p + item.sequence * a.o.s[0] + (item.row + token) * a.o.s[1] +
                           head * a.o.s[2] + column0 + threadIdx.x % 4 * 8;

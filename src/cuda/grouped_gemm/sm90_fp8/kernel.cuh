@@ -32,8 +32,10 @@ __device__ __forceinline__ void copy_tokens(const fp8_params &f, const CUtensorM
     at.advance();
 }
 
-/* Repacked weights: all by one thread. */
-__device__ __forceinline__ void feed_repacked(const fp8_params &f, const CUtensorMap &a, shared &m)
+/* REPACKED: all by one thread. Else weights stand in the caller's layout, or out of line, and each thread of
+ * the warpgroup loads a lane's part. */
+template <bool REPACKED>
+__device__ __forceinline__ void feed(const fp8_params &f, const CUtensorMap &a, shared &m)
 {
     const gemm_params &p = f.p;
     ring_place<TOKEN_STAGES> tokens;
@@ -45,36 +47,20 @@ __device__ __forceinline__ void feed_repacked(const fp8_params &f, const CUtenso
         for (int step = 0; step < f.groups; step++) {
             const stage_units u = units_at(p, step);
             m.packed.wait_free(at);
-            const uint32_t bar = m.packed.expect(at, (uint32_t)(u.count * panels * UNIT_BYTES));
-            for (int g = 0; g < panels; g++)
-                sm90_gemm::copy_weights(p, m.units[at.stage][g], t.expert, t.panel + g, u, bar);
-            at.advance();
-            copy_tokens(f, a, m, t, step, tokens);
-        }
-    }
-}
-
-/* Weights in the caller's layout, or out of line: each thread loads a lane's part. */
-__device__ __forceinline__ void feed_gathered(const fp8_params &f, const CUtensorMap &a, shared &m)
-{
-    const gemm_params &p = f.p;
-    ring_place<TOKEN_STAGES> tokens;
-    ring_place<UNIT_STAGES> at;
-    const int32_t tiles = m.tiles.first[p.ends.experts];
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const tile_place t = tile_at(m.tiles, p, tile, TOKENS, GROUPS);
-        const int panels = min((int)GROUPS, p.panels - t.panel);
-        for (int step = 0; step < f.groups; step++) {
-            const stage_units u = units_at(p, step);
-            m.packed.wait_free(at);
-            for (int g = 0; g < panels; g++)
+            if (REPACKED) {
+                const uint32_t bar = m.packed.expect(at, (uint32_t)(u.count * panels * UNIT_BYTES));
+                for (int g = 0; g < panels; g++)
+                    sm90_gemm::copy_weights(p, m.units[at.stage][g], t.expert, t.panel + g, u, bar);
+            } else {
+                for (int g = 0; g < panels; g++)
 #pragma unroll 1
-                for (int i = 0; i < u.count; i++)
-                    sm90_gemm::put_part(m.units[at.stage][g][i],
-                                        load_part(p.b, t.expert, t.panel + g, u.unit + i));
-            m.packed.give(at);
+                    for (int i = 0; i < u.count; i++)
+                        sm90_gemm::put_part(m.units[at.stage][g][i],
+                                            load_part(p.b, t.expert, t.panel + g, u.unit + i));
+                m.packed.give(at);
+            }
             at.advance();
-            if (threadIdx.x == 0) copy_tokens(f, a, m, t, step, tokens);
+            if (REPACKED || threadIdx.x == 0) copy_tokens(f, a, m, t, step, tokens);
         }
     }
 }
@@ -290,8 +276,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
         registers_down<FEED_REGISTERS>();
-        if (!bulk) feed_gathered(f, a, m);
-        else if (threadIdx.x == 0) feed_repacked(f, a, m);
+        if (!bulk) feed<false>(f, a, m);
+        else if (threadIdx.x == 0) feed<true>(f, a, m);
     } else if (role <= GROUPS) {
         registers_down<DECODE_REGISTERS>();
         decode(f, m, role - 1);

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * work.cuh - what a persistent block of the Hopper attention kernels does next: which rows
+ * schedule.cuh - what a persistent block of the Hopper attention kernels does next: which rows
  * (attend/attend.cuh), and which key slots they walk. One warp plans and leaves the plan of a turn in
  * shared memory for the others.
  *
@@ -11,8 +11,8 @@
  * block begins with the one of its own number and then takes whichever is next, by a counter: no result
  * depends on who computes it.
  */
-#ifndef QUERN_CUDA_ATTEND_SM90_WORK_CUH
-#define QUERN_CUDA_ATTEND_SM90_WORK_CUH
+#ifndef QUERN_CUDA_ATTEND_SM90_SCHEDULE_CUH
+#define QUERN_CUDA_ATTEND_SM90_SCHEDULE_CUH
 
 #include "attend/attend.cuh"
 
