@@ -67,6 +67,21 @@ static inline int32_t *ledger_row(const quern_ledger *l, int64_t sequence, int p
 {
     return l->pages + sequence * l->columns + l->pool[pool].column;
 }
+/* A sequence holds a page no longer; takes one that none holds. */
+static inline void ledger_release(ledger_pool *pool, int32_t page)
+{
+    if (--pool->holders[page] == 0) pool->free[pool->left++] = page;
+}
+static inline int32_t ledger_take(ledger_pool *pool)
+{
+    const int32_t page = pool->free[--pool->left];
+    pool->holders[page] = 1;
+    return page;
+}
+/* The sequence no longer holds what it needs for `had` tokens and not for `tokens`. */
+void ledger_shrink(quern_ledger *l, int64_t sequence, int64_t had, int64_t tokens);
+/* The sequence takes pages for columns had ... end - 1. */
+void ledger_grow(quern_ledger *l, int64_t sequence, int pool, int64_t had, int64_t end);
 /* Gives an empty sequence pages for so many tokens, which a restored one has, or refuses. */
 quern_status ledger_assign(quern_ledger *l, int64_t sequence, int64_t tokens, int64_t held);
 
