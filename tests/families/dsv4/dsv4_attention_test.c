@@ -15,6 +15,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Both passes against the oracle. */
+static void check_and_free(core_case *c, quern_context *ctx)
+{
+    core_case_forward(c, ctx);
+    core_case_backward(c, ctx);
+    core_case_check(c, true);
+    quern_context_destroy(ctx);
+    core_case_free(c);
+}
+
 static void random_calls(void **state)
 {
     (void)state;
@@ -25,11 +35,7 @@ static void random_calls(void **state)
         core_case c = core_case_random(&random);
         quern_context *ctx =
             test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
-        core_case_forward(&c, ctx);
-        core_case_backward(&c, ctx);
-        core_case_check(&c, true);
-        quern_context_destroy(ctx);
-        core_case_free(&c);
+        check_and_free(&c, ctx);
     }
 }
 
@@ -57,11 +63,7 @@ static void released_shapes(void **state)
             const core_parts parts = {.entries = i != 3, .list = i < 2, .sink = true, .rope = true};
             core_case c = core_case_make(&random, &x, 1, NULL, dtype, &parts);
             quern_context *ctx = test_context(level, 2);
-            core_case_forward(&c, ctx);
-            core_case_backward(&c, ctx);
-            core_case_check(&c, true);
-            quern_context_destroy(ctx);
-            core_case_free(&c);
+            check_and_free(&c, ctx);
         }
     }
 }
@@ -89,11 +91,7 @@ static void few_heads(void **state)
             .entries = true, .list = list, .count = i == 1, .sink = i % 2 == 0, .rope = i != 3};
         core_case c = core_case_make(&random, &x, 2, NULL, i == 4 ? QUERN_F16 : QUERN_BF16, &parts);
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-        core_case_forward(&c, ctx);
-        core_case_backward(&c, ctx);
-        core_case_check(&c, true);
-        quern_context_destroy(ctx);
-        core_case_free(&c);
+        check_and_free(&c, ctx);
     }
 }
 
@@ -121,11 +119,7 @@ static void long_calls(void **state)
                                .rope_dim = 8,
                                .chosen = i == 3 ? -1 : 6};
         const core_parts parts = {.entries = i != 3, .list = i != 3, .sink = true, .rope = true};
-        core_case c = core_case_make(&random, &x,
-                                     i < 2    ? 3
-                                     : i == 2 ? 3
-                                              : 1,
-                                     i == 2 ? cu : NULL, QUERN_BF16, &parts);
+        core_case c = core_case_make(&random, &x, i < 3 ? 3 : 1, i == 2 ? cu : NULL, QUERN_BF16, &parts);
         if (parts.list) {
             int32_t *idx = test_tensor_get_i32(&c.t[CORE_IDX]);
             for (int64_t row = 0; row < x.queries * (i == 2 ? 1 : 3); row++) idx[row * 6 + row % 6] = 0;
@@ -133,11 +127,7 @@ static void long_calls(void **state)
             free(idx);
         }
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-        core_case_forward(&c, ctx);
-        core_case_backward(&c, ctx);
-        core_case_check(&c, true);
-        quern_context_destroy(ctx);
-        core_case_free(&c);
+        check_and_free(&c, ctx);
     }
 }
 
