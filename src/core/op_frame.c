@@ -53,7 +53,8 @@ quern_tensor op_view(const op_call *call, int32_t tensor, bool batch)
         t.shape[0] = 1;
         t.strides[0] = 1;
     }
-    return batch && call->varlen ? view_with_batch(&t) : t;
+    if (batch && call->varlen) t = view_with_batch(&t);
+    return t;
 }
 
 void *op_address(const void *p)

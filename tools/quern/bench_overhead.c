@@ -18,7 +18,8 @@
 
 enum {
     ROUNDS = 301,
-    CALLS = 16, /* of a round on the CPU, where one call is short for the clock */
+    CALLS = 16,   /* of a round on the CPU, where one call is short for the clock */
+    WARM_MS = 20, /* the threads that filled the tensors still look for work, which slows others down */
     GPU_TOKENS = 64,
     MOVE = 256
 };
@@ -89,6 +90,8 @@ static quern_status time_calls(const calls *s, quern_context *ctx, const struct 
     const bool gpu = s->job.device == QUERN_CUDA;
     const int count = gpu ? 1 : CALLS;
     quern_status status = QUERN_OK;
+    for (const double until = now_ms() + WARM_MS; !gpu && now_ms() < until && status == QUERN_OK;)
+        status = call_once(s, ctx, way, 0);
     for (int r = -10; r < ROUNDS && status == QUERN_OK; r++) {
         if (gpu) status = quern_cuda_synchronize(0, NULL);
         const double start = now_ms();

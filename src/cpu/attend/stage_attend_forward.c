@@ -74,19 +74,20 @@ static int64_t heads_of_pass(const stage_exec *exec, const attend_args *args)
     return heads < 1 ? 1 : heads < p.kv_heads ? heads : p.kv_heads;
 }
 
-/* The call restricted to kv heads [first, first + count). */
-static attend_args pass_of(const attend_args *args, int64_t first, int64_t count)
+/* The call restricted to kv heads [first, first + count): itself where these are all, else *pass. */
+static const attend_args *pass_of(const attend_args *args, int64_t first, int64_t count, attend_args *pass)
 {
-    attend_args pass = *args;
-    const int64_t group = args->k.shape[2] > 0 ? args->q.shape[2] / args->k.shape[2] : 1;
-    view_narrow(&pass.q, 2, first * group, count * group);
-    view_narrow(&pass.o, 2, first * group, count * group);
-    view_narrow(&pass.lse, 1, first * group, count * group);
-    view_narrow(&pass.sink, 0, first * group, count * group);
-    view_narrow(&pass.k, 2, first, count);
-    view_narrow(&pass.v, 2, first, count);
-    const int64_t lists = args->scope == LIST_BY_HEAD ? group : 1;
-    view_narrow(&pass.list, 1, first * lists, count * lists);
+    if (count == args->k.shape[2]) return args;
+    *pass = *args;
+    const int64_t group = args->k.shape[2] > 0 ? args->q.shape[2] / args->k.shape[2] : 1,
+                  lists = args->scope == LIST_BY_HEAD ? group : 1;
+    view_narrow(&pass->q, 2, first * group, count * group);
+    view_narrow(&pass->o, 2, first * group, count * group);
+    view_narrow(&pass->lse, 1, first * group, count * group);
+    view_narrow(&pass->sink, 0, first * group, count * group);
+    view_narrow(&pass->k, 2, first, count);
+    view_narrow(&pass->v, 2, first, count);
+    view_narrow(&pass->list, 1, first * lists, count * lists);
     return pass;
 }
 
@@ -127,8 +128,8 @@ void cpu_attend_kernel(const stage_exec *exec, const attend_args *args, char tex
 size_t cpu_attend_forward_workspace(const stage_exec *exec, const attend_args *args)
 {
     arena a = {NULL, 0};
-    const attend_args pass = pass_of(args, 0, heads_of_pass(exec, args));
-    carve(exec, &pass, &a);
+    attend_args pass;
+    carve(exec, pass_of(args, 0, heads_of_pass(exec, args), &pass), &a);
     return arena_size(&a);
 }
 
@@ -138,9 +139,10 @@ quern_status cpu_attend_forward(const stage_exec *exec, const attend_args *args,
     if (status != QUERN_OK) return status;
     const int64_t kv_heads = args->k.shape[2], most = heads_of_pass(exec, args); /* 0: no queries */
     for (int64_t first = 0; most > 0 && first < kv_heads; first += most) {
-        const attend_args pass = pass_of(args, first, first + most < kv_heads ? most : kv_heads - first);
+        attend_args pass;
+        const int64_t count = first + most < kv_heads ? most : kv_heads - first;
         arena a = arena_on(workspace);
-        forward_job job = carve(exec, &pass, &a);
+        forward_job job = carve(exec, pass_of(args, first, count, &pass), &a);
         attend_pack(exec, &job.plan, &job.packed);
         parallel_for(exec, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
         attend_store_unused(&job.plan);
