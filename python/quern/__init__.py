@@ -10,6 +10,7 @@ from . import dsv4, moe, nvfp4
 from ._attention import attention
 from ._caches import KVCache, NSACache
 from ._checkpoint import Checkpoint, load_nvfp4
+from ._faults import faults, status_word
 from ._linear import linear, rms_norm, rope
 from ._lists import block_mask, convert_blocks
 from ._nsa import nsa
@@ -42,6 +43,7 @@ __all__ = [
     "block_mask",
     "convert_blocks",
     "dsv4",
+    "faults",
     "linear",
     "load_nvfp4",
     "moe",
@@ -55,4 +57,5 @@ __all__ = [
     "nvfp4",
     "rms_norm",
     "rope",
+    "status_word",
 ]

@@ -1,6 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* ffi.c - arguments, results, errors and memory of the functions for Python. */
+/*
+ * ffi.c - arguments, results, errors and memory of the functions for Python.
+ *
+ *   report_to(word)          calls or their faults of data into int32 [1], of their device; None: nobody asks
+ *   fault_name(bits) -> str  what the lowest bit says
+ */
 #include "ffi.h"
 
 #include <quern/cuda.h>
@@ -249,6 +254,48 @@ static void *host_memory(size_t bytes, void **owned)
     return kept->data;
 }
 
+/* ---- the status word ---- */
+
+/* Of the process, for frameworks run backward passes on threads of their own. ndim 0: there is none. */
+static quern_tensor status_word;
+static pthread_mutex_t status_lock = PTHREAD_MUTEX_INITIALIZER;
+
+FUNCTION(report_to)
+{
+    (void)self;
+    tensor_list list;
+    const quern_tensor none = {0};
+    if (count != 1 || take_tensors(args, 1, &list) != 0) return -1;
+    if (list.first != NULL && list.first->ndim == 0)
+        return fail("ValueError", "word has no dimensions: [1] is accepted");
+    (void)pthread_mutex_lock(&status_lock);
+    status_word = list.first != NULL ? *list.first : none;
+    (void)pthread_mutex_unlock(&status_lock);
+    return give_nothing(result);
+}
+
+FUNCTION(fault_name)
+{
+    (void)self;
+    if (count != 1 || !is_int(&args[0])) return fail("TypeError", "a word's bits are accepted");
+    const char *name = quern_cuda_fault_name((int32_t)args[0].v_int64);
+    return give_text(name, strlen(name), result);
+}
+
+/* How a call on this stream runs; *word is room for what exec points to. */
+static quern_exec exec_on(void *stream, quern_tensor *word)
+{
+    quern_exec exec = QUERN_EXEC_INIT;
+    (void)pthread_mutex_lock(&status_lock);
+    *word = status_word;
+    (void)pthread_mutex_unlock(&status_lock);
+    exec.stream = stream;
+    exec.status = word->ndim > 0 ? word : NULL;
+    return exec;
+}
+
+/* ---- calls ---- */
+
 static int on_host(size_t bytes, computation *compute, const void *what)
 {
     void *owned;
@@ -258,7 +305,9 @@ static int on_host(size_t bytes, computation *compute, const void *what)
         (void)snprintf(sentence, sizeof sentence, "no memory for %zu bytes of workspace", bytes);
         return fail("MemoryError", sentence);
     }
-    const quern_status status = compute(what, NULL, memory, bytes);
+    quern_tensor word;
+    const quern_exec exec = exec_on(NULL, &word);
+    const quern_status status = compute(what, &exec, memory, bytes);
     if (owned == NULL && bytes > OWN_BYTES_MAX)
         (void)madvise(memory, bytes / HUGE_PAGE * HUGE_PAGE, MADV_FREE); /* not what shares its last page */
     free(owned);
@@ -268,8 +317,8 @@ static int on_host(size_t bytes, computation *compute, const void *what)
 static quern_status on_stream(int32_t device, void *memory, size_t bytes, computation *compute,
                               const void *what)
 {
-    quern_exec exec = QUERN_EXEC_INIT;
-    exec.stream = TVMFFIEnvGetStream(kDLCUDA, device);
+    quern_tensor word;
+    const quern_exec exec = exec_on(TVMFFIEnvGetStream(kDLCUDA, device), &word);
     return compute(what, &exec, memory, bytes);
 }
 
