@@ -9,32 +9,36 @@
 
 enum { ROW584_ROPE = 64 };
 
+/* The weights with gradients, in the order of the struct: field, name in files, extents. */
+#define TRAINED(ROW)                                                                                         \
+    ROW(sinks, "sinks", LS_H)                                                                                \
+    ROW(q_a, "q_a_proj.weight", LS_Q_LORA, LS_IN)                                                            \
+    ROW(q_a_norm, "q_a_norm.weight", LS_Q_LORA)                                                              \
+    ROW(q_b, "q_b_proj.weight", LS_HD, LS_Q_LORA)                                                            \
+    ROW(kv, "kv_proj.weight", LS_D, LS_IN)                                                                   \
+    ROW(kv_norm, "kv_norm.weight", LS_D)                                                                     \
+    ROW(o_a, "o_a_proj.weight", LS_GO, LS_GROUP)                                                             \
+    ROW(o_b, "o_b_proj.weight", LS_IN, LS_GO)                                                                \
+    ROW(compressor_bias, "compressor.position_bias", LS_R, LS_SERIES)                                        \
+    ROW(compressor_kv, "compressor.kv_proj.weight", LS_SERIES, LS_IN)                                        \
+    ROW(compressor_gate, "compressor.gate_proj.weight", LS_SERIES, LS_IN)                                    \
+    ROW(compressor_norm, "compressor.kv_norm.weight", LS_D)
+/* The indexer's, which have none. */
+#define CHOOSING(ROW)                                                                                        \
+    ROW(indexer_bias, "compressor.indexer.position_bias", LS_R, LS_2CI)                                      \
+    ROW(indexer_kv, "compressor.indexer.kv_proj.weight", LS_2CI, LS_IN)                                      \
+    ROW(indexer_gate, "compressor.indexer.gate_proj.weight", LS_2CI, LS_IN)                                  \
+    ROW(indexer_norm, "compressor.indexer.kv_norm.weight", LS_CI)                                            \
+    ROW(indexer_q_b, "compressor.indexer.q_b_proj.weight", LS_HICI, LS_Q_LORA)                               \
+    ROW(indexer_heads, "compressor.indexer.scorer.weights_proj.weight", LS_HI, LS_IN)
+#define WEIGHT(field, name, ...) {#field, "w." name, OP_FLOAT, OP_NONE, {__VA_ARGS__}, {0}},
+#define GRADIENT(field, name, ...) {"d_" #field, "dw." name, OP_F32, DL(field), {__VA_ARGS__}, {0}},
+
 static const op_tensor tensors[] = {
     {"x", "X", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
     {"cos_sin", "cos_sin", OP_FLOAT, OP_NONE, {LS_P, LS_ROPE}, {0}},
-    {"sinks", "w.sinks", OP_FLOAT, OP_NONE, {LS_H}, {0}},
-    {"q_a", "w.q_a_proj.weight", OP_FLOAT, OP_NONE, {LS_Q_LORA, LS_IN}, {0}},
-    {"q_a_norm", "w.q_a_norm.weight", OP_FLOAT, OP_NONE, {LS_Q_LORA}, {0}},
-    {"q_b", "w.q_b_proj.weight", OP_FLOAT, OP_NONE, {LS_HD, LS_Q_LORA}, {0}},
-    {"kv", "w.kv_proj.weight", OP_FLOAT, OP_NONE, {LS_D, LS_IN}, {0}},
-    {"kv_norm", "w.kv_norm.weight", OP_FLOAT, OP_NONE, {LS_D}, {0}},
-    {"o_a", "w.o_a_proj.weight", OP_FLOAT, OP_NONE, {LS_GO, LS_GROUP}, {0}},
-    {"o_b", "w.o_b_proj.weight", OP_FLOAT, OP_NONE, {LS_IN, LS_GO}, {0}},
-    {"compressor_bias", "w.compressor.position_bias", OP_FLOAT, OP_NONE, {LS_R, LS_SERIES}, {0}},
-    {"compressor_kv", "w.compressor.kv_proj.weight", OP_FLOAT, OP_NONE, {LS_SERIES, LS_IN}, {0}},
-    {"compressor_gate", "w.compressor.gate_proj.weight", OP_FLOAT, OP_NONE, {LS_SERIES, LS_IN}, {0}},
-    {"compressor_norm", "w.compressor.kv_norm.weight", OP_FLOAT, OP_NONE, {LS_D}, {0}},
-    {"indexer_bias", "w.compressor.indexer.position_bias", OP_FLOAT, OP_NONE, {LS_R, LS_2CI}, {0}},
-    {"indexer_kv", "w.compressor.indexer.kv_proj.weight", OP_FLOAT, OP_NONE, {LS_2CI, LS_IN}, {0}},
-    {"indexer_gate", "w.compressor.indexer.gate_proj.weight", OP_FLOAT, OP_NONE, {LS_2CI, LS_IN}, {0}},
-    {"indexer_norm", "w.compressor.indexer.kv_norm.weight", OP_FLOAT, OP_NONE, {LS_CI}, {0}},
-    {"indexer_q_b", "w.compressor.indexer.q_b_proj.weight", OP_FLOAT, OP_NONE, {LS_HICI, LS_Q_LORA}, {0}},
-    {"indexer_heads",
-     "w.compressor.indexer.scorer.weights_proj.weight",
-     OP_FLOAT,
-     OP_NONE,
-     {LS_HI, LS_IN},
-     {0}},
+    TRAINED(WEIGHT)  /* sinks ... compressor_norm */
+    CHOOSING(WEIGHT) /* indexer_bias ... indexer_heads */
     {"out", "out", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
     {"q_residual", "q_residual", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_Q_LORA}, {0}},
     {"q", "q", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_H, LS_T, LS_D}, {0}},
@@ -49,23 +53,7 @@ static const op_tensor tensors[] = {
     {"o_a_out", "o_a", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_G, LS_O_LORA}, {0}},
     {"d_out", "d_out", OP_ACTIVATION, DL(out), {LL_TOKENS, LS_IN}, {0}},
     {"d_x", "dX", OP_ACTIVATION, DL(x), {LL_TOKENS, LS_IN}, {0}},
-    {"d_sinks", "dw.sinks", OP_F32, DL(sinks), {LS_H}, {0}},
-    {"d_q_a", "dw.q_a_proj.weight", OP_F32, DL(q_a), {LS_Q_LORA, LS_IN}, {0}},
-    {"d_q_a_norm", "dw.q_a_norm.weight", OP_F32, DL(q_a_norm), {LS_Q_LORA}, {0}},
-    {"d_q_b", "dw.q_b_proj.weight", OP_F32, DL(q_b), {LS_HD, LS_Q_LORA}, {0}},
-    {"d_kv", "dw.kv_proj.weight", OP_F32, DL(kv), {LS_D, LS_IN}, {0}},
-    {"d_kv_norm", "dw.kv_norm.weight", OP_F32, DL(kv_norm), {LS_D}, {0}},
-    {"d_o_a", "dw.o_a_proj.weight", OP_F32, DL(o_a), {LS_GO, LS_GROUP}, {0}},
-    {"d_o_b", "dw.o_b_proj.weight", OP_F32, DL(o_b), {LS_IN, LS_GO}, {0}},
-    {"d_compressor_bias", "dw.compressor.position_bias", OP_F32, DL(compressor_bias), {LS_R, LS_SERIES}, {0}},
-    {"d_compressor_kv", "dw.compressor.kv_proj.weight", OP_F32, DL(compressor_kv), {LS_SERIES, LS_IN}, {0}},
-    {"d_compressor_gate",
-     "dw.compressor.gate_proj.weight",
-     OP_F32,
-     DL(compressor_gate),
-     {LS_SERIES, LS_IN},
-     {0}},
-    {"d_compressor_norm", "dw.compressor.kv_norm.weight", OP_F32, DL(compressor_norm), {LS_D}, {0}},
+    TRAINED(GRADIENT) /* d_sinks ... d_compressor_norm */
     DSV4_WEIGHT_TENSORS("compressor", "w.compressor.", LS_IN, LS_PROJ)
         DSV4_WEIGHT_TENSORS("indexer", "w.compressor.indexer.", LS_IN, LS_4CI)};
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
