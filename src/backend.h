@@ -102,6 +102,9 @@
     FORWARD(cache_compress, cache_compress)                                                                  \
     FORWARD(copy_pages, copy_pages)                                                                          \
     FORWARD(pack_rows, pack_rows)                                                                            \
+    FORWARD(step_tokens, step_tokens)                                                                        \
+    FORWARD(step_places, step_places)                                                                        \
+    FORWARD(clear_rows, clear_rows)                                                                          \
     FORWARD(decode, decode)                                                                                  \
     FORWARD(nsa_decode, nsa_decode)                                                                          \
     FORWARD(block_index, block_index)                                                                        \
@@ -152,6 +155,9 @@
     F(cache_compress, CACHE_COMPRESS)                                                                        \
     F(copy_pages, COPY_PAGES)                                                                                \
     F(pack_rows, PACK_ROWS)                                                                                  \
+    F(step_tokens, STEP_TOKENS)                                                                              \
+    F(step_places, STEP_PLACES)                                                                              \
+    F(clear_rows, CLEAR_ROWS)                                                                                \
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)                                                                                \
     F(block_index, BLOCK_INDEX)                                                                              \

@@ -220,6 +220,7 @@ typedef struct quern_dsv4_append_tensors {
     const quern_tensor *states; /* f32 [slots, (6 + 4m) C], HCA [slots, (3 + 2m) C]; updated */
     const quern_tensor *merged; /* i32 [slots]: how many rows a state's sums contain; updated */
     const quern_tensor *copies; /* i32 [C, 3]: states that are copied first; may be NULL */
+    const quern_tensor *fault;  /* i32 [slots]: faults of data, one word a sequence; updated; may be NULL */
 } quern_dsv4_append_tensors;
 #define QUERN_DSV4_APPEND_TENSORS_INIT QUERN_SIZED(quern_dsv4_append_tensors)
 
@@ -255,6 +256,12 @@ QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *e
  * offsets that fall or go past T; a slot outside the states, or of two sequences that both have tokens; a
  * position that is negative, that cos_sin lacks, or that is not within merged ... merged + m. On an error
  * states and outputs are as they were, but for slots that are copied to. CPU alone.
+ *
+ * With fault a sequence's wrong position, or an entry that its format refuses, is no error: the sequence
+ * takes the bit (QUERN_STATUS_BAD_POSITION, QUERN_STATUS_NOT_FINITE, cuda.h) at its slot, its state stays and
+ * its entries are 0, here and in later steps, until it begins at position 0 or its word is cleared. The other
+ * sequences' bits do not change. A slot outside the states, or of an earlier sequence, has no word: the
+ * sequence is passed over. The status word gets every bit.
  */
 QUERN_API quern_status quern_dsv4_append_step_workspace(quern_context *ctx,
                                                         const quern_dsv4_compress_params *params,

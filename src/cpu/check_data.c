@@ -72,7 +72,7 @@ quern_status check_permutation(const stage_exec *exec, const quern_tensor *permu
     return QUERN_OK;
 }
 
-quern_status check_step(const stage_exec *exec, const stage_step *step, int64_t rows)
+quern_status check_step_rows(const stage_exec *exec, const stage_step *step, int64_t rows)
 {
     const int64_t batch = step->slots.shape[0], next = step->rows.strides[1];
     const bool offsets = step->rows.strides[0] == next; /* the rows are cu_seqlens: they start at 0 */
@@ -86,7 +86,15 @@ quern_status check_step(const stage_exec *exec, const stage_step *step, int64_t 
                                                     .least = bad_first ? 0 : row[0],
                                                     .most = rows});
     }
-    return check_each(exec, QUERN_STATUS_BAD_POSITION, &step->positions, batch, 0, INT32_MAX);
+    return QUERN_OK;
+}
+
+quern_status check_step(const stage_exec *exec, const stage_step *step, int64_t rows)
+{
+    const quern_status status = check_step_rows(exec, step, rows);
+    return status != QUERN_OK ? status
+                              : check_each(exec, QUERN_STATUS_BAD_POSITION, &step->positions,
+                                           step->slots.shape[0], 0, INT32_MAX);
 }
 
 quern_status check_plane(const stage_exec *exec, const cache_plane *plane, const stage_step *step,

@@ -22,6 +22,8 @@ quern_status check_each(const stage_exec *exec, int32_t kind, const quern_tensor
 /* Columns first ... end - 1 of row b of a table exist and hold pages 0 ... pages - 1. */
 quern_status check_pages(const stage_exec *exec, const quern_tensor *table, int64_t b, int64_t first,
                          int64_t end, int64_t pages);
+/* A step's rows lie among `rows` and do not fall. */
+quern_status check_step_rows(const stage_exec *exec, const stage_step *step, int64_t rows);
 /* A step's sequences: rows lie among `rows` and do not fall, positions are not negative. */
 quern_status check_step(const stage_exec *exec, const stage_step *step, int64_t rows);
 /* The table of a plane has the pages of what each of the step's sequences then has: of its tokens, or, with a

@@ -92,6 +92,9 @@ size_t cpu_cache_compress_workspace(const stage_exec *exec, const cache_compress
 quern_status cpu_cache_compress(const stage_exec *exec, const cache_compress_args *args, void *workspace);
 quern_status cpu_copy_pages(const stage_exec *exec, const copy_pages_args *args, void *workspace);
 quern_status cpu_pack_rows(const stage_exec *exec, const pack_rows_args *args, void *workspace);
+quern_status cpu_step_tokens(const stage_exec *exec, const step_tokens_args *args, void *workspace);
+quern_status cpu_step_places(const stage_exec *exec, const step_places_args *args, void *workspace);
+quern_status cpu_clear_rows(const stage_exec *exec, const clear_rows_args *args, void *workspace);
 size_t cpu_decode_workspace(const stage_exec *exec, const decode_args *args);
 quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *workspace);
 size_t cpu_nsa_decode_workspace(const stage_exec *exec, const nsa_decode_args *args);

@@ -29,6 +29,7 @@ const op_tensor dsv4_append_rows[] = {
     {"states", "states", OP_F32, OP_NONE, {DS_SLOTS, DS_FLOATS}, {0}},
     {"merged", "merged", OP_I32, OP_NONE, {DS_SLOTS}, {0}},
     {"copies", "copies", OP_I32, OP_NONE, {DS_COPIES, DS_COPY}, {0}},
+    {"fault", "fault", OP_I32, OP_NONE, {DS_SLOTS}, {0}},
 };
 _Static_assert(sizeof dsv4_append_rows / sizeof *dsv4_append_rows == DSV4_APPEND_TENSORS, "a row a tensor");
 const dsv4_weight_row dsv4_append_weight = {{DP(w), OP_NONE}, DP(w_fp8)};
@@ -75,7 +76,7 @@ void dsv4_append_roles(op_call *call)
     r[DP(prev_b)] = csa ? OP_OPTIONAL : OP_REFUSED;
     r[DP(out)] = OP_RESULT;
     r[DP(pooled)] = OP_OPTIONAL_RESULT;
-    for (int i = DP(slots); i <= DP(copies); i++) r[i] = OP_REFUSED;
+    for (int i = DP(slots); i <= DP(fault); i++) r[i] = OP_REFUSED;
     dsv4_weight_roles(call, &dsv4_append_weight, project);
 }
 
@@ -148,6 +149,7 @@ static void roles(op_call *call)
     r[DP(slots)] = r[DP(positions)] = r[DP(cu)] = OP_NEEDED;
     r[DP(states)] = r[DP(merged)] = OP_UPDATED;
     r[DP(copies)] = OP_OPTIONAL;
+    r[DP(fault)] = call->given[DP(fault)] != NULL ? OP_UPDATED : OP_OPTIONAL;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -233,6 +235,7 @@ static void build(op_build *b)
                            .by_slot = true,
                            .merged = merged,
                            .state = states,
+                           .fault = view(b, DP(fault)),
                            .proj = proj,
                            .bias_a = view(b, DP(b_a)),
                            .bias_b = view(b, DP(b_b)),
@@ -323,10 +326,11 @@ static quern_status check_data(const op_call *call, void *const *data)
     const pool_append_args *args = OP_FIND(call, pool_append);
     quern_status status =
         dsv4_weight_check_data(call, &dsv4_append_weight, &((const step_call *)call)->weight, data);
+    if (status == QUERN_OK) status = check_copies(call, data);
+    if (args->fault.ndim > 0) return status; /* faults of sequences are no errors */
     if (status == QUERN_OK)
         status = step_check_numbers(&args->step, data[DP(cu)], data[DP(positions)], call->symbol[DS_B],
                                     call->symbol[DS_T]);
-    if (status == QUERN_OK) status = check_copies(call, data);
     for (int64_t b = 0; b < call->symbol[DS_B] && status == QUERN_OK; b++)
         status = check_sequence(call, data, args, b);
     return status;

@@ -100,6 +100,10 @@ typedef struct pool_append_args {
     quern_tensor origins; /* i32 [B]: the position of a sequence's first token; absent: 0 */
     quern_tensor merged;  /* i32 [B], updated */
     quern_tensor state;   /* f32 [slots, pool_state_floats()], updated */
+    /* i32 [slots], updated; or absent. A sequence of a step whose position is wrong, or that would have an
+     * entry that its format refuses, takes the bit at its slot, keeps its state and has entries of 0, as many
+     * as its positions say; the others go on. So it stays until it begins at position 0. */
+    quern_tensor fault;
     quern_tensor proj, bias_a, bias_b;
     quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of sequences without a row. Or absent */
     entry_args entry;
@@ -111,7 +115,9 @@ STAGE_DECLARE(pool_append);
 #define POOL_APPEND_TENSORS(IN, OUT, GRAD)                                                                   \
     STAGE_STEP_TENSORS(IN)                                                                                   \
     IN(origins)                                                                                              \
-    OUT(merged) OUT(state) IN(proj) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) OUT(out) OUT(pooled)
+    OUT(merged)                                                                                              \
+    OUT(state)                                                                                               \
+    OUT(fault) IN(proj) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) OUT(out) OUT(pooled)
 #define POOL_APPEND_VALUES(F) F(ratio) F(width) F(ring) F(overlap) F(by_slot) ENTRY_VALUES(F)
 
 /* Columns of a projected row, floats of the sums, and floats of both with the ring. */

@@ -14,6 +14,7 @@
 #include "core/parallel.h"
 #include "cpu/check_data.h"
 #include "cpu/pool/pool.h"
+#include "cpu/step_faults.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
 
@@ -24,7 +25,7 @@ typedef struct append_state {
     step_run run;
     int64_t origin, position, end; /* of the first token, of the first new one, of the one after these */
     int64_t merged, left;          /* rows in the sums: before and after the call */
-    int64_t entry;                 /* its first one in the call's outputs */
+    int64_t entry, made;           /* its first one in the call's outputs; how many */
     bool anew;                     /* its sums are cleared first */
     float *data;
 } append_state;
@@ -96,7 +97,8 @@ static quern_status check_sequence(const stage_exec *exec, const pool_append_arg
     if (run.count == 0) return QUERN_OK;
     if (stands_before(&args->step, b, run.slot)) return stage_report(exec, fault);
     fault = (stage_fault){QUERN_STATUS_BAD_POSITION, &args->step.positions, b, .most = INT32_MAX};
-    if (end > INT32_MAX || (is_present(table) && end / r > run.first / r && last >= table->shape[0]))
+    if (run.first < 0 || end > INT32_MAX ||
+        (is_present(table) && end / r > run.first / r && last >= table->shape[0]))
         return stage_report(exec, fault);
     const int64_t merged = run.first > 0 ? i32_at(&args->merged, run.slot, 0) : 0;
     fault.least = merged;
@@ -106,30 +108,39 @@ static quern_status check_sequence(const stage_exec *exec, const pool_append_arg
     return QUERN_OK;
 }
 
-static quern_status check_append(const stage_exec *exec, const pool_append_args *args)
+/* Whether a sequence of a step that names slots goes on, or its fault, old or new, stops it. */
+static bool goes_on(const pool_append_args *args, const step_run *run, step_faults *faults)
 {
-    if (!args->by_slot) return QUERN_OK; /* the host wrote the step */
-    quern_status status = check_step(exec, &args->step, args->proj.shape[0]);
-    for (int64_t b = 0; b < args->step.slots.shape[0] && status == QUERN_OK; b++)
-        status = check_sequence(exec, args, b);
-    return status;
+    const bool known = is_present(&args->fault) && run->slot >= 0 && run->slot < args->fault.shape[0];
+    int32_t *fault = known ? (int32_t *)args->fault.data + run->slot * args->fault.strides[0] : NULL;
+    if (known && run->count > 0 && run->first > 0 && *fault != 0) return false;
+    const quern_status status = check_sequence(&faults->exec, args, run->b);
+    const bool of_slots = faults->now.tensor == &args->step.slots; /* the slot's own sequence goes on */
+    if (step_faults_take(faults, status, of_slots ? NULL : fault)) return false;
+    if (known && run->count > 0) *fault = 0;
+    return run->slot >= 0 && run->count > 0;
 }
 
-static void find_states(append_job *job)
+static void find_states(append_job *job, step_faults *faults)
 {
     const pool_append_args *args = job->args;
+    const bool by_slot = args->by_slot;
     int64_t entry = 0;
     for (int64_t b = 0; b < job->batch; b++) {
         const step_run run = step_run_at(&args->step, b);
+        const int32_t *rows = (const int32_t *)args->step.rows.data + b * args->step.rows.strides[0];
+        const int64_t first = run.first > 0 ? run.first : 0,
+                      count = rows[args->step.rows.strides[1]] - rows[0];
         append_state *s = &job->states[b];
-        *s = (append_state){.run = run, .position = run.first, .end = run.first + run.count, .entry = entry};
+        *s = (append_state){.run = run, .position = first, .end = first + count, .entry = entry};
         s->origin = i32_at(&args->origins, b, 0);
-        s->anew = args->by_slot && run.first == 0;
-        if (run.slot >= 0 && (run.count > 0 || !args->by_slot))
+        s->anew = by_slot && first == 0;
+        if (by_slot ? goes_on(args, &run, faults) : run.slot >= 0)
             s->data = (float *)args->state.data + run.slot * args->state.strides[0];
-        if (s->data != NULL && !s->anew) s->merged = i32_at(&args->merged, args->by_slot ? run.slot : b, 0);
+        if (s->data != NULL && !s->anew) s->merged = i32_at(&args->merged, by_slot ? run.slot : b, 0);
         s->left = s->end - args->ring > s->merged ? s->end - args->ring : s->merged;
-        entry += entries_before(job, s, s->end) - entries_before(job, s, s->position);
+        s->made = entries_before(job, s, s->end) - entries_before(job, s, s->position);
+        entry += s->made;
     }
     job->entries = entry;
 }
@@ -309,11 +320,12 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
     ((int32_t *)merged->data)[(job->args->by_slot ? s->run.slot : b) * merged->strides[0]] = (int32_t)s->left;
 }
 
-/* Every entry is finite before it is quantised. A format may have fewer bytes than the row has columns. */
-static quern_status check_entries(const stage_exec *exec, const append_job *job)
+/* Every entry of a sequence is finite before it is quantised. A format may have fewer bytes than the row has
+ * columns. */
+static quern_status check_entries(const stage_exec *exec, const append_job *job, const append_state *s)
 {
     const int64_t bytes = job->args->out.shape[job->args->out.ndim - 1];
-    for (int64_t n = 0; n < job->entries; n++) {
+    for (int64_t n = s->entry; s->data != NULL && n < s->entry + s->made; n++) {
         const float *row = job->finished + n * job->width;
         if (row_is_encodable(job->kernels, job->args->entry.format, row, job->width)) continue;
         int64_t column = 0;
@@ -325,13 +337,52 @@ static quern_status check_entries(const stage_exec *exec, const append_job *job)
     return QUERN_OK;
 }
 
-/* Rows behind the entries. */
+/* The same of all sequences; those of which one is not stop. */
+static void check_all_entries(const append_job *job, step_faults *faults)
+{
+    const quern_tensor *fault = &job->args->fault;
+    for (int64_t b = 0; b < job->batch; b++) {
+        append_state *s = &job->states[b];
+        int32_t *word = is_present(fault) && s->data != NULL
+                            ? (int32_t *)fault->data + s->run.slot * fault->strides[0]
+                            : NULL;
+        if (step_faults_take(faults, check_entries(&faults->exec, job, s), word)) s->data = NULL;
+    }
+}
+
+/* Stores the entries of a format that may refuse some. */
+static void store_entries(const append_job *job)
+{
+    const pool_append_args *args = job->args;
+    const int64_t width = job->width;
+    for (int64_t b = 0; b < job->batch; b++) {
+        const append_state *s = &job->states[b];
+        for (int64_t n = s->entry; s->data != NULL && n < s->entry + s->made; n++) {
+            encode_row(job->kernels, args->entry.format, job->finished + n * width, width,
+                       out_row(&args->out, n), args->out.dtype);
+            if (job->pooled != NULL)
+                memcpy(out_row(&args->pooled, n), job->pooled + n * width, (size_t)width * sizeof(float));
+        }
+    }
+}
+
+static void zero(const quern_tensor *t, int64_t first, int64_t end)
+{
+    for (int64_t n = first; is_present(t) && n < end && n < t->shape[0]; n++)
+        memset(out_row(t, n), 0, (size_t)t->shape[1] * quern_dtype_size(t->dtype));
+}
+
+/* Rows behind the entries, and those of sequences that do not go on. */
 static void zero_unused(const append_job *job)
 {
     const quern_tensor *const outs[] = {&job->args->out, &job->args->pooled};
-    for (int i = 0; i < 2; i++)
-        for (int64_t n = job->entries; is_present(outs[i]) && n < outs[i]->shape[0]; n++)
-            memset(out_row(outs[i], n), 0, (size_t)outs[i]->shape[1] * quern_dtype_size(outs[i]->dtype));
+    for (int i = 0; i < 2; i++) {
+        for (int64_t b = 0; b < job->batch; b++) {
+            const append_state *s = &job->states[b];
+            if (s->data == NULL) zero(outs[i], s->entry, s->entry + s->made);
+        }
+        zero(outs[i], job->entries, INT64_MAX);
+    }
 }
 
 size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args)
@@ -345,23 +396,20 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
 {
     arena a = arena_on(workspace);
     append_job job = carve(exec, args, &a);
-    quern_status status = check_append(exec, args);
+    step_faults faults;
+    quern_status status = args->by_slot ? check_step_rows(exec, &args->step, args->proj.shape[0]) : QUERN_OK;
     if (status != QUERN_OK) return status;
-    find_states(&job);
+    step_faults_begin(&faults, exec, is_present(&args->fault));
+    find_states(&job, &faults);
+    if ((status = step_faults_end(&faults, exec)) != QUERN_OK) return status;
     fill_rows(job.kernels->rows, &args->bias_a, &job.bias_a);
     fill_rows(job.kernels->rows, &args->bias_b, &job.bias_b);
     fill_rows(job.kernels->rows, &args->entry.norm_weight, &job.entry.norm);
     parallel_for(exec, job.batch, append_one, &job);
     if (job.finished != NULL) {
-        status = check_entries(exec, &job);
-        if (status != QUERN_OK) return status;
-        for (int64_t n = 0; n < job.entries; n++) {
-            encode_row(job.kernels, args->entry.format, job.finished + n * job.width, job.width,
-                       out_row(&args->out, n), args->out.dtype);
-            if (job.pooled != NULL)
-                memcpy(out_row(&args->pooled, n), job.pooled + n * job.width,
-                       (size_t)job.width * sizeof(float));
-        }
+        check_all_entries(&job, &faults);
+        if ((status = step_faults_end(&faults, exec)) != QUERN_OK) return status;
+        store_entries(&job);
     }
     if (args->by_slot) zero_unused(&job);
     parallel_for(exec, job.batch, commit_one, &job);

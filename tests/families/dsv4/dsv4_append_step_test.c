@@ -10,9 +10,12 @@
 #include "context.h"
 #include "random.h"
 
+#include <quern/cuda.h>
 #include <quern/dsv4.h>
 #include <quern/ledger.h>
 
+#include <math.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,6 +30,8 @@ typedef struct world {
     quern_tensor bias[2], norm, cos_sin;
     float *bank, *states; /* [BANK, columns], [slots, floats] */
     int32_t *merged;
+    int32_t fault[8]; /* [slots] */
+    bool faults;      /* the call has them */
     int32_t token[SEQUENCES][CAPACITY];
     int64_t length[SEQUENCES];
     void *memory, *block;
@@ -68,6 +73,7 @@ static world world_make(test_random *random)
     assert_int_equal(quern_ledger_block_bytes(w.ledger, SEQUENCES, &w.block_bytes), QUERN_OK);
     w.block = malloc(w.block_bytes);
     w.bank = normal(random, BANK, w.columns).data;
+    assert_true(w.slots <= (int64_t)(sizeof w.fault / sizeof *w.fault));
     w.states = malloc((size_t)(w.slots * w.floats) * sizeof *w.states);
     memset(w.states, 0xff, (size_t)(w.slots * w.floats) * sizeof *w.states); /* NaN: nothing needs clearing */
     w.merged = malloc((size_t)w.slots * sizeof *w.merged);
@@ -143,6 +149,8 @@ static quern_status append(const world *w, const quern_step *step, const quern_t
     t.merged = &merged;
     t.copies = &step->copies;
     t.prev_b = prev_b;
+    const quern_tensor fault = quern_tensor_contiguous((void *)(uintptr_t)w->fault, QUERN_I32, 1, shape);
+    if (w->faults) t.fault = &fault;
     quern_status status = quern_dsv4_append_step_workspace(ctx, &w->params, &t, &bytes);
     if (status != QUERN_OK) return status;
     void *workspace = malloc(bytes + 1);
@@ -323,9 +331,91 @@ static void wrong_numbers_are_refused(void **state)
     world_free(&w);
 }
 
+/* Three sequences of a step, of which the middle one is at fault: the others have the entries of whole
+ * sequences, its own are 0 and its state stays, here and in later steps, until it begins anew. */
+static void faults_stop_one_sequence(void **state)
+{
+    enum { BATCH = 3, FIRST = 9, MORE = 7, ROWS = BATCH * (FIRST + MORE) };
+    static const struct {
+        const char *what;
+        int32_t bit;
+    } kinds[] = {{"a position behind the ring", QUERN_STATUS_BAD_POSITION},
+                 {"a negative position", QUERN_STATUS_BAD_POSITION},
+                 {"a NaN", QUERN_STATUS_NOT_FINITE}};
+    (void)state;
+    for (int trial = 0; trial < 30; trial++) {
+        test_random random = {(uint64_t)trial};
+        world w;
+        do w = world_make(&random);
+        while ((w.params.ratio > 5 || w.params.format == QUERN_DSV4_ROWS) && (world_free(&w), true));
+        const int kind = trial % 3;
+        const int32_t ids[] = {0, 1, 2};
+        const int64_t first[] = {FIRST, FIRST + 1, FIRST + 2}, more[] = {MORE, MORE, MORE};
+        quern_step step = QUERN_STEP_INIT;
+        batch b = {.size = BATCH};
+        static unsigned char rows[ROWS * OUT_BYTES], want[ROWS * OUT_BYTES];
+        w.faults = true;
+        memset(w.fault, 0, sizeof w.fault);
+        memcpy(b.ids, ids, sizeof ids);
+        for (int pass = 0; pass < 4; pass++) { /* good; the fault; passed over; anew */
+            if (pass == 3) assert_int_equal(quern_ledger_reset(w.ledger, 1), QUERN_OK), w.length[1] = 0;
+            b.tokens = 0;
+            for (int i = 0; i < BATCH; i++) {
+                b.counts[i] = pass == 0 ? first[i] : more[i];
+                for (int64_t k = 0; k < b.counts[i]; k++)
+                    b.token[b.tokens++] = (int32_t)test_random_int(&random, 0, BANK - 1);
+            }
+            assert_int_equal(quern_ledger_begin(w.ledger, ids, b.counts, BATCH, w.block, w.block_bytes),
+                             QUERN_OK);
+            assert_int_equal(quern_ledger_step(w.ledger, BATCH, w.block, QUERN_CPU, 0, &step), QUERN_OK);
+            const quern_tensor proj = projections(&w, b.token, b.tokens);
+            const int32_t slot = ((const int32_t *)step.slots.data)[1];
+            int32_t *position = (int32_t *)step.positions.data + 1;
+            float *own = w.states + slot * w.floats, before[8 * 8 * WIDTH];
+            memcpy(before, own, (size_t)w.floats * sizeof *before);
+            if (pass == 1 && kind == 0) *position += (int32_t)w.ring + 1;
+            if (pass == 1 && kind == 1) *position = -3;
+            if (pass == 1 && kind == 2)
+                for (int64_t i = 0; i < w.columns; i++) ((float *)proj.data)[MORE * w.columns + i] = NAN;
+            memset(rows, 0x77, sizeof rows);
+            if (append(&w, &step, &proj, rows, NULL) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+            const bool stopped = pass == 1 || pass == 2;
+            assert_int_equal(w.fault[slot], stopped ? kinds[kind].bit : 0);
+            for (int64_t i = 0; i < w.slots; i++)
+                if (i != slot) assert_int_equal(w.fault[i], 0);
+            if (!stopped) {
+                check_step(&w, &b, rows, true);
+            } else { /* its rows are 0: with them put in, all is as if it had no fault */
+                const int64_t r = w.params.ratio, at = (w.length[0] + MORE) / r - w.length[0] / r,
+                              had = pass == 1 && kind == 0   ? *position
+                                    : pass == 1 && kind == 1 ? 0
+                                                             : w.length[1],
+                              made = (had + MORE) / r - had / r,
+                              usual = (w.length[1] + MORE) / r - w.length[1] / r;
+                const size_t row = (size_t)w.row_bytes, start = (size_t)at * row;
+                for (size_t i = start; i < start + (size_t)made * row; i++) assert_int_equal(rows[i], 0);
+                assert_memory_equal(before, own, (size_t)w.floats * sizeof *before);
+                int32_t token[CAPACITY];
+                memcpy(token, w.token[1], sizeof token);
+                memcpy(token + w.length[1], b.token + MORE, MORE * sizeof *token);
+                expect(&w, token, w.length[1] + MORE, want);
+                memmove(rows + start + (size_t)usual * row, rows + start + (size_t)made * row,
+                        sizeof rows - start - (size_t)(made > usual ? made : usual) * row);
+                memcpy(rows + start, want + (size_t)(w.length[1] / r) * row, (size_t)usual * row);
+                memset(rows + (size_t)(b.tokens / r + BATCH) * row - row, 0, row); /* may have moved */
+                check_step(&w, &b, rows, true);
+            }
+            free(proj.data);
+            assert_int_equal(quern_ledger_commit(w.ledger), QUERN_OK);
+        }
+        world_free(&w);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(entries_are_those_of_whole_sequences),
-                                       cmocka_unit_test(wrong_numbers_are_refused)};
+                                       cmocka_unit_test(wrong_numbers_are_refused),
+                                       cmocka_unit_test(faults_stop_one_sequence)};
     return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }
