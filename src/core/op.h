@@ -224,6 +224,16 @@ typedef struct op_family {
     void (*begin)(const op_call *call, const op_frame *frame);
 } op_family;
 
+/* The tables of a family, arrays whose extents are known, and where the parameters (`params`) and the steps
+ * (`program`) stand in its own struct. */
+#define OP_TABLES(call, its_operations, its_tensors, its_params, its_symbols, its_entries)                   \
+    .operations = (its_operations), .operation_count = sizeof(its_operations) / sizeof *(its_operations),    \
+    .tensors = (its_tensors), .tensor_count = sizeof(its_tensors) / sizeof *(its_tensors),                   \
+    .params = (its_params), .param_count = sizeof(its_params) / sizeof *(its_params),                        \
+    .symbols = (its_symbols), .entries = (its_entries),                                                      \
+    .entry_count = sizeof(its_entries) / sizeof *(its_entries), .call_size = sizeof(call),                   \
+    .params_at = offsetof(call, params), .program_at = offsetof(call, program)
+
 /* All families (quern.c); ends with NULL. */
 extern const op_family *const quern_families[];
 
