@@ -221,6 +221,17 @@ typedef struct quern_dsv4_append_tensors {
     const quern_tensor *merged; /* i32 [slots]: how many rows a state's sums contain; updated */
     const quern_tensor *copies; /* i32 [C, 3]: states that are copied first; may be NULL */
     const quern_tensor *fault;  /* i32 [slots]: faults of data, one word a sequence; updated; may be NULL */
+    /* CSA: the indexer's compressor in the same call, of width C_I, with index_b_a. Each as its namesake
+     * above, in params->index_format and with index_hadamard; the rings have as many rows. cos_sin is
+     * shared. */
+    const quern_tensor *index_proj, *index_w, *index_b_a, *index_b_b, *index_norm_weight;
+    const quern_tensor *index_out, *index_pooled;
+    const quern_tensor *index_w_fp8, *index_w_fp8_scales, *index_w_codes, *index_w_scales, *index_w_global;
+    const quern_tensor *index_states, *index_merged;
+    /* i32 [B, columns] or NULL. With a table out is a pool, [pages, page, C] or with a format u8 [pages,
+     * page * bytes of a row], as quern_dsv4_store() has it; entry e of sequence b goes to slot e % page
+     * of page table[b, e / page]. index_table: of index_out. */
+    const quern_tensor *table, *index_table;
 } quern_dsv4_append_tensors;
 #define QUERN_DSV4_APPEND_TENSORS_INIT QUERN_SIZED(quern_dsv4_append_tensors)
 
@@ -245,23 +256,27 @@ QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *e
                                          void *workspace, size_t workspace_bytes);
 
 /*
- * The same as an operation on tensors: the tokens of a step (ledger.h) into states that stand in the slots of
- * a tensor, with a ring of m rows, 0 to 8. Sequences begin at position 0, where a state starts anew, whatever
- * its slot holds; nothing needs to be cleared. out and pooled have n = floor(T / r) + B rows: the entries
- * that become whole, sequence after sequence, then rows of 0. Their bits are those of quern_dsv4_compress().
- * The sums contain the rows before positions + tokens - m, and no later ones, so that a step of up to m
- * tokens may run twice, and up to m tokens can be taken back.
+ * The same as an operation on tensors: the tokens of a step (ledger.h) into states that stand in the slots
+ * of a tensor, with a ring of m rows, 0 to 8. Sequences begin at position 0, where a state starts anew,
+ * whatever its slot holds; nothing needs to be cleared. out and pooled have n = floor(T / r) + B rows: the
+ * entries that become whole, sequence after sequence, then rows of 0. Their bits are those of
+ * quern_dsv4_compress(). The sums contain the rows before positions + tokens - m, and no later ones, so that
+ * a step of up to m tokens may run twice, and up to m tokens can be taken back.
  *
  * params->start_token, n_blocks and start_abs_pos are ignored; prev_b is refused. Refused as above, and:
  * offsets that fall or go past T; a slot outside the states, or of two sequences that both have tokens; a
- * position that is negative, that cos_sin lacks, or that is not within merged ... merged + m. On an error
- * states and outputs are as they were, but for slots that are copied to. CPU alone.
+ * position that is negative, that cos_sin lacks, or that is not within merged ... merged + m; a page that a
+ * table lacks or that is none of the pool's. On an error states and outputs are as they were, but for slots
+ * that are copied to.
  *
- * With fault a sequence's wrong position, or an entry that its format refuses, is no error: the sequence
- * takes the bit (QUERN_STATUS_BAD_POSITION, QUERN_STATUS_NOT_FINITE, cuda.h) at its slot, its state stays and
- * its entries are 0, here and in later steps, until it begins at position 0 or its word is cleared. The other
- * sequences' bits do not change. A slot outside the states, or of an earlier sequence, has no word: the
- * sequence is passed over. The status word gets every bit.
+ * With fault a sequence's wrong position or page, or an entry that its format refuses, is no error: the
+ * sequence takes the bit (QUERN_STATUS_BAD_POSITION, .._BAD_PAGE, .._NOT_FINITE, cuda.h) at its slot, its
+ * states stay and its entries are 0 (in pages they stay), here and in later steps, until it begins at
+ * position 0 or its word is cleared. The other sequences' bits do not change. A slot outside the states, or
+ * of an earlier sequence, has no word: the sequence is passed over. The status word gets every bit. On a GPU
+ * the same holds without fault, but that later steps know nothing of it, and of offsets (.._BAD_OFFSETS).
+ *
+ * On a GPU entries have up to 1024 channels, and those of a stopped sequence in pages may be written.
  */
 QUERN_API quern_status quern_dsv4_append_step_workspace(quern_context *ctx,
                                                         const quern_dsv4_compress_params *params,

@@ -113,6 +113,7 @@ static quern_status derive(op_call *call)
     call->symbol[DS_B] = c->batch;
     call->symbol[DS_T] = c->tokens;
     call->symbol[DS_N] = c->entries;
+    call->lead[0] = (op_extents){1, {c->entries}};
     const quern_status status = dsv4_append_derive(call, &c->params, state_at(c->states, 0)->width);
     if (status == QUERN_OK && call->like.device != QUERN_CPU)
         return error_set(QUERN_ERR_UNSUPPORTED, "%s is on device %d: the cpu keeps states",
@@ -122,7 +123,7 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    return dsv4_weight_check_data(call, &dsv4_append_weight, &((const append_call *)call)->weight, data);
+    return dsv4_weight_check_data(call, &dsv4_append_weights[0], &((const append_call *)call)->weight, data);
 }
 
 /* The lowest address of the states' floats. */
@@ -153,25 +154,25 @@ static void build(op_build *b)
     c->merged = op_room(b, QUERN_I32, 1, &batch);
     c->origins = op_room(b, QUERN_I32, 1, &batch);
     c->cu = op_room(b, QUERN_I32, 1, &more);
-    const quern_tensor proj = dsv4_append_projection(b, &c->weight);
+    const quern_tensor proj = dsv4_append_projection(b, false, &c->weight);
     pool_append_args *args = OP_ADD(b, pool_append);
     *args = (pool_append_args){.ratio = like->ratio,
-                               .width = like->width,
                                .ring = like->ring,
                                .overlap = like->overlap != 0,
                                .step = {c->slots, c->positions, view_ranges(&c->cu)},
-                               .origins = c->origins,
-                               .merged = c->merged,
-                               .state =
-                                   view_on(&b->call->like, op_address(first_floats(c)), QUERN_F32, 2, floats),
-                               .proj = proj,
-                               .bias_a = view(b, DP(b_a)),
-                               .bias_b = view(b, DP(b_b)),
-                               .prev_b = view(b, DP(prev_b)),
-                               .entry = dsv4_entry(&c->params, &norm_weight, &cos_sin),
-                               .out = view(b, DP(out)),
-                               .pooled = view(b, DP(pooled))};
-    args->state.strides[0] = STATE_STEP;
+                               .origins = c->origins};
+    args->part[0] = (pool_append_part){
+        .width = like->width,
+        .merged = c->merged,
+        .state = view_on(&b->call->like, op_address(first_floats(c)), QUERN_F32, 2, floats),
+        .proj = proj,
+        .bias_a = view(b, DP(b_a)),
+        .bias_b = view(b, DP(b_b)),
+        .prev_b = view(b, DP(prev_b)),
+        .entry = dsv4_entry(&c->params, &norm_weight, &cos_sin),
+        .out = view(b, DP(out)),
+        .pooled = view(b, DP(pooled))};
+    args->part[0].state.strides[0] = STATE_STEP;
 }
 
 /* What the states' headers say. */

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * append_step.c - a step's tokens into states that stand in slots of a tensor:
+ * append_step.c - a step's tokens into states that stand in slots of tensors, of the main compressor and of
+ * the indexer's:
  *
  *   copy_pages of the states  ->  [steps of weights.c, gemm: x w -> proj]  ->  pool_append
  */
@@ -12,30 +13,9 @@
 
 #include <inttypes.h>
 
-const op_tensor dsv4_append_rows[] = {
-    {"proj", "proj", OP_ACTIVATION, OP_NONE, {DS_T, DS_COLUMNS}, {0}},
-    {"x", "X", OP_ACTIVATION, OP_NONE, {DS_T, DS_IN}, {0}},
-    {"w", "W", OP_WEIGHT, OP_NONE, {DS_IN, DS_COLUMNS}, {0}},
-    {"b_a", "B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
-    {"b_b", "B_b", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
-    {"prev_b", "prev_b", OP_WEIGHT, OP_NONE, {DS_B, DS_R, DS_2C}, {0}},
-    {"norm_weight", "norm_weight", OP_WEIGHT, OP_NONE, {DS_C}, {0}},
-    {"cos_sin", "cos_sin", OP_WEIGHT, OP_NONE, {DS_P, DS_ROPE}, {0}},
-    {"out", "out", OP_STORED, OP_NONE, {DS_N, DS_ROW}, {0}},
-    {"pooled", "pooled", OP_F32, OP_NONE, {DS_N, DS_C}, {0}},
-    DSV4_WEIGHT_TENSORS("w", "W_", DS_IN, DS_COLUMNS){"slots", "slots", OP_I32, OP_NONE, {DS_B}, {0}},
-    {"positions", "positions", OP_I32, OP_NONE, {DS_B}, {0}},
-    {"cu", "cu", OP_I32, OP_NONE, {DS_B1}, {0}},
-    {"states", "states", OP_F32, OP_NONE, {DS_SLOTS, DS_FLOATS}, {0}},
-    {"merged", "merged", OP_I32, OP_NONE, {DS_SLOTS}, {0}},
-    {"copies", "copies", OP_I32, OP_NONE, {DS_COPIES, DS_COPY}, {0}},
-    {"fault", "fault", OP_I32, OP_NONE, {DS_SLOTS}, {0}},
-};
-_Static_assert(sizeof dsv4_append_rows / sizeof *dsv4_append_rows == DSV4_APPEND_TENSORS, "a row a tensor");
-const dsv4_weight_row dsv4_append_weight = {{DP(w), OP_NONE}, DP(w_fp8)};
-
 static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
-                         *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
+                         *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
+                         *const index_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
 static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
@@ -46,73 +26,23 @@ static const op_param params[] = {
     {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
     {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of out"},
+    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, index_formats, "of index_out"},
+    {"index_hadamard", AT(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
 };
 #undef AT
 
 typedef struct step_call {
     op_call head;
     quern_dsv4_compress_params params;
-    dsv4_weight_given weight;
-    _Alignas(op_step) char program[DSV4_WEIGHT_BYTES + OP_STEP_BYTES(gemm) + OP_STEP_BYTES(pool_append) +
-                                   2 * OP_STEP_BYTES(copy_pages)];
+    dsv4_weight_given weights[POOL_PARTS]; /* the compressor's, the indexer's */
+    _Alignas(op_step) char program[POOL_PARTS * (DSV4_WEIGHT_BYTES + OP_STEP_BYTES(gemm) +
+                                                 2 * OP_STEP_BYTES(copy_pages)) +
+                                   OP_STEP_BYTES(pool_append)];
 } step_call;
-
-/* ---- what both kinds of states share ---- */
 
 static const quern_dsv4_compress_params *params_of(const op_call *call)
 {
-    const char *at = (const char *)call + call->family->params_at;
-    return (const quern_dsv4_compress_params *)(const void *)at;
-}
-
-void dsv4_append_roles(op_call *call)
-{
-    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, project = call->given[DP(x)] != NULL;
-    uint8_t *r = call->role;
-    r[DP(proj)] = project ? OP_REFUSED : OP_NEEDED;
-    r[DP(x)] = r[DP(norm_weight)] = r[DP(cos_sin)] = OP_OPTIONAL;
-    r[DP(b_a)] = OP_NEEDED;
-    r[DP(b_b)] = csa ? OP_NEEDED : OP_REFUSED;
-    r[DP(prev_b)] = csa ? OP_OPTIONAL : OP_REFUSED;
-    r[DP(out)] = OP_RESULT;
-    r[DP(pooled)] = OP_OPTIONAL_RESULT;
-    for (int i = DP(slots); i <= DP(fault); i++) r[i] = OP_REFUSED;
-    dsv4_weight_roles(call, &dsv4_append_weight, project);
-}
-
-quern_status dsv4_append_refuse(const op_call *call, int32_t tensor)
-{
-    const char *why = "proj alone, or x and a weight are accepted";
-    if (tensor == DP(b_b) || tensor == DP(prev_b)) why = "HCA has no series b";
-    else if (tensor >= DP(slots)) why = "quern_dsv4_append_step() takes it";
-    else if (tensor != DP(proj) && call->given[DP(x)] != NULL)
-        return dsv4_weight_refuse(call, &dsv4_append_weight, tensor);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", dsv4_append_rows[tensor].field, why);
-}
-
-quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params *p, int64_t width)
-{
-    const int32_t first = call->given[DP(x)] != NULL ? DP(x) : DP(proj);
-    const quern_tensor *main = call->given[first], *cos_sin = call->given[DP(cos_sin)];
-    int64_t *s = call->symbol;
-    if (main == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
-    call->like = *main;
-    quern_status status = op_check_activation(call, first, 2);
-    if (status == QUERN_OK && cos_sin != NULL) status = op_check_kind(call, DP(cos_sin), 2);
-    if (status != QUERN_OK) return status;
-    s[DS_IN] = main->shape[1];
-    s[DS_R] = p->ratio;
-    s[DS_C] = width;
-    s[DS_2C] = 2 * width;
-    s[DS_COLUMNS] = pool_row_columns(p->kind == QUERN_DSV4_CSA, width);
-    s[DS_P] = cos_sin != NULL ? cos_sin->shape[0] : 0;
-    s[DS_ROPE] = cos_sin != NULL ? cos_sin->shape[1] : 0;
-    s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? width : dsv4_row_bytes(p->format, width);
-    if ((status = dsv4_check_width(p, width, s[DS_ROPE])) != QUERN_OK ||
-        (status = dsv4_weight_check(call, &dsv4_append_weight, s[DS_IN])) != QUERN_OK)
-        return status;
-    return op_uses(call, DP(out)) ? dsv4_check_stored(call, DP(out), p->format) : QUERN_OK;
+    return &((const step_call *)call)->params;
 }
 
 static quern_tensor view(const op_build *b, int32_t tensor)
@@ -120,19 +50,28 @@ static quern_tensor view(const op_build *b, int32_t tensor)
     return op_view(b->call, tensor, false);
 }
 
-quern_tensor dsv4_append_projection(op_build *b, dsv4_weight_given *given)
+/* The tensors and extents of a compressor that the other has too. */
+typedef struct part_names {
+    int32_t b_a, b_b, norm_weight, out, pooled, states, merged, table;
+    dsv4_symbol width, row, floats, columns;
+} part_names;
+static const part_names names[POOL_PARTS] = {
+    {DP(b_a), DP(b_b), DP(norm_weight), DP(out), DP(pooled), DP(states), DP(merged), DP(table), DS_C, DS_ROW,
+     DS_FLOATS, DS_TABLE},
+    {DP(index_b_a), DP(index_b_b), DP(index_norm_weight), DP(index_out), DP(index_pooled), DP(index_states),
+     DP(index_merged), DP(index_table), DS_CI, DS_IROW, DS_IFLOATS, DS_ITABLE},
+};
+enum { MAIN, INDEX };
+
+static bool has_index(const op_call *call)
 {
-    const quern_tensor x = view(b, DP(x));
-    *given = dsv4_weight_views(b->call, &dsv4_append_weight);
-    if (x.ndim == 0) return view(b, DP(proj));
-    const dsv4_weight weight = dsv4_weight_add(b, &x, given, false);
-    if (weight.proj.ndim > 0) return weight.proj;
-    const quern_tensor proj = op_matrix(b, QUERN_F32, x.shape[0], b->call->symbol[DS_COLUMNS]);
-    *OP_ADD(b, gemm) = (gemm_args){.a = x, .b = weight.w, .c = proj};
-    return proj;
+    return op_uses(call, DP(index_b_a));
 }
 
-/* ---- the operation ---- */
+static quern_dsv4_format format_of(const op_call *call, int part)
+{
+    return part == INDEX ? params_of(call)->index_format : params_of(call)->format;
+}
 
 static quern_status check_params(op_call *call)
 {
@@ -144,18 +83,38 @@ static quern_status check_params(op_call *call)
 static void roles(op_call *call)
 {
     dsv4_append_roles(call);
+    const quern_tensor *const *t = call->given;
+    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, both = csa && t[DP(index_b_a)] != NULL;
     uint8_t *r = call->role;
     r[DP(prev_b)] = OP_REFUSED;
     r[DP(slots)] = r[DP(positions)] = r[DP(cu)] = OP_NEEDED;
     r[DP(states)] = r[DP(merged)] = OP_UPDATED;
-    r[DP(copies)] = OP_OPTIONAL;
-    r[DP(fault)] = call->given[DP(fault)] != NULL ? OP_UPDATED : OP_OPTIONAL;
+    r[DP(copies)] = r[DP(table)] = OP_OPTIONAL;
+    if (t[DP(table)] != NULL) r[DP(out)] = OP_UPDATED;
+    r[DP(fault)] = t[DP(fault)] != NULL ? OP_UPDATED : OP_OPTIONAL;
+    dsv4_weight_roles(call, &dsv4_append_weights[INDEX], both && t[DP(x)] != NULL);
+    if (csa) r[DP(index_b_a)] = OP_OPTIONAL;
+    if (!both) return;
+    r[DP(index_proj)] = t[DP(x)] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[DP(index_b_b)] = OP_NEEDED;
+    r[DP(index_norm_weight)] = r[DP(index_table)] = OP_OPTIONAL;
+    r[DP(index_out)] = t[DP(index_table)] != NULL ? OP_UPDATED : OP_RESULT;
+    r[DP(index_pooled)] = OP_OPTIONAL_RESULT;
+    r[DP(index_states)] = r[DP(index_merged)] = OP_UPDATED;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
-    if (tensor != DP(prev_b)) return dsv4_append_refuse(call, tensor);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "prev_b is given: a step's sequences begin at position 0");
+    const char *why = "a step's sequences begin at position 0";
+    if (tensor != DP(prev_b) && tensor < DP(index_proj)) return dsv4_append_refuse(call, tensor);
+    if (tensor != DP(prev_b)) {
+        if (params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
+        else if (call->given[DP(index_b_a)] == NULL) why = "it stands beside index_b_a";
+        else if (tensor == DP(index_proj)) why = "it stands beside proj";
+        else if (call->given[DP(x)] == NULL) why = "it stands beside x";
+        else return dsv4_weight_refuse(call, &dsv4_append_weights[INDEX], tensor);
+    }
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", dsv4_append_rows[tensor].field, why);
 }
 
 /* Rows of the states' rings, from the floats of a state. */
@@ -167,22 +126,99 @@ static int64_t ring_of(const op_call *call, int64_t floats)
     return ring < 0 ? 0 : ring > DSV4_RING_MOST ? DSV4_RING_MOST : ring;
 }
 
-static quern_status derive(op_call *call)
+/* Tensors whose extents are the call's. */
+static quern_status check_sized(op_call *call)
 {
-    static const struct {
+    const struct {
         int32_t tensor, ndim;
-    } sized[] = {{DP(b_a), 2}, {DP(slots), 1}, {DP(states), 2}};
-    int64_t *s = call->symbol;
+        bool needed;
+    } sized[] = {{DP(b_a), 2, true},
+                 {DP(slots), 1, true},
+                 {DP(states), 2, true},
+                 {DP(index_b_a), 2, false},
+                 {DP(index_states), 2, has_index(call)},
+                 {DP(copies), 2, false},
+                 {DP(table), 2, false},
+                 {DP(index_table), 2, false}};
     for (size_t i = 0; i < sizeof sized / sizeof *sized; i++) {
-        if (call->given[sized[i].tensor] == NULL)
+        const int32_t tensor = sized[i].tensor;
+        if (sized[i].needed && call->given[tensor] == NULL)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                             dsv4_append_rows[sized[i].tensor].field);
-        const quern_tensor *const *first = call->given + (call->given[DP(x)] != NULL ? DP(x) : DP(proj));
-        if (*first != NULL) call->like = **first;
-        const quern_status status = op_check_kind(call, sized[i].tensor, sized[i].ndim);
+                             dsv4_append_rows[tensor].field);
+        if (!op_uses(call, tensor)) continue;
+        const quern_status status = op_check_kind(call, tensor, sized[i].ndim);
         if (status != QUERN_OK) return status;
     }
-    quern_status status = dsv4_append_derive(call, params_of(call), call->given[DP(b_a)]->shape[1]);
+    return QUERN_OK;
+}
+
+/* The extents of a compressor's entries: rows, or with a table pages, whose slots are a number that
+ * follows. */
+static quern_status derive_out(op_call *call, int part)
+{
+    const part_names *of = &names[part];
+    const quern_dsv4_format format = format_of(call, part);
+    const int64_t width = call->symbol[of->width], row = dsv4_row_elements(format, width);
+    const quern_tensor *out = call->given[of->out];
+    op_extents *lead = &call->lead[part];
+    *lead = (op_extents){1, {call->symbol[DS_N]}};
+    call->symbol[of->row] = row;
+    if (!op_uses(call, of->table)) return QUERN_OK;
+    call->symbol[of->columns] = call->given[of->table]->shape[1];
+    const int32_t ndim = format == QUERN_DSV4_ROWS ? 3 : 2;
+    const char *field = dsv4_append_rows[of->out].field;
+    if (out == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", field);
+    if (out->ndim != ndim)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: with a table %d are accepted",
+                         field, out->ndim, ndim);
+    lead->count = ndim - 1;
+    lead->extent[0] = out->shape[0];
+    lead->extent[1] = out->shape[1];
+    if (ndim == 2) call->symbol[of->row] = out->shape[1];
+    if (out->shape[1] < 1 || (ndim == 2 && out->shape[1] % row != 0))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s has pages of %" PRId64 " %s: with a table 1 or more slots of %" PRId64
+                         " are accepted",
+                         field, out->shape[1], ndim == 2 ? "bytes" : "slots", row);
+    return QUERN_OK;
+}
+
+static int64_t page_of(const op_call *call, int part)
+{
+    const part_names *of = &names[part];
+    if (!op_uses(call, of->table)) return 0;
+    const int64_t slots = call->given[of->out]->shape[1];
+    return format_of(call, part) == QUERN_DSV4_ROWS
+               ? slots
+               : slots / dsv4_row_bytes(format_of(call, part), call->symbol[of->width]);
+}
+
+static quern_status derive_index(op_call *call, int64_t ring)
+{
+    int64_t *s = call->symbol;
+    if (!has_index(call)) return QUERN_OK;
+    const quern_dsv4_compress_params own = {.hadamard = params_of(call)->index_hadamard,
+                                            .format = params_of(call)->index_format};
+    s[DS_CI] = call->given[DP(index_b_a)]->shape[1];
+    s[DS_ICOLUMNS] = pool_row_columns(true, s[DS_CI]);
+    s[DS_IFLOATS] = pool_state_floats(true, s[DS_CI], ring);
+    call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
+    quern_status status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE]);
+    if (status == QUERN_OK) status = dsv4_weight_check(call, &dsv4_append_weights[INDEX], s[DS_IN]);
+    if (status == QUERN_OK) status = derive_out(call, INDEX);
+    return status == QUERN_OK && op_uses(call, DP(index_out))
+               ? dsv4_check_stored(call, DP(index_out), own.format)
+               : status;
+}
+
+static quern_status derive(op_call *call)
+{
+    int64_t *s = call->symbol;
+    const quern_tensor *const *first = call->given + (call->given[DP(x)] != NULL ? DP(x) : DP(proj));
+    if (*first != NULL) call->like = **first;
+    quern_status status = check_sized(call);
+    if (status == QUERN_OK)
+        status = dsv4_append_derive(call, params_of(call), call->given[DP(b_a)]->shape[1]);
     if (status != QUERN_OK) return status;
     s[DS_T] = call->like.shape[0];
     s[DS_B] = call->given[DP(slots)]->shape[0];
@@ -193,14 +229,12 @@ static quern_status derive(op_call *call)
     s[DS_B1] = s[DS_B] + 1;
     s[DS_N] = s[DS_T] / s[DS_R] + s[DS_B];
     s[DS_SLOTS] = call->given[DP(states)]->shape[0];
-    s[DS_FLOATS] = pool_state_floats(params_of(call)->kind == QUERN_DSV4_CSA, s[DS_C],
-                                     ring_of(call, call->given[DP(states)]->shape[1]));
+    const int64_t ring = ring_of(call, call->given[DP(states)]->shape[1]);
+    s[DS_FLOATS] = pool_state_floats(params_of(call)->kind == QUERN_DSV4_CSA, s[DS_C], ring);
     s[DS_COPY] = 3;
-    if (op_uses(call, DP(copies))) {
-        if ((status = op_check_kind(call, DP(copies), 2)) != QUERN_OK) return status;
-        s[DS_COPIES] = call->given[DP(copies)]->shape[0];
-    }
-    return QUERN_OK;
+    if (op_uses(call, DP(copies))) s[DS_COPIES] = call->given[DP(copies)]->shape[0];
+    status = derive_out(call, MAIN);
+    return status == QUERN_OK ? derive_index(call, ring) : status;
 }
 
 /* A tensor [slots, n] or [slots] as pages of one part. */
@@ -215,33 +249,54 @@ static quern_tensor as_pages(const quern_tensor *t)
     return pages;
 }
 
+static void copy_states(op_build *b, const quern_tensor *copies, const quern_tensor *states)
+{
+    *OP_ADD(b, copy_pages) = (copy_pages_args){QUERN_LEDGER_STATES, *copies, as_pages(states)};
+}
+
+static void build_part(op_build *b, int part, const quern_tensor *proj, pool_append_part *to)
+{
+    const op_call *call = b->call;
+    const part_names *of = &names[part];
+    quern_dsv4_compress_params p = *params_of(call);
+    if (part == INDEX) {
+        p.format = p.index_format;
+        p.hadamard = p.index_hadamard;
+    }
+    const quern_tensor norm = view(b, of->norm_weight), angles = view(b, DP(cos_sin));
+    *to = (pool_append_part){.width = call->symbol[of->width],
+                             .merged = view(b, of->merged),
+                             .state = view(b, of->states),
+                             .proj = *proj,
+                             .bias_a = view(b, of->b_a),
+                             .bias_b = view(b, of->b_b),
+                             .entry = dsv4_entry(&p, &norm, &angles),
+                             .out = view(b, of->out),
+                             .pooled = view(b, of->pooled),
+                             .table = view(b, of->table),
+                             .page = page_of(call, part)};
+}
+
 static void build(op_build *b)
 {
     step_call *c = (step_call *)b->call;
-    const quern_tensor copies = view(b, DP(copies)), states = view(b, DP(states)),
-                       merged = view(b, DP(merged)), cu = view(b, DP(cu)), norm = view(b, DP(norm_weight)),
-                       table = view(b, DP(cos_sin));
-    if (copies.ndim > 0) {
-        *OP_ADD(b, copy_pages) = (copy_pages_args){QUERN_LEDGER_STATES, copies, as_pages(&states)};
-        *OP_ADD(b, copy_pages) = (copy_pages_args){QUERN_LEDGER_STATES, copies, as_pages(&merged)};
+    const quern_tensor copies = view(b, DP(copies)), cu = view(b, DP(cu));
+    const int parts = has_index(b->call) ? POOL_PARTS : 1;
+    quern_tensor proj[POOL_PARTS];
+    for (int i = 0; i < parts && copies.ndim > 0; i++) {
+        const quern_tensor states = view(b, names[i].states), merged = view(b, names[i].merged);
+        copy_states(b, &copies, &states);
+        copy_states(b, &copies, &merged);
     }
-    const quern_tensor proj = dsv4_append_projection(b, &c->weight);
-    *OP_ADD(b, pool_append) =
-        (pool_append_args){.ratio = c->params.ratio,
-                           .width = b->call->symbol[DS_C],
-                           .ring = ring_of(b->call, b->call->symbol[DS_FLOATS]),
-                           .overlap = c->params.kind == QUERN_DSV4_CSA,
-                           .step = {view(b, DP(slots)), view(b, DP(positions)), view_ranges(&cu)},
-                           .by_slot = true,
-                           .merged = merged,
-                           .state = states,
-                           .fault = view(b, DP(fault)),
-                           .proj = proj,
-                           .bias_a = view(b, DP(b_a)),
-                           .bias_b = view(b, DP(b_b)),
-                           .entry = dsv4_entry(&c->params, &norm, &table),
-                           .out = view(b, DP(out)),
-                           .pooled = view(b, DP(pooled))};
+    for (int i = 0; i < parts; i++) proj[i] = dsv4_append_projection(b, i == INDEX, &c->weights[i]);
+    pool_append_args *args = OP_ADD(b, pool_append);
+    *args = (pool_append_args){.ratio = c->params.ratio,
+                               .ring = ring_of(b->call, b->call->symbol[DS_FLOATS]),
+                               .overlap = c->params.kind == QUERN_DSV4_CSA,
+                               .step = {view(b, DP(slots)), view(b, DP(positions)), view_ranges(&cu)},
+                               .by_slot = true,
+                               .fault = view(b, DP(fault))};
+    for (int i = 0; i < parts; i++) build_part(b, i, &proj[i], &args->part[i]);
 }
 
 /* ---- data ---- */
@@ -281,6 +336,34 @@ static int32_t source_of(const op_call *call, void *const *data, int32_t slot)
     return slot;
 }
 
+/* What a compressor has of sequence b, whose tokens are at ... end - 1. */
+static quern_status check_part(const op_call *call, void *const *data, const pool_append_args *args, int part,
+                               int64_t b, int32_t slot, int64_t at, int64_t end)
+{
+    const pool_append_part *own = &args->part[part];
+    const part_names *of = &names[part];
+    const int64_t r = args->ratio, whole = end / r, before = at / r,
+                  last = (whole - 1) * r + (own->entry.rope_last ? r - 1 : 0), positions = call->symbol[DS_P];
+    if (own->entry.cos_sin.ndim > 0 && whole > before && last >= positions)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "sequence %" PRId64 " of the call comes to an entry at position %" PRId64
+                         ": cos_sin has positions 0 to %" PRId64,
+                         b, last, positions - 1);
+    if (own->table.ndim > 0 && whole > before) {
+        const quern_status status =
+            dsv4_check_pages(&dsv4_append_rows[of->table], &own->table, data[of->table], b,
+                             before / own->page, (whole - 1) / own->page + 1, own->out.shape[0]);
+        if (status != QUERN_OK) return status;
+    }
+    if (at == 0) return QUERN_OK;
+    const int64_t merged = number(&own->merged, data[of->merged], source_of(call, data, slot));
+    if (at >= merged && at - merged <= args->ring && merged >= 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "positions[%" PRId64 "] is %" PRId64 " and the state's sums have %" PRId64
+                     " rows: as many, or up to %" PRId64 " more are accepted",
+                     b, at, merged, args->ring);
+}
+
 static quern_status check_sequence(const op_call *call, void *const *data, const pool_append_args *args,
                                    int64_t b)
 {
@@ -291,9 +374,8 @@ static quern_status check_sequence(const op_call *call, void *const *data, const
     if (slot < -1 || slot >= s[DS_SLOTS])
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "slots[%" PRId64 "] is %d: -1 to %" PRId64 " is accepted", b, slot, s[DS_SLOTS] - 1);
-    const int64_t at = number(&args->step.positions, data[DP(positions)], b), r = args->ratio,
-                  end = at + number(&args->step.rows, cu, b + 1) - number(&args->step.rows, cu, b),
-                  last = (end / r - 1) * r + (args->entry.rope_last ? r - 1 : 0);
+    const int64_t at = number(&args->step.positions, data[DP(positions)], b),
+                  end = at + number(&args->step.rows, cu, b + 1) - number(&args->step.rows, cu, b);
     if (end == at) return QUERN_OK; /* forks share a slot until one of them has tokens */
     for (int64_t i = 0; i < b; i++)
         if (number(&args->step.slots, slots, i) == slot &&
@@ -307,25 +389,22 @@ static quern_status check_sequence(const op_call *call, void *const *data, const
                          "sequence %" PRId64 " of the call comes to %" PRId64
                          " tokens: up to %d are accepted",
                          b, end, INT32_MAX);
-    if (args->entry.cos_sin.ndim > 0 && end / r > at / r && last >= s[DS_P])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %" PRId64 " of the call comes to an entry at position %" PRId64
-                         ": cos_sin has positions 0 to %" PRId64,
-                         b, last, s[DS_P] - 1);
-    if (at == 0) return QUERN_OK;
-    const int64_t merged = number(&args->merged, data[DP(merged)], source_of(call, data, slot));
-    if (at >= merged && at - merged <= args->ring && merged >= 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "positions[%" PRId64 "] is %" PRId64 " and the state's sums have %" PRId64
-                     " rows: as many, or up to %" PRId64 " more are accepted",
-                     b, at, merged, args->ring);
+    for (int part = 0; part < POOL_PARTS; part++) {
+        const quern_status status =
+            args->part[part].width > 0 ? check_part(call, data, args, part, b, slot, at, end) : QUERN_OK;
+        if (status != QUERN_OK) return status;
+    }
+    return QUERN_OK;
 }
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
     const pool_append_args *args = OP_FIND(call, pool_append);
-    quern_status status =
-        dsv4_weight_check_data(call, &dsv4_append_weight, &((const step_call *)call)->weight, data);
+    const step_call *c = (const step_call *)call;
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < POOL_PARTS && status == QUERN_OK; i++)
+        if (args->part[i].width > 0)
+            status = dsv4_weight_check_data(call, &dsv4_append_weights[i], &c->weights[i], data);
     if (status == QUERN_OK) status = check_copies(call, data);
     if (args->fault.ndim > 0) return status; /* faults of sequences are no errors */
     if (status == QUERN_OK)
@@ -356,14 +435,17 @@ static const char *const symbols[] = {"",
                                       [DS_ROPE] = "R",
                                       [DS_N] = "n",
                                       [DS_ROW] = "C|bytes",
-                                      [DS_ICOLUMNS] = "",
-                                      [DS_CI] = "",
-                                      [DS_2CI] = "",
-                                      [DS_IROW] = "",
+                                      [DS_ICOLUMNS] = "4C_I",
+                                      [DS_CI] = "C_I",
+                                      [DS_2CI] = "2C_I",
+                                      [DS_IROW] = "C_I|bytes",
                                       [DS_SLOTS] = "slots",
                                       [DS_FLOATS] = "floats",
                                       [DS_COPIES] = "copies",
                                       [DS_COPY] = "3",
+                                      [DS_IFLOATS] = "index floats",
+                                      [DS_TABLE] = "columns",
+                                      [DS_ITABLE] = "index columns",
                                       NULL};
 
 const op_family dsv4_append_step_family = {

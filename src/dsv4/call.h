@@ -40,7 +40,10 @@ typedef enum dsv4_symbol {
     DS_SLOTS, /* of states in a tensor, their floats, and copies of them */
     DS_FLOATS,
     DS_COPIES,
-    DS_COPY
+    DS_COPY,
+    DS_IFLOATS, /* floats of the indexer's states */
+    DS_TABLE,
+    DS_ITABLE /* columns of tables of pages */
 } dsv4_symbol;
 
 /* The steps of a call with both compressors, each of which has a weight to make. */
@@ -72,16 +75,16 @@ void dsv4_compress_build(op_build *b);
 #define DP(field) OP_TENSOR(quern_dsv4_append_tensors, field)
 enum { DSV4_APPEND_TENSORS = OP_TENSOR_COUNT(quern_dsv4_append_tensors) };
 extern const op_tensor dsv4_append_rows[DSV4_APPEND_TENSORS];
-extern const dsv4_weight_row dsv4_append_weight;
+extern const dsv4_weight_row dsv4_append_weights[2]; /* the compressor's, the indexer's */
 extern const op_family dsv4_append_step_family;
 
-/* In append_step.c, for both kinds of states. Roles, but for those of a step's tensors. */
+/* In append_schema.c, for both kinds of states. Roles, but for those of a step's tensors. */
 void dsv4_append_roles(op_call *call);
 quern_status dsv4_append_refuse(const op_call *call, int32_t tensor);
 /* Checks what comes in and the weights, by the extents B, T and n; sets the others. */
 quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params *p, int64_t width);
-/* x w in f32, or the caller's projections. */
-quern_tensor dsv4_append_projection(op_build *b, dsv4_weight_given *weight);
+/* x w in f32, or the caller's projections, of the compressor or of the indexer's. */
+quern_tensor dsv4_append_projection(op_build *b, bool index, dsv4_weight_given *weight);
 
 /* ---- the indexer ---- */
 

@@ -54,6 +54,11 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p);
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim);
 /* Bytes of a stored entry; 0 for QUERN_DSV4_ROWS. */
 int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width);
+/* Elements of a row in a format: channels, or bytes. */
+static inline int64_t dsv4_row_elements(quern_dsv4_format format, int64_t width)
+{
+    return format == QUERN_DSV4_ROWS ? width : dsv4_row_bytes(format, width);
+}
 /* Bytes of these before the scales. */
 int64_t dsv4_row_data_bytes(quern_dsv4_format format, int64_t width);
 /* The stages' format for a public one. */

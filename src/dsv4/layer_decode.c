@@ -214,17 +214,18 @@ static compressor append(op_build *b, const layer_step *s, const quern_tensor *p
     }
     const bool copies = x.copies.ndim > 0;
     pool_append_args *args = OP_ADD(b, pool_append);
+    pool_append_part *part = &args->part[0];
     args->ratio = b->call->symbol[LS_R];
-    args->width = c->plane[area].width;
     args->ring = c->params.ring;
     args->overlap = c->params.kind == QUERN_DSV4_LAYER_CSA;
     args->step = (stage_step){copies ? s->copies : s->slots, s->positions, view_ranges(&s->cu)};
-    args->merged = s->merged[which];
-    args->state = copies ? x.copies : x.states;
-    args->proj = *proj;
-    args->entry = layer_entry(b, first);
-    args->out = x.made;
-    layer_biases(&bias, args->width, &args->bias_a, &args->bias_b);
+    part->width = c->plane[area].width;
+    part->merged = s->merged[which];
+    part->state = copies ? x.copies : x.states;
+    part->proj = *proj;
+    part->entry = layer_entry(b, first);
+    part->out = x.made;
+    layer_biases(&bias, part->width, &part->bias_a, &part->bias_b);
     store(b, area, which == 1 ? DL(idx_k) : DL(compressed), &x.made, &s->entry_slots, page_of(c), &cache);
     return x;
 }

@@ -84,41 +84,61 @@ STAGE_DECLARE(pool);
     F(start_position) F(blocks) F(continued) F(followed) ENTRY_VALUES(F) F(accumulate) F(accumulate_x)
 
 /*
- * Appends tokens to sequences that are pooled token by token. Row slots[b] of `state` is sequence b's: the
- * sums of the open block (begun with series b of the block before), with overlap the sums of series b of
- * the open block, and a ring of projected rows that can still be taken back, row q of the sequence in slot
- * q mod ring. A sum is [3, width]: maximum, sum of weights, weighted sum. The sums hold the rows before
- * merged[b], the ring those from there on.
+ * A compressor whose sequences are pooled token by token. Row slots[b] of `state` is sequence b's: the sums
+ * of the open block (begun with series b of the block before), with overlap the sums of series b of the open
+ * block, and a ring of projected rows that can still be taken back, row q of the sequence in slot q mod
+ * ring. A sum is [3, width]: maximum, sum of weights, weighted sum. The sums hold the rows before merged[b],
+ * the ring those from there on.
  */
+typedef struct pool_append_part {
+    int64_t width;       /* 0: the call has no such compressor */
+    quern_tensor merged; /* i32 [B], updated */
+    quern_tensor state;  /* f32 [slots, pool_state_floats()], updated */
+    quern_tensor proj, bias_a, bias_b;
+    quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of sequences without a row. Or absent */
+    entry_args entry;
+    /* Without a table: rows of the entries that become whole, sequence after sequence, and maybe more
+     * rows, which stay. With one, i32 [B, columns]: pages, as store_rows has them, and entry e of the
+     * sequence stands in slot e % page of page table[b, e / page]. pooled: rows, or absent. */
+    quern_tensor out, pooled, table;
+    int64_t page; /* slots of a page of out */
+} pool_append_part;
+
+/* Appends a step's tokens to both compressors, or to the first alone. A fault of one concerns both. */
+enum { POOL_PARTS = 2 };
 typedef struct pool_append_args {
-    int64_t ratio, width, ring;
+    int64_t ratio, ring;
     bool overlap;
     stage_step step; /* rows of proj */
     /* A step's states: merged is [slots], a sequence at position 0 starts anew, whatever its slot holds, and
      * rows behind the entries become 0. */
     bool by_slot;
     quern_tensor origins; /* i32 [B]: the position of a sequence's first token; absent: 0 */
-    quern_tensor merged;  /* i32 [B], updated */
-    quern_tensor state;   /* f32 [slots, pool_state_floats()], updated */
-    /* i32 [slots], updated; or absent. A sequence of a step whose position is wrong, or that would have an
-     * entry that its format refuses, takes the bit at its slot, keeps its state and has entries of 0, as many
-     * as its positions say; the others go on. So it stays until it begins at position 0. */
+    /* i32 [slots], updated; or absent. A sequence of a step whose position or page is wrong, or that
+     * would have an entry that its format refuses, takes the bit at its slot, keeps its states and has
+     * entries of 0, as many as its positions say; the others go on. So it stays until it begins at
+     * position 0. */
     quern_tensor fault;
-    quern_tensor proj, bias_a, bias_b;
-    quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of sequences without a row. Or absent */
-    entry_args entry;
-    /* rows of the entries that become whole, sequence after sequence, and maybe more rows, which stay; pooled
-     * may be absent */
-    quern_tensor out, pooled;
+    pool_append_part part[POOL_PARTS];
 } pool_append_args;
 STAGE_DECLARE(pool_append);
+#define POOL_PART_TENSORS(IN, OUT, part)                                                                     \
+    OUT(part.merged)                                                                                         \
+    OUT(part.state)                                                                                          \
+    IN(part.proj)                                                                                            \
+    IN(part.bias_a)                                                                                          \
+    IN(part.bias_b)                                                                                          \
+    IN(part.prev_b)                                                                                          \
+    IN(part.entry.norm_weight) IN(part.entry.cos_sin) OUT(part.out) OUT(part.pooled) IN(part.table)
 #define POOL_APPEND_TENSORS(IN, OUT, GRAD)                                                                   \
     STAGE_STEP_TENSORS(IN)                                                                                   \
-    IN(origins)                                                                                              \
-    OUT(merged)                                                                                              \
-    OUT(state)                                                                                               \
-    OUT(fault) IN(proj) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) OUT(out) OUT(pooled)
-#define POOL_APPEND_VALUES(F) F(ratio) F(width) F(ring) F(overlap) F(by_slot) ENTRY_VALUES(F)
+    IN(origins) OUT(fault) POOL_PART_TENSORS(IN, OUT, part[0]) POOL_PART_TENSORS(IN, OUT, part[1])
+#define POOL_PART_VALUES(F, part)                                                                            \
+    F(part.width)                                                                                            \
+    F(part.entry.round_bf16)                                                                                 \
+    F(part.entry.eps) F(part.entry.rope_last) F(part.entry.hadamard) F(part.entry.format) F(part.page)
+#define POOL_APPEND_VALUES(F)                                                                                \
+    F(ratio) F(ring) F(overlap) F(by_slot) POOL_PART_VALUES(F, part[0]) POOL_PART_VALUES(F, part[1])
 
 /* Columns of a projected row, floats of the sums, and floats of both with the ring. */
 static inline int64_t pool_row_columns(bool overlap, int64_t width)

@@ -47,6 +47,21 @@ void finish_entry(const entry_plan *p, float *row, int64_t position, float *angl
     if (p->args->hadamard) p->kernels->rows->hadamard_row(row, p->width);
 }
 
+void store_in_page(const cpu_kernels *kernels, entry_format format, const float *row, int64_t width,
+                   const quern_tensor *pages, int64_t page, int64_t slot, char *bytes)
+{
+    const int64_t size = (int64_t)quern_dtype_size(pages->dtype), at = slot % page;
+    char *base = (char *)pages->data + slot / page * pages->strides[0] * size;
+    if (bytes == NULL) {
+        encode_row(kernels, format, row, width, base + at * pages->strides[1] * size, pages->dtype);
+        return;
+    }
+    const int64_t data = row_data_bytes(format, width, pages->dtype), scales = pages->shape[1] / page - data;
+    encode_row(kernels, format, row, width, bytes, QUERN_U8);
+    memcpy(base + at * data, bytes, (size_t)data);
+    memcpy(base + page * data + at * scales, bytes + data, (size_t)scales);
+}
+
 void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm,
                     float *scratch)
 {

@@ -30,6 +30,12 @@ void finish_entry(const entry_plan *p, float *row, int64_t position, float *angl
 void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm,
                     float *scratch);
 
+/* Stores a row in slot `slot` of pages, counted over all of them: pages [.., page, width] in rows, or
+ * [.., bytes] with the data of all slots before the scales of all. bytes: room for a stored row where
+ * they are of that kind, else NULL. */
+void store_in_page(const cpu_kernels *kernels, entry_format format, const float *row, int64_t width,
+                   const quern_tensor *pages, int64_t page, int64_t slot, char *bytes);
+
 /* A sequence of a call: its rows in proj, its entries in out. */
 typedef struct pool_sequence {
     int64_t view_b, row0, rows; /* of the whole sequence */

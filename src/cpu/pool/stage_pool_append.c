@@ -5,11 +5,11 @@
  * behind by the rows in its ring.
  *
  * A call merges the rows that leave the ring; where a block becomes whole, it merges the ring's rows too,
- * into a copy of the sums, and emits the entry. With formats that may refuse an entry the stage works on
- * copies: it writes states and outputs after it has checked every entry. Rows are merged in order, some at
- * a time, which gives the bits of one by one. A token costs the merges of a row; an entry those of up to
- * `ring` rows more, without series a of entries that are out, and a copy of the sums (at most 12 KiB at C
- * 512).
+ * into a copy of the sums, and emits the entry. Where a format may refuse an entry the stage works on
+ * copies: it writes states and outputs after it has checked every entry of both compressors. Rows are merged
+ * in order, some at a time, which gives the bits of one by one. A token costs the merges of a row; an entry
+ * those of up to `ring` rows more, without series a of entries that are out, and a copy of the sums (at most
+ * 12 KiB at C 512). A task is a sequence of one compressor.
  */
 #include "core/parallel.h"
 #include "cpu/check_data.h"
@@ -30,18 +30,26 @@ typedef struct append_state {
     float *data;
 } append_state;
 
+/* What a compressor of the call needs. */
 typedef struct append_job {
     const pool_append_args *args;
+    const pool_append_part *part;
     const cpu_kernels *kernels;
     f32_rows bias_a, bias_b;
     entry_plan entry;
     int64_t batch, width, columns, sums_floats; /* of both accumulators */
     int64_t entries;                            /* that become whole */
+    char *bytes; /* a stored row before its page takes its data and its scales */
     append_state *states;
     float *work;              /* [batch]: sums with the ring's rows, the state's new sums */
     float *rows;              /* a thread's: a row, angles */
     float *finished, *pooled; /* entries and pooled rows before they are stored, or NULL */
 } append_job;
+
+typedef struct append_call {
+    int parts;
+    append_job job[POOL_PARTS];
+} append_call;
 
 static int64_t entries_before(const append_job *job, const append_state *s, int64_t position)
 {
@@ -53,24 +61,45 @@ static float *ring_row(const append_job *job, const append_state *s, int64_t q)
     return s->data + job->sums_floats + q % job->args->ring * job->columns;
 }
 
-static append_job carve(const stage_exec *exec, const pool_append_args *args, arena *a)
+/* Entries of the call, at most. */
+static int64_t most_entries(const pool_append_args *args, const pool_append_part *part)
 {
-    append_job job = {.args = args, .kernels = cpu_kernels_for(exec->cpu_level)};
+    return is_present(&part->table) ? part->proj.shape[0] / args->ratio + args->step.slots.shape[0]
+                                    : part->out.shape[0];
+}
+
+/* `careful`: some entry of the call may be refused. */
+static append_job carve_part(const stage_exec *exec, const pool_append_args *args,
+                             const pool_append_part *part, bool careful, arena *a)
+{
+    append_job job = {.args = args, .part = part, .kernels = cpu_kernels_for(exec->cpu_level)};
     job.batch = args->step.slots.shape[0];
-    job.width = args->width;
-    job.columns = pool_row_columns(args->overlap, args->width);
-    job.sums_floats = pool_sums_floats(args->overlap, args->width);
-    job.bias_a = carve_rows(&args->bias_a, a);
-    job.bias_b = carve_rows(&args->bias_b, a);
-    job.entry = carve_entry(&args->entry, job.kernels, job.width, args->ratio, a);
+    job.width = part->width;
+    job.columns = pool_row_columns(args->overlap, part->width);
+    job.sums_floats = pool_sums_floats(args->overlap, part->width);
+    job.bias_a = carve_rows(&part->bias_a, a);
+    job.bias_b = carve_rows(&part->bias_b, a);
+    job.entry = carve_entry(&part->entry, job.kernels, job.width, args->ratio, a);
     job.states = arena_take(a, (size_t)job.batch * sizeof *job.states);
     job.work = arena_take(a, (size_t)(2 * job.batch * job.sums_floats) * sizeof(float));
     job.rows = arena_take(a, (size_t)(2 * job.width * exec->threads) * sizeof(float));
-    const size_t waiting =
-        args->entry.format != ENTRY_ROWS ? (size_t)(args->out.shape[0] * job.width) * sizeof(float) : 0;
+    /* Pages of bytes are written by one thread, as store_rows writes them. */
+    const bool waits = careful || is_present(&part->table);
+    const size_t waiting = waits ? (size_t)(most_entries(args, part) * job.width) * sizeof(float) : 0;
     if (waiting > 0) job.finished = arena_take(a, waiting);
-    if (waiting > 0 && is_present(&args->pooled)) job.pooled = arena_take(a, waiting);
+    if (waiting > 0 && is_present(&part->pooled)) job.pooled = arena_take(a, waiting);
+    if (is_present(&part->table) && part->out.ndim == 2)
+        job.bytes = arena_take(a, (size_t)(part->out.shape[1] / part->page));
     return job;
+}
+
+static append_call carve(const stage_exec *exec, const pool_append_args *args, arena *a)
+{
+    append_call call = {.parts = args->part[1].width > 0 ? 2 : 1};
+    bool careful = false;
+    for (int i = 0; i < call.parts; i++) careful = careful || args->part[i].entry.format != ENTRY_ROWS;
+    for (int i = 0; i < call.parts; i++) call.job[i] = carve_part(exec, args, &args->part[i], careful, a);
+    return call;
 }
 
 /* Whether an earlier sequence of the step has tokens and the same slot. */
@@ -84,28 +113,42 @@ static bool stands_before(const stage_step *step, int64_t b, int64_t slot)
     return found;
 }
 
-/* Sequence b of a step that names slots: its state is one of `state`, its position is one that the state's
- * rows come to, and the table has its entries' positions. */
+/* A compressor's data of a sequence with tokens: the position is one that the state's rows come to, the table
+ * of angles has its entries' positions, and pages are the pool's. */
+static quern_status check_part(const stage_exec *exec, const pool_append_args *args,
+                               const pool_append_part *part, const step_run *run)
+{
+    const int64_t r = args->ratio, end = run->first + run->count, whole = end / r, before = run->first / r,
+                  last = (whole - 1) * r + (part->entry.rope_last ? r - 1 : 0);
+    const quern_tensor *angles = &part->entry.cos_sin;
+    stage_fault fault = {QUERN_STATUS_BAD_POSITION, &args->step.positions, run->b, .most = INT32_MAX};
+    if (run->first < 0 || end > INT32_MAX ||
+        (is_present(angles) && whole > before && last >= angles->shape[0]))
+        return stage_report(exec, fault);
+    const int64_t merged = run->first > 0 ? i32_at(&part->merged, run->slot, 0) : 0;
+    fault.least = merged;
+    fault.most = merged + args->ring;
+    if (run->first > 0 && (merged < 0 || run->first < merged || run->first - merged > args->ring))
+        return stage_report(exec, fault);
+    if (!is_present(&part->table) || whole == before) return QUERN_OK;
+    return check_pages(exec, &part->table, run->b, before / part->page, (whole - 1) / part->page + 1,
+                       part->out.shape[0]);
+}
+
+/* Sequence b of a step that names slots: its state is one of each compressor's, and no other's. */
 static quern_status check_sequence(const stage_exec *exec, const pool_append_args *args, int64_t b)
 {
     const step_run run = step_run_at(&args->step, b);
-    const int64_t r = args->ratio, end = run.first + run.count, slots = args->state.shape[0],
-                  last = (end / r - 1) * r + (args->entry.rope_last ? r - 1 : 0);
-    const quern_tensor *table = &args->entry.cos_sin;
-    stage_fault fault = {QUERN_STATUS_BAD_POSITION, &args->step.slots, b, .least = -1, .most = slots - 1};
+    const int64_t slots = args->part[0].state.shape[0];
+    const stage_fault fault = {QUERN_STATUS_BAD_POSITION, &args->step.slots, b, .least = -1,
+                               .most = slots - 1};
     if (run.slot < -1 || run.slot >= slots) return stage_report(exec, fault);
     if (run.count == 0) return QUERN_OK;
     if (stands_before(&args->step, b, run.slot)) return stage_report(exec, fault);
-    fault = (stage_fault){QUERN_STATUS_BAD_POSITION, &args->step.positions, b, .most = INT32_MAX};
-    if (run.first < 0 || end > INT32_MAX ||
-        (is_present(table) && end / r > run.first / r && last >= table->shape[0]))
-        return stage_report(exec, fault);
-    const int64_t merged = run.first > 0 ? i32_at(&args->merged, run.slot, 0) : 0;
-    fault.least = merged;
-    fault.most = merged + args->ring;
-    if (run.first > 0 && (merged < 0 || run.first < merged || run.first - merged > args->ring))
-        return stage_report(exec, fault);
-    return QUERN_OK;
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < POOL_PARTS && status == QUERN_OK; i++)
+        if (args->part[i].width > 0) status = check_part(exec, args, &args->part[i], &run);
+    return status;
 }
 
 /* Whether a sequence of a step that names slots goes on, or its fault, old or new, stops it. */
@@ -121,28 +164,33 @@ static bool goes_on(const pool_append_args *args, const step_run *run, step_faul
     return run->slot >= 0 && run->count > 0;
 }
 
-static void find_states(append_job *job, step_faults *faults)
+/* Sequence b of a compressor. `goes_on`: its state takes in the tokens. */
+static void find_state(append_job *job, int64_t b, bool goes_on)
 {
     const pool_append_args *args = job->args;
-    const bool by_slot = args->by_slot;
-    int64_t entry = 0;
-    for (int64_t b = 0; b < job->batch; b++) {
+    const pool_append_part *part = job->part;
+    const step_run run = step_run_at(&args->step, b);
+    const int32_t *rows = (const int32_t *)args->step.rows.data + b * args->step.rows.strides[0];
+    const int64_t first = run.first > 0 ? run.first : 0, count = rows[args->step.rows.strides[1]] - rows[0];
+    append_state *s = &job->states[b];
+    *s = (append_state){.run = run, .position = first, .end = first + count, .entry = job->entries};
+    s->origin = i32_at(&args->origins, b, 0);
+    s->anew = args->by_slot && first == 0;
+    if (goes_on) s->data = (float *)part->state.data + run.slot * part->state.strides[0];
+    if (goes_on && !s->anew) s->merged = i32_at(&part->merged, args->by_slot ? run.slot : b, 0);
+    s->left = s->end - args->ring > s->merged ? s->end - args->ring : s->merged;
+    s->made = entries_before(job, s, s->end) - entries_before(job, s, s->position);
+    job->entries += s->made;
+}
+
+static void find_states(append_call *call, step_faults *faults)
+{
+    const pool_append_args *args = call->job[0].args;
+    for (int64_t b = 0; b < call->job[0].batch; b++) {
         const step_run run = step_run_at(&args->step, b);
-        const int32_t *rows = (const int32_t *)args->step.rows.data + b * args->step.rows.strides[0];
-        const int64_t first = run.first > 0 ? run.first : 0,
-                      count = rows[args->step.rows.strides[1]] - rows[0];
-        append_state *s = &job->states[b];
-        *s = (append_state){.run = run, .position = first, .end = first + count, .entry = entry};
-        s->origin = i32_at(&args->origins, b, 0);
-        s->anew = by_slot && first == 0;
-        if (by_slot ? goes_on(args, &run, faults) : run.slot >= 0)
-            s->data = (float *)args->state.data + run.slot * args->state.strides[0];
-        if (s->data != NULL && !s->anew) s->merged = i32_at(&args->merged, by_slot ? run.slot : b, 0);
-        s->left = s->end - args->ring > s->merged ? s->end - args->ring : s->merged;
-        s->made = entries_before(job, s, s->end) - entries_before(job, s, s->position);
-        entry += s->made;
+        const bool live = args->by_slot ? goes_on(args, &run, faults) : run.slot >= 0;
+        for (int i = 0; i < call->parts; i++) find_state(&call->job[i], b, live);
     }
-    job->entries = entry;
 }
 
 /* Contiguous rows from q on: in the ring up to its end, or in proj. */
@@ -158,7 +206,7 @@ typedef struct row_run {
 static int64_t ahead_of(const append_job *job, const append_state *s, const float *at, int64_t first,
                         int64_t rows)
 {
-    const quern_tensor *proj = &job->args->proj;
+    const quern_tensor *proj = &job->part->proj;
     if (proj->dtype != QUERN_F32 || first + rows > s->run.count ||
         (rows > 1 && proj->strides[0] != job->columns))
         return 0;
@@ -169,7 +217,7 @@ static int64_t ahead_of(const append_job *job, const append_state *s, const floa
 static row_run rows_from(const append_job *job, const append_state *s, int64_t q, int64_t end)
 {
     const int64_t ring = job->args->ring;
-    const quern_tensor *proj = &job->args->proj;
+    const quern_tensor *proj = &job->part->proj;
     if (q >= s->position) {
         const int64_t row = s->run.row + q - s->position;
         return (row_run){(const char *)proj->data +
@@ -206,13 +254,13 @@ static void emit(const append_job *job, const float *sums, int64_t n, int64_t po
                            (float *)(uintptr_t)(sums + 2 * width)};
     job->kernels->pool->pooled_row(&own, width, row, NULL);
     if (job->pooled != NULL) memcpy(job->pooled + n * width, row, (size_t)width * sizeof *row);
-    else if (is_present(&job->args->pooled))
-        memcpy(out_row(&job->args->pooled, n), row, (size_t)width * sizeof *row);
+    else if (is_present(&job->part->pooled))
+        memcpy(out_row(&job->part->pooled, n), row, (size_t)width * sizeof *row);
     finish_entry(&job->entry, row, position, row + width);
     if (job->finished != NULL) memcpy(job->finished + n * width, row, (size_t)width * sizeof *row);
     else
-        encode_row(job->kernels, job->args->entry.format, row, width, out_row(&job->args->out, n),
-                   job->args->out.dtype);
+        encode_row(job->kernels, job->part->entry.format, row, width, out_row(&job->part->out, n),
+                   job->part->out.dtype);
 }
 
 /* Ends a whole block and begins the next one. */
@@ -255,7 +303,7 @@ static float *sums_to_keep(const append_job *job, int64_t b)
 
 static void merge_prev(const append_job *job, int64_t b, float *sums)
 {
-    const quern_tensor *prev = &job->args->prev_b;
+    const quern_tensor *prev = &job->part->prev_b;
     const char *first =
         (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
     const pool_rows before =
@@ -283,9 +331,11 @@ static void clear_all(const append_job *job, float *sums)
     }
 }
 
-static void append_one(void *arg, int64_t b, int32_t thread)
+static void append_one(void *arg, int64_t index, int32_t thread)
 {
-    const append_job *job = arg;
+    const append_call *call = arg;
+    const append_job *job = &call->job[index / call->job[0].batch];
+    const int64_t b = index % job->batch;
     const append_state *s = &job->states[b];
     const int64_t emitted = entries_before(job, s, s->position), blocks = entries_before(job, s, s->end),
                   last = s->origin + blocks * job->args->ratio; /* rows from here on are in no whole block */
@@ -294,7 +344,7 @@ static void append_one(void *arg, int64_t b, int32_t thread)
     if (s->data == NULL) return;
     if (s->anew) clear_all(job, kept);
     else if (kept != s->data) memcpy(kept, s->data, (size_t)job->sums_floats * sizeof *kept);
-    if (is_present(&job->args->prev_b)) merge_prev(job, b, kept);
+    if (is_present(&job->part->prev_b)) merge_prev(job, b, kept);
     const int64_t n = advance(job, s, s->merged, s->left, false, emitted, s->entry, kept, row);
     if (blocks == emitted || s->left >= last) return;
     copy_ahead(job, s, last, emitted, kept, ahead);
@@ -302,12 +352,14 @@ static void append_one(void *arg, int64_t b, int32_t thread)
 }
 
 /* Writes a state. */
-static void commit_one(void *arg, int64_t b, int32_t thread)
+static void commit_one(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
-    const append_job *job = arg;
+    const append_call *call = arg;
+    const append_job *job = &call->job[index / call->job[0].batch];
+    const int64_t b = index % job->batch;
     const append_state *s = &job->states[b];
-    const quern_tensor *proj = &job->args->proj, *merged = &job->args->merged;
+    const quern_tensor *proj = &job->part->proj, *merged = &job->part->merged;
     const int64_t size = (int64_t)quern_dtype_size(proj->dtype);
     const float *sums = sums_to_keep(job, b);
     if (s->data == NULL) return;
@@ -324,45 +376,59 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
  * columns. */
 static quern_status check_entries(const stage_exec *exec, const append_job *job, const append_state *s)
 {
-    const int64_t bytes = job->args->out.shape[job->args->out.ndim - 1];
+    const quern_tensor *out = &job->part->out;
+    const int64_t bytes = row_bytes(job->part->entry.format, job->width, out->dtype);
     for (int64_t n = s->entry; s->data != NULL && n < s->entry + s->made; n++) {
         const float *row = job->finished + n * job->width;
-        if (row_is_encodable(job->kernels, job->args->entry.format, row, job->width)) continue;
+        if (row_is_encodable(job->kernels, job->part->entry.format, row, job->width)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
         return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_NOT_FINITE,
-                                                .tensor = &job->args->out,
+                                                .tensor = out,
                                                 .index = n * bytes + (column < bytes ? column : bytes - 1)});
     }
     return QUERN_OK;
 }
 
-/* The same of all sequences; those of which one is not stop. */
-static void check_all_entries(const append_job *job, step_faults *faults)
+/* The same of all sequences; those of which one is not stop, in both compressors. */
+static void check_all_entries(append_call *call, step_faults *faults)
 {
-    const quern_tensor *fault = &job->args->fault;
-    for (int64_t b = 0; b < job->batch; b++) {
-        append_state *s = &job->states[b];
-        int32_t *word = is_present(fault) && s->data != NULL
-                            ? (int32_t *)fault->data + s->run.slot * fault->strides[0]
-                            : NULL;
-        if (step_faults_take(faults, check_entries(&faults->exec, job, s), word)) s->data = NULL;
+    const quern_tensor *fault = &call->job[0].args->fault;
+    for (int64_t b = 0; b < call->job[0].batch; b++) {
+        bool bad = false;
+        for (int i = 0; i < call->parts; i++) {
+            const append_job *job = &call->job[i];
+            const append_state *s = &job->states[b];
+            int32_t *word = is_present(fault) && s->data != NULL
+                                ? (int32_t *)fault->data + s->run.slot * fault->strides[0]
+                                : NULL;
+            if (job->finished != NULL && step_faults_take(faults, check_entries(&faults->exec, job, s), word))
+                bad = true;
+        }
+        for (int i = 0; i < call->parts && bad; i++) call->job[i].states[b].data = NULL;
     }
 }
 
-/* Stores the entries of a format that may refuse some. */
-static void store_entries(const append_job *job)
+/* Stores the entries of a sequence, which all have waited. */
+static void store_entries(const append_job *job, const append_state *s)
 {
-    const pool_append_args *args = job->args;
-    const int64_t width = job->width;
-    for (int64_t b = 0; b < job->batch; b++) {
-        const append_state *s = &job->states[b];
-        for (int64_t n = s->entry; s->data != NULL && n < s->entry + s->made; n++) {
-            encode_row(job->kernels, args->entry.format, job->finished + n * width, width,
-                       out_row(&args->out, n), args->out.dtype);
-            if (job->pooled != NULL)
-                memcpy(out_row(&args->pooled, n), job->pooled + n * width, (size_t)width * sizeof(float));
+    const pool_append_part *part = job->part;
+    const quern_tensor *table = &part->table;
+    const int64_t first = entries_before(job, s, s->position);
+    for (int64_t i = 0; i < s->made; i++) {
+        const int64_t n = s->entry + i, e = first + i;
+        const float *row = job->finished + n * job->width;
+        if (job->pooled != NULL)
+            memcpy(out_row(&part->pooled, n), job->pooled + n * job->width, (size_t)job->width * sizeof *row);
+        if (!is_present(table)) {
+            encode_row(job->kernels, part->entry.format, row, job->width, out_row(&part->out, n),
+                       part->out.dtype);
+            continue;
         }
+        const int64_t page =
+            ((const int32_t *)table->data)[s->run.b * table->strides[0] + e / part->page * table->strides[1]];
+        store_in_page(job->kernels, part->entry.format, row, job->width, &part->out, part->page,
+                      page * part->page + e % part->page, job->bytes);
     }
 }
 
@@ -375,7 +441,9 @@ static void zero(const quern_tensor *t, int64_t first, int64_t end)
 /* Rows behind the entries, and those of sequences that do not go on. */
 static void zero_unused(const append_job *job)
 {
-    const quern_tensor *const outs[] = {&job->args->out, &job->args->pooled};
+    static const quern_tensor none;
+    const bool pages = is_present(&job->part->table);
+    const quern_tensor *const outs[] = {pages ? &none : &job->part->out, &job->part->pooled};
     for (int i = 0; i < 2; i++) {
         for (int64_t b = 0; b < job->batch; b++) {
             const append_state *s = &job->states[b];
@@ -392,26 +460,36 @@ size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args 
     return arena_size(&a);
 }
 
+static void fill_biases(append_job *job)
+{
+    const row_kernels *rows = job->kernels->rows;
+    fill_rows(rows, &job->part->bias_a, &job->bias_a);
+    fill_rows(rows, &job->part->bias_b, &job->bias_b);
+    fill_rows(rows, &job->part->entry.norm_weight, &job->entry.norm);
+}
+
 quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
-    append_job job = carve(exec, args, &a);
+    append_call call = carve(exec, args, &a);
+    const int64_t batch = call.job[0].batch;
     step_faults faults;
-    quern_status status = args->by_slot ? check_step_rows(exec, &args->step, args->proj.shape[0]) : QUERN_OK;
+    quern_status status =
+        args->by_slot ? check_step_rows(exec, &args->step, args->part[0].proj.shape[0]) : QUERN_OK;
     if (status != QUERN_OK) return status;
     step_faults_begin(&faults, exec, is_present(&args->fault));
-    find_states(&job, &faults);
+    find_states(&call, &faults);
     if ((status = step_faults_end(&faults, exec)) != QUERN_OK) return status;
-    fill_rows(job.kernels->rows, &args->bias_a, &job.bias_a);
-    fill_rows(job.kernels->rows, &args->bias_b, &job.bias_b);
-    fill_rows(job.kernels->rows, &args->entry.norm_weight, &job.entry.norm);
-    parallel_for(exec, job.batch, append_one, &job);
-    if (job.finished != NULL) {
-        check_all_entries(&job, &faults);
-        if ((status = step_faults_end(&faults, exec)) != QUERN_OK) return status;
-        store_entries(&job);
+    for (int i = 0; i < call.parts; i++) fill_biases(&call.job[i]);
+    parallel_for(exec, call.parts * batch, append_one, &call);
+    check_all_entries(&call, &faults);
+    if ((status = step_faults_end(&faults, exec)) != QUERN_OK) return status;
+    for (int i = 0; i < call.parts; i++) {
+        const append_job *job = &call.job[i];
+        for (int64_t b = 0; b < batch && job->finished != NULL; b++)
+            if (job->states[b].data != NULL) store_entries(job, &job->states[b]);
+        if (args->by_slot) zero_unused(job);
     }
-    if (args->by_slot) zero_unused(&job);
-    parallel_for(exec, job.batch, commit_one, &job);
+    parallel_for(exec, call.parts * batch, commit_one, &call);
     return QUERN_OK;
 }

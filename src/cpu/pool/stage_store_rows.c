@@ -12,8 +12,6 @@
 
 #include <quern/cuda.h>
 
-#include <string.h>
-
 /* A row as floats and, for pages of bytes, as bytes. */
 typedef struct store_space {
     float *row;
@@ -46,25 +44,13 @@ static void widen(const store_rows_args *args, const row_kernels *kernels, int64
 
 static void store(const store_rows_args *args, const cpu_kernels *kernels, const store_space *s, int64_t slot)
 {
-    const float *row = s->row;
     const quern_tensor *cache = &args->cache;
-    const entry_format format = args->format;
-    const int64_t width = args->x.shape[1];
-    const int64_t size = (int64_t)quern_dtype_size(cache->dtype),
-                  page = args->page > 0 ? slot / args->page : slot;
-    char *base = (char *)cache->data + page * cache->strides[0] * size;
-    if (args->page == 0) {
-        encode_row(kernels, format, row, width, base, cache->dtype);
-    } else if (s->bytes == NULL) {
-        encode_row(kernels, format, row, width, base + slot % args->page * cache->strides[1] * size,
-                   cache->dtype);
-    } else {
-        const int64_t data = row_data_bytes(format, width, cache->dtype),
-                      scales = cache->shape[1] / args->page - data, at = slot % args->page;
-        encode_row(kernels, format, row, width, s->bytes, QUERN_U8);
-        memcpy(base + at * data, s->bytes, (size_t)data);
-        memcpy(base + args->page * data + at * scales, s->bytes + data, (size_t)scales);
+    if (args->page > 0) {
+        store_in_page(kernels, args->format, s->row, args->x.shape[1], cache, args->page, slot, s->bytes);
+        return;
     }
+    char *to = (char *)cache->data + slot * cache->strides[0] * (int64_t)quern_dtype_size(cache->dtype);
+    encode_row(kernels, args->format, s->row, args->x.shape[1], to, cache->dtype);
 }
 
 quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args, void *workspace)

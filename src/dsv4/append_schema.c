@@ -1,0 +1,117 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* append_schema.c - what appends to both kinds of states share: the tensors, their roles and extents, and the
+ * projections. */
+#include "core/error.h"
+#include "core/view.h"
+#include "dsv4/call.h"
+
+const op_tensor dsv4_append_rows[] = {
+    {"proj", "proj", OP_ACTIVATION, OP_NONE, {DS_T, DS_COLUMNS}, {0}},
+    {"x", "X", OP_ACTIVATION, OP_NONE, {DS_T, DS_IN}, {0}},
+    {"w", "W", OP_WEIGHT, OP_NONE, {DS_IN, DS_COLUMNS}, {0}},
+    {"b_a", "B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
+    {"b_b", "B_b", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
+    {"prev_b", "prev_b", OP_WEIGHT, OP_NONE, {DS_B, DS_R, DS_2C}, {0}},
+    {"norm_weight", "norm_weight", OP_WEIGHT, OP_NONE, {DS_C}, {0}},
+    {"cos_sin", "cos_sin", OP_WEIGHT, OP_NONE, {DS_P, DS_ROPE}, {0}},
+    {"out", "out", OP_STORED, OP_NONE, {OP_LEAD, DS_ROW}, {0}},
+    {"pooled", "pooled", OP_F32, OP_NONE, {DS_N, DS_C}, {0}},
+    DSV4_WEIGHT_TENSORS("w", "W_", DS_IN, DS_COLUMNS){"slots", "slots", OP_I32, OP_NONE, {DS_B}, {0}},
+    {"positions", "positions", OP_I32, OP_NONE, {DS_B}, {0}},
+    {"cu", "cu", OP_I32, OP_NONE, {DS_B1}, {0}},
+    {"states", "states", OP_F32, OP_NONE, {DS_SLOTS, DS_FLOATS}, {0}},
+    {"merged", "merged", OP_I32, OP_NONE, {DS_SLOTS}, {0}},
+    {"copies", "copies", OP_I32, OP_NONE, {DS_COPIES, DS_COPY}, {0}},
+    {"fault", "fault", OP_I32, OP_NONE, {DS_SLOTS}, {0}},
+    {"index_proj", "index_proj", OP_ACTIVATION, OP_NONE, {DS_T, DS_ICOLUMNS}, {0}},
+    {"index_w", "index_W", OP_WEIGHT, OP_NONE, {DS_IN, DS_ICOLUMNS}, {0}},
+    {"index_b_a", "index_B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_CI}, {0}},
+    {"index_b_b", "index_B_b", OP_WEIGHT, OP_NONE, {DS_R, DS_CI}, {0}},
+    {"index_norm_weight", "index_norm_weight", OP_WEIGHT, OP_NONE, {DS_CI}, {0}},
+    {"index_out", "index_out", OP_STORED_2, OP_NONE, {OP_LEAD + 1, DS_IROW}, {0}},
+    {"index_pooled", "index_pooled", OP_F32, OP_NONE, {DS_N, DS_CI}, {0}},
+    DSV4_WEIGHT_TENSORS("index_w", "index_W_", DS_IN, DS_ICOLUMNS){
+        "index_states", "index_states", OP_F32, OP_NONE, {DS_SLOTS, DS_IFLOATS}, {0}},
+    {"index_merged", "index_merged", OP_I32, OP_NONE, {DS_SLOTS}, {0}},
+    {"table", "table", OP_I32, OP_NONE, {DS_B, DS_TABLE}, {0}},
+    {"index_table", "index_table", OP_I32, OP_NONE, {DS_B, DS_ITABLE}, {0}},
+};
+_Static_assert(sizeof dsv4_append_rows / sizeof *dsv4_append_rows == DSV4_APPEND_TENSORS, "a row a tensor");
+const dsv4_weight_row dsv4_append_weights[2] = {{{DP(w), OP_NONE}, DP(w_fp8)},
+                                                {{DP(index_w), OP_NONE}, DP(index_w_fp8)}};
+
+static const quern_dsv4_compress_params *params_of(const op_call *call)
+{
+    const char *at = (const char *)call + call->family->params_at;
+    return (const quern_dsv4_compress_params *)(const void *)at;
+}
+
+void dsv4_append_roles(op_call *call)
+{
+    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, project = call->given[DP(x)] != NULL;
+    uint8_t *r = call->role;
+    r[DP(proj)] = project ? OP_REFUSED : OP_NEEDED;
+    r[DP(x)] = r[DP(norm_weight)] = r[DP(cos_sin)] = OP_OPTIONAL;
+    r[DP(b_a)] = OP_NEEDED;
+    r[DP(b_b)] = csa ? OP_NEEDED : OP_REFUSED;
+    r[DP(prev_b)] = csa ? OP_OPTIONAL : OP_REFUSED;
+    r[DP(out)] = OP_RESULT;
+    r[DP(pooled)] = OP_OPTIONAL_RESULT;
+    for (int i = DP(slots); i < DSV4_APPEND_TENSORS; i++) r[i] = OP_REFUSED;
+    dsv4_weight_roles(call, &dsv4_append_weights[0], project);
+}
+
+quern_status dsv4_append_refuse(const op_call *call, int32_t tensor)
+{
+    const char *why = "proj alone, or x and a weight are accepted";
+    if (tensor == DP(b_b) || tensor == DP(prev_b)) why = "HCA has no series b";
+    else if (tensor >= DP(slots)) why = "quern_dsv4_append_step() takes it";
+    else if (tensor != DP(proj) && call->given[DP(x)] != NULL)
+        return dsv4_weight_refuse(call, &dsv4_append_weights[0], tensor);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", dsv4_append_rows[tensor].field, why);
+}
+
+quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params *p, int64_t width)
+{
+    const int32_t first = call->given[DP(x)] != NULL ? DP(x) : DP(proj);
+    const quern_tensor *main = call->given[first], *cos_sin = call->given[DP(cos_sin)];
+    int64_t *s = call->symbol;
+    if (main == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
+    call->like = *main;
+    quern_status status = op_check_activation(call, first, 2);
+    if (status == QUERN_OK && cos_sin != NULL) status = op_check_kind(call, DP(cos_sin), 2);
+    if (status != QUERN_OK) return status;
+    s[DS_IN] = main->shape[1];
+    s[DS_R] = p->ratio;
+    s[DS_C] = width;
+    s[DS_2C] = 2 * width;
+    s[DS_COLUMNS] = pool_row_columns(p->kind == QUERN_DSV4_CSA, width);
+    s[DS_P] = cos_sin != NULL ? cos_sin->shape[0] : 0;
+    s[DS_ROPE] = cos_sin != NULL ? cos_sin->shape[1] : 0;
+    s[DS_ROW] = dsv4_row_elements(p->format, width);
+    call->stored = p->format == QUERN_DSV4_ROWS ? main->dtype : QUERN_U8;
+    if ((status = dsv4_check_width(p, width, s[DS_ROPE])) != QUERN_OK ||
+        (status = dsv4_weight_check(call, &dsv4_append_weights[0], s[DS_IN])) != QUERN_OK)
+        return status;
+    return op_uses(call, DP(out)) ? dsv4_check_stored(call, DP(out), p->format) : QUERN_OK;
+}
+
+static quern_tensor view(const op_build *b, int32_t tensor)
+{
+    return op_view(b->call, tensor, false);
+}
+
+quern_tensor dsv4_append_projection(op_build *b, bool index, dsv4_weight_given *given)
+{
+    const quern_tensor x = view(b, DP(x));
+    *given = dsv4_weight_views(b->call, &dsv4_append_weights[index]);
+    if (x.ndim == 0) return view(b, index ? DP(index_proj) : DP(proj));
+    const dsv4_weight weight = dsv4_weight_add(b, &x, given, false);
+    if (weight.proj.ndim > 0) return weight.proj;
+    const quern_tensor proj =
+        op_matrix(b, QUERN_F32, x.shape[0], b->call->symbol[index ? DS_ICOLUMNS : DS_COLUMNS]);
+    *OP_ADD(b, gemm) = (gemm_args){.a = x, .b = weight.w, .c = proj};
+    return proj;
+}
