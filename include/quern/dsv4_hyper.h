@@ -23,7 +23,8 @@
  * it takes no fn, base and scale.
  *
  * Sources: hyper-connections, arXiv 2409.19606; normalisations in turn, Sinkhorn and Knopp 1967; the
- * DeepSeek-V4 report, arXiv 2606.19348. So far the CPU computes it.
+ * DeepSeek-V4 report, arXiv 2606.19348. A GPU takes copies of some 28000 channels, by its shared memory, and
+ * says so of more.
  */
 #ifndef QUERN_DSV4_HYPER_H
 #define QUERN_DSV4_HYPER_H

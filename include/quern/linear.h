@@ -33,7 +33,8 @@ extern "C" {
  *
  * Faults of data, refused: a scale byte 0xFF, a scale in f32 that is not finite, a scale with which a weight
  * exceeds f32 (BAD_SCALE), an NVFP4 scale byte above 0x7E, a w_global that is not finite and above 0, with
- * a8 an x that is not finite. A GPU takes float and NVFP4 weights without a8 so far, and says so otherwise.
+ * a8 an x that is not finite. On a GPU they set a bit of the status word and count as 0, but for a weight
+ * that exceeds f32, which is infinite there.
  */
 typedef enum quern_linear_a8 { QUERN_LINEAR_A8_NONE = 0, QUERN_LINEAR_A8_FP8 = 1 } quern_linear_a8;
 
@@ -84,7 +85,7 @@ QUERN_API quern_status quern_linear_backward(quern_context *ctx, const quern_exe
 
 /*
  * RMS norm (Zhang and Sennrich 2019, arXiv 1910.07467): y = x weight / sqrt(mean(x^2) + eps) by row, in f32
- * with one rounding. So far the CPU computes it.
+ * with one rounding. A GPU takes rows of up to 8192 channels.
  */
 typedef struct quern_rms_norm_params {
     size_t size;
@@ -130,7 +131,8 @@ QUERN_API quern_status quern_rms_norm_backward(quern_context *ctx, const quern_e
  * Rotation by position (Su et al. 2021, arXiv 2104.09864): the pairs (2m, 2m + 1) of a head's last R channels
  * turn by the angles whose R/2 cosines and R/2 sines are a row of cos_sin (dsv4.h makes such tables); the
  * other channels are copied. Token t stands at positions[t], or at start_abs_pos + t. `inverse` turns back.
- * The gradient turns the other way. A position outside the table is an error. So far the CPU computes it.
+ * The gradient turns the other way. A position outside the table is an error. A GPU takes heads of up to 8192
+ * channels.
  */
 typedef struct quern_rope_params {
     size_t size;

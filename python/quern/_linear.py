@@ -27,8 +27,8 @@ def linear(
 
     W is w of floats; w of e4m3 bytes with w_scale (one number, or one a block × block of w, block 128 or 32;
     f32, or powers of two e8m0 or uint8); or NVFP4: w_codes [G·N, K/2], w_scales [G·N, K/16], w_global [].
-    a8 "fp8" rounds x to FP8 by row and 128 columns first; float weights refuse it. A GPU takes float and
-    NVFP4 weights without a8 so far. With torch it is differentiable by x, a float w and bias.
+    a8 "fp8" rounds x to FP8 by row and 128 columns first; float weights refuse it. With torch it is
+    differentiable by x, a float w and bias.
     """
     settings = (("block", block), ("groups", groups), ("a8", a8))
     tensors = {

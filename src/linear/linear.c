@@ -3,8 +3,8 @@
 /*
  * linear.c - projections' public functions, and the stages that each runs.
  *
- *   forward:  FP8    (e4m3_round,) e4m3_gemm
- *             NVFP4  by group grouped_gemm; with a8 e4m3_round, e4m3_weights, e4m3_gemm
+ *   forward:  FP8    (e4m3_round,) e4m3_gemm, which rounds where the backend has no e4m3_round
+ *             NVFP4  by group grouped_gemm; with a8 e4m3_round, e4m3_weights, e4m3_gemm, or the same
  *             floats by group gemm, or grouped_dense, which has a bias
  *   backward: the same kinds of product by W as it is stored; by group gemm for d_w; expert_sums for d_bias
  */
@@ -50,6 +50,7 @@ static void add_fp8(op_build *b, bool rows, quern_tensor a, quern_tensor c)
     const int64_t *s = b->call->symbol, block = l->params.block;
     e4m3_gemm_args *args = OP_ADD(b, e4m3_gemm);
     args->rows = rows;
+    args->round = !rows && l->params.a8 == QUERN_LINEAR_A8_FP8 && !op_has(b, OP_e4m3_round);
     args->groups = l->params.groups;
     args->block_rows = one ? s[LIN_GN] + (s[LIN_GN] == 0) : block;
     args->block_columns = one ? s[LIN_K] + (s[LIN_K] == 0) : block;
@@ -96,6 +97,7 @@ static void add_nvfp4(op_build *b, bool backward)
         args->d_a = view(b, L(d_x));
     } else {
         args->a = view(b, L(x));
+        args->fp8 = call_of(b)->params.a8 == QUERN_LINEAR_A8_FP8;
         args->bias = as_expert(view(b, L(bias)));
         args->c = view(b, L(y));
     }
@@ -135,15 +137,16 @@ static void add_float(op_build *b, bool rows, quern_tensor a, quern_tensor c)
 static void add_forward(op_build *b)
 {
     const linear_call *l = call_of(b);
+    const bool rounds = l->params.a8 == QUERN_LINEAR_A8_FP8 && op_has(b, OP_e4m3_round);
     quern_tensor x = view(b, L(x));
-    if (l->params.a8 == QUERN_LINEAR_A8_FP8) {
+    if (rounds) {
         const quern_tensor rounded = op_matrix(b, QUERN_F32, x.shape[0], x.shape[1]);
         *OP_ADD(b, e4m3_round) = (e4m3_round_args){l->params.groups, x, rounded};
         x = rounded;
     }
     if (l->kind == LINEAR_FP8) add_fp8(b, false, x, view(b, L(y)));
     else if (l->kind == LINEAR_FLOAT) add_float(b, false, x, view(b, L(y)));
-    else if (l->params.a8 == QUERN_LINEAR_A8_FP8) add_rounded(b, x);
+    else if (rounds) add_rounded(b, x);
     else add_nvfp4(b, false);
 }
 

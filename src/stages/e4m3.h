@@ -6,7 +6,8 @@
  * e4m3_gemm: c = a B^T + bias, B [G N, K] = codes scales, by groups: columns g K ... of a, rows g N ... of B,
  * columns g N ... of c. `rows`: c = a B instead, columns g N ... of a and g K ... of c. Each run of up to 128
  * elements along the sum that share a scale is summed on its own, in f32, and takes its scale as it is added;
- * the sum takes `global`, then bias. A row of c depends on its row of a alone.
+ * the sum takes `global`, then bias. A row of c depends on its row of a alone. `round`: a is rounded first,
+ * as e4m3_round does; a backend may lack the one or the other.
  *
  * e4m3_round: out = s e4m3(x / s), s = amax / 448 of each 128 columns of each of `groups` parts of a row.
  *
@@ -21,6 +22,7 @@ enum { E4M3_GROUP = 128 };
 
 typedef struct e4m3_gemm_args {
     bool rows;
+    bool round; /* without `rows` */
     int64_t groups;
     int64_t block_rows, block_columns; /* of codes that share a scale */
     quern_tensor a;                    /* f32, f16, bf16 [T, G K], with `rows` [T, G N] */
@@ -32,7 +34,7 @@ typedef struct e4m3_gemm_args {
 } e4m3_gemm_args;
 STAGE_DECLARE(e4m3_gemm);
 #define E4M3_GEMM_TENSORS(IN, OUT, GRAD) IN(a) IN(codes) IN(scales) IN(global) IN(bias) OUT(c)
-#define E4M3_GEMM_VALUES(F) F(rows) F(groups) F(block_rows) F(block_columns)
+#define E4M3_GEMM_VALUES(F) F(rows) F(round) F(groups) F(block_rows) F(block_columns)
 
 typedef struct e4m3_round_args {
     int64_t groups;

@@ -15,4 +15,12 @@ template <int N, int M> __device__ __forceinline__ void fold(float (&x)[M], int 
     }
 }
 
+/* The sums over all lanes: lane l ends with number l / (32 / N) of N, a power of two, in x[0]. */
+template <int N, int BIT, int M> __device__ __forceinline__ void fold_lanes(float (&x)[M])
+{
+    if constexpr (N > 1) fold<N>(x, BIT);
+    else x[0] += __shfl_xor_sync(~0u, x[0], BIT);
+    if constexpr (BIT > 1) fold_lanes<(N > 1 ? N / 2 : 1), BIT / 2>(x);
+}
+
 #endif

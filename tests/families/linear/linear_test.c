@@ -406,6 +406,12 @@ static void empty_calls(void **state)
 
 /* ---- refusals ---- */
 
+#ifdef QUERN_TEST_GPU
+enum { ON_GPU = true };
+#else
+enum { ON_GPU = false };
+#endif
+
 static void refused(quern_context *ctx, linear_case *c, quern_op_pass pass, const char *words)
 {
     const quern_op *op = quern_op_named("linear");
@@ -428,6 +434,7 @@ static void bad_calls(void **state)
     static const struct {
         weight_kind kind;
         const char *words;
+        bool of_data; /* which a GPU's call does not read on the host */
     } cases[] = {{FP8, "block is 64: 128 or 32 is accepted"},
                  {FP8, "groups is 0"},
                  {FLOATS, "x.shape is 48 where groups divide it: a multiple of the 5 groups is accepted"},
@@ -436,15 +443,15 @@ static void bad_calls(void **state)
                  {FP8, "w: dtype f32 with w_scale: e4m3 and u8 are accepted"},
                  {FP8, "w_scale: dtype f16: f32, e8m0 and u8 are accepted"},
                  {FP8, "w_scale.shape[0] is 2: 1 is accepted"},
-                 {FP8, "w_scale[0] is the scale byte 0xFF: 0x00 to"},
-                 {FP8, "w_scale[0] is the scale byte 0xFE: 0x00 to 0xF6 are accepted"},
-                 {NVFP4, "w_scales[1] is the scale byte 0x7F"},
-                 {NVFP4, "w_global[0] is 0: a global above 0 and finite is accepted"},
+                 {FP8, "w_scale[0] is the scale byte 0xFF: 0x00 to", true},
+                 {FP8, "w_scale[0] is the scale byte 0xFE: 0x00 to 0xF6 are accepted", true},
+                 {NVFP4, "w_scales[1] is the scale byte 0x7F", true},
+                 {NVFP4, "w_global[0] is 0: a global above 0 and finite is accepted", true},
                  {NVFP4, "w_global is NULL: a tensor is needed"},
                  {NVFP4, "w is given with w_codes: one or the other is accepted"},
-                 {FP8, "x[3] (row 0, column 3) is nan: finite numbers are accepted"},
+                 {FP8, "x[3] (row 0, column 3) is nan: finite numbers are accepted", true},
                  {FLOATS, "w and w_codes are NULL: one of them is accepted"},
-                 {FP8, "w_scale[0] is the scale inf"},
+                 {FP8, "w_scale[0] is the scale inf", true},
                  {FLOATS, "bias.shape[0] is 47: 48 is accepted"},
                  {FLOATS, "y: dtype bf16: f32 is accepted"}};
     test_random random = {5};
@@ -460,6 +467,7 @@ static void bad_calls(void **state)
                                 .k = 48};
         linear_case c = make(&h, &random);
         test_tensor extra = test_tensor_make(&random, QUERN_F32, 2, (int64_t[]){48, 48}, TEST_CONTIGUOUS);
+        const bool left_out = cases[i].of_data && ON_GPU;
         quern_tensor *w = &c.t[W].view;
         switch (i) {
         case 0: c.shape.params.block = 64; break;
@@ -491,7 +499,7 @@ static void bad_calls(void **state)
         case 17: c.t[BIAS].view.shape[0] = 47; break;
         default: c.t[Y].view.dtype = QUERN_BF16; break;
         }
-        refused(ctx, &c, QUERN_OP_FORWARD, cases[i].words);
+        if (!left_out) refused(ctx, &c, QUERN_OP_FORWARD, cases[i].words);
         if (i == 13) memset(&c.t[W], 0, sizeof c.t[W]);
         test_tensor_free(&extra);
         release(&c);

@@ -1,0 +1,16 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* hyper.cu - the variants of hyper-connections. */
+#include "variants.cuh"
+
+extern const variant<hyper_args> hyper_forward_any, hyper_backward_any;
+
+static const variant<hyper_args> *const forward_list[] = {&hyper_forward_any};
+static const variants<hyper_args> forward(forward_list);
+static const variant<hyper_args> *const backward_list[] = {&hyper_backward_any};
+static const variants<hyper_args> backward(backward_list);
+
+static const stage_rows rows([](quern_backend &backend) {
+    offer<hyper_args, forward>(backend.hyper_forward);
+    offer<hyper_args, backward>(backend.hyper_backward);
+});
