@@ -107,6 +107,7 @@
     FORWARD(clear_rows, clear_rows)                                                                          \
     FORWARD(decode, decode)                                                                                  \
     FORWARD(nsa_decode, nsa_decode)                                                                          \
+    FORWARD(index_decode, index_decode)                                                                      \
     FORWARD(block_index, block_index)                                                                        \
     FORWARD(index_loss, index_loss)                                                                          \
     FORWARD(e4m3_gemm, e4m3_gemm)                                                                            \
@@ -160,6 +161,7 @@
     F(clear_rows, CLEAR_ROWS)                                                                                \
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)                                                                                \
+    F(index_decode, INDEX_DECODE)                                                                            \
     F(block_index, BLOCK_INDEX)                                                                              \
     F(index_loss, INDEX_LOSS)                                                                                \
     F(e4m3_gemm, E4M3_GEMM)                                                                                  \

@@ -8,14 +8,16 @@
  * [64, Dv], in the dtype of the activations; head after head. For sparse attention compressed entries stand
  * in a pool of their own. Each is computed once, when the last token of its block arrives. All raw rows are
  * kept, because any block may be selected. The window branch's own keys and values, where it has them, stand
- * in a ring of pages.
+ * in a ring of pages. Keys of the block indexer (quern_nsa_index()), where it chooses, stand in a pool whose
+ * pages are numbered as those of tokens.
  *
  * The operations of a step (.._step) are functions of tensors: rows, pools, and the i32 tensors of a
  * ledger's step (ledger.h) or of an engine with books of its own. A quern_cache keeps all of this for one
  * layer on the CPU: its calls begin a step, run its operations and commit it.
  *
  * Symbols: S sequences of the cache, B of a call, T tokens of a call (those of the call's first sequence,
- * then of the second, ...), H, Hkv, D, Dv, l, d, W, k, Hs as in nsa.h.
+ * then of the second, ...), H, Hkv, D, Dv, l, d, W, k, Hs, D_I as in nsa.h; Hi: 1 where the indexer's heads
+ * share a key, else Hs.
  *
  * Calls run on the CPU. One call at a time may use a cache. On an error the cache and the outputs are as they
  * were.
@@ -51,7 +53,7 @@ typedef struct quern_cache_step_params {
 /*
  * The tensors of an append; rows and pools in one dtype, weights in that or f32. NULL means absent. Those of
  * the step are i32; quern_step names them. A table has 64 tokens (entries) a column. The tokens' table serves
- * `slc`, too.
+ * `slc` and `index`, too.
  */
 typedef struct quern_cache_tensors {
     size_t size;
@@ -66,6 +68,8 @@ typedef struct quern_cache_tensors {
     const quern_tensor *entries, *entries_table; /* with block_size; updated */
     const quern_tensor *win, *win_table;         /* the window's own pair; its columns are a ring; updated */
     const quern_tensor *copies;                  /* [C, 3]: pages that are copied first; may be NULL */
+    const quern_tensor *k_index;                 /* [T, Hi, D_I], with index */
+    const quern_tensor *index;                   /* [pages, Hi, 64 D_I]: the block indexer's keys; updated */
 } quern_cache_tensors;
 #define QUERN_CACHE_TENSORS_INIT QUERN_SIZED(quern_cache_tensors)
 
@@ -105,6 +109,8 @@ typedef struct quern_decode_tensors {
     const quern_tensor *slc;                     /* sparse; NULL: the tokens are the selected branch's */
     const quern_tensor *entries, *entries_table; /* sparse */
     const quern_tensor *win, *win_table;         /* sparse; NULL: the tokens are the window's */
+    /* sparse, selection INDEXED: act [T, Hs, D_I], and the pool of quern_cache_tensors */
+    const quern_tensor *q_index, *index;
 } quern_decode_tensors;
 #define QUERN_DECODE_TENSORS_INIT QUERN_SIZED(quern_decode_tensors)
 
@@ -117,7 +123,9 @@ typedef struct quern_decode_tensors {
  *            max_compressed_groups > 0, compress GIVEN, a given selection, a window that is larger than the
  *            ring; what nsa.h refuses
  * The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level. A query and key/value
- * head read at most Nc + k l' + W rows (scope head: Nc + g k l' + W). The workspace depends on shapes alone.
+ * head read at most Nc + k l' + W rows (scope head: Nc + g k l' + W). With selection INDEXED a query reads
+ * the sequence's index keys once, and no entries unless the compressed branch is on. The workspace depends on
+ * shapes alone.
  */
 QUERN_API quern_status quern_attention_decode_step_workspace(quern_context *ctx,
                                                              const quern_attention_params *params,
@@ -150,8 +158,10 @@ typedef struct quern_cache_pack_tensors {
     const quern_tensor *slc;
     const quern_tensor *entries, *entries_table;
     const quern_tensor *win, *win_table;
-    const quern_tensor *packed; /* u8 [bytes]: tokens, slc, entries, win; of each, row after row, the keys and
-                                 * values of every head; of a ring the last rows that it has room for */
+    const quern_tensor *packed; /* u8 [bytes]: tokens, slc, entries, win, index; of each, row after row, the
+                                 * keys and values of every head; of a ring the last rows that it has room
+                                 * for */
+    const quern_tensor *index;
 } quern_cache_pack_tensors;
 #define QUERN_CACHE_PACK_TENSORS_INIT QUERN_SIZED(quern_cache_pack_tensors)
 
@@ -180,7 +190,8 @@ typedef struct quern_cache_params {
     int64_t capacity;   /* the most tokens of a sequence, 1 ... 2^31 - 1 */
     int64_t page;       /* 0: there are pages for all sequences; 64: */
     int64_t pages;      /* so many of 64 tokens, 1 ... 2^31 - 1, and of their entries */
-    /* Sparse attention; with block_size 0 the cache is dense and the rest is ignored. */
+    /* Sparse attention. With block_size 0 there are no entries; without index_heads the cache is then dense,
+     * and the rest is ignored. */
     int64_t block_size;               /* l */
     int64_t stride;                   /* d, a divisor of l; 0: l */
     quern_nsa_compress_kind compress; /* mean or linear */
@@ -188,6 +199,9 @@ typedef struct quern_cache_params {
     int64_t window;                   /* W, with separate_win */
     int64_t step; /* with separate_win: most tokens of a sequence in a call, 1 ... 2^31 - 1. The ring holds
                    * W + 8 + step */
+    /* The block indexer's keys; with index_heads 0 there are none. Preset msa needs no block_size. */
+    int64_t index_heads; /* Hi */
+    int64_t index_dim;   /* D_I, a multiple of 8 up to 512 */
 } quern_cache_params;
 #define QUERN_CACHE_PARAMS_INIT QUERN_SIZED(quern_cache_params)
 
@@ -208,8 +222,8 @@ QUERN_API quern_status quern_cache_create(const quern_cache_params *params, void
 /* Tokens of a sequence, and its compressed entries. Either may be NULL. */
 QUERN_API quern_status quern_cache_length(const quern_cache *cache, int64_t sequence, int64_t *tokens,
                                           int64_t *entries);
-/* Bytes of the rows that the sequences hold: tokens, separate pairs, entries; with page 64 of all their
- * pages. What forks share counts for each. */
+/* Bytes of the rows that the sequences hold: tokens, separate pairs, entries, index keys; with page 64 of all
+ * their pages. What forks share counts for each. */
 QUERN_API quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes);
 /* Takes back the last n tokens of a sequence: 0 ... 8, and at most those it has. With separate_win n is
  * also limited by the room in the ring (8 after the most tokens that the sequence ever had). Entries that

@@ -19,7 +19,7 @@ _KINDS = ("mean", "linear")
 # Numbers of quern_cache_params, in the order in which save() writes them.
 _SHAPE = ("dtype", "sequences", "kv_heads", "dim", "dim_v", "capacity")
 _NAMES = (*_SHAPE, "page", "pages", "block_size", "stride", "compress")
-_NAMES += ("separate_slc", "separate_win", "window", "step")
+_NAMES += ("separate_slc", "separate_win", "window", "step", "index_heads", "index_dim")
 _SAVED = struct.Struct(f"{len(_NAMES)}q")
 
 
@@ -47,9 +47,9 @@ class _Cache:
             f"a {type(self).__name__} is neither copied nor pickled: fork() and save() copy a sequence"
         )
 
-    def _open(self, dtype: int, kv_heads: int, dim: int, dim_v: int) -> None:
+    def _open(self, dtype: int, kv_heads: int, dim: int, dim_v: int, index: tuple[int, int]) -> None:
         shape = (dtype, self.sequences, kv_heads, dim, dim_v, self.capacity)
-        values = _SAVED.unpack(packed(_SAVED, (*shape, *self._before, *self._after)))
+        values = _SAVED.unpack(packed(_SAVED, (*shape, *self._before, *self._after, *index)))
         self._fields = dict(zip(_NAMES, values))
         text = named(self._fields)
         sizes = struct.unpack("2q", bytes(ops.library.cache_size(text)))
@@ -62,9 +62,13 @@ class _Cache:
         counts: Sequence[int] | None,
         rows: dict[str, Any],
         weights: dict[str, Any],
+        k_index: Any = None,
     ) -> None:
-        _arrays.need_tensors({**rows, **weights})
-        _arrays.need_plain(f"{type(self).__name__}.append", *rows.values(), *weights.values())
+        _arrays.need_tensors({**rows, **weights, "k_index": k_index})
+        _arrays.need_plain(f"{type(self).__name__}.append", *rows.values(), *weights.values(), k_index)
+        if k_index is not None and len(k_index.shape) == len(rows["k"].shape) - 1:
+            k_index = k_index.reshape(*k_index.shape[:-1], 1, k_index.shape[-1])
+        rows = {**rows, "k_index": k_index}
         rows = dict(cast("nsa", rows))
         k, v = (_tensor(name, rows[name]) for name in ("k", "v"))
         batch = lists_of(k, 4, sequences, counts)
@@ -73,11 +77,12 @@ class _Cache:
                 raise ValueError(
                     f"{name} has {len(t.shape)} dimensions, k has {len(k.shape)}: as many are accepted"
                 )
-        flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows.values()]
-        given = [_arrays.readable(t) for t in (*flat, *weights.values())]
+        *flat, index = (t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows.values())
+        given = [_arrays.readable(t) for t in (*flat, *weights.values(), index)]
         with closed_again(self):
             if not self._handle:
-                self._open(ops.dtype_number(k.dtype), k.shape[-2], k.shape[-1], v.shape[-1])
+                heads = (0, 0) if index is None else tuple(index.shape[1:])
+                self._open(ops.dtype_number(k.dtype), k.shape[-2], k.shape[-1], v.shape[-1], heads)
             ops.library.cache_append(self._handle, *batch, *given)
 
     def _shape(self) -> tuple[int, int]:
@@ -88,7 +93,7 @@ class _Cache:
         """The queries laid end to end, and memory for their results."""
         if not self._handle:
             raise ValueError("the cache is empty: attend is accepted after append")
-        _arrays.need_tensors(dict(zip(("q", "gate", "gates"), (_tensor("q", q), *tensors))))
+        _arrays.need_tensors(dict(zip(("q", "gate", "gates", "q_index"), (_tensor("q", q), *tensors))))
         _arrays.need_plain(f"{type(self).__name__}.attend", q, *tensors)
         if len(q.shape) < 3:
             raise ValueError(f"q has {len(q.shape)} dimensions: 4, or 3 with counts, are accepted")
@@ -134,7 +139,7 @@ class _Cache:
                 dtype, _, kv_heads, dim, dim_v, *_ = _SAVED.unpack_from(saved)
                 if not 0 <= dtype < len(ops.DTYPES):
                     raise RuntimeError("the saved sequence is damaged: what save() returned is accepted")
-                self._open(dtype, kv_heads, dim, dim_v)
+                self._open(dtype, kv_heads, dim, dim_v, _SAVED.unpack_from(saved)[-2:])
             self._need(ops.library.cache_restore, sequence, saved[_SAVED.size :])
 
     def _need(self, function: Any, *arguments: Any) -> Any:
@@ -172,7 +177,9 @@ class NSACache(_Cache):
     once, when it is whole. Row t is that of quern.nsa over the whole sequence. block_size, stride and
     compress are as in quern.nsa. separate_slc, separate_win: the branch has its own keys and values; those
     of the window are kept for `window` tokens, and a call may then append at most `step` to a sequence. page
-    64 with `pages`: room for so many pages of 64 tokens; 0: for the capacity of all sequences.
+    64 with `pages`: room for so many pages of 64 tokens; 0: for the capacity of all sequences. Where an
+    indexer chooses the blocks, its keys are appended with the rest; with block_size 0 there are no entries
+    (preset "msa" needs none).
 
     The first append says the rows' dtype, f32, f16 or bf16, and shapes. The CPU alone; without gradients. One
     thread at a time may use a cache.
@@ -197,7 +204,9 @@ class NSACache(_Cache):
             raise ValueError(f"compress is '{compress}': 'mean' and 'linear' are accepted")
         before = (page, pages, block_size, stride or 0, _KINDS.index(compress))
         super().__init__(sequences, capacity, before, (int(separate_slc), int(separate_win), window, step))
-        self._compression = {"block_size": block_size, "stride": stride, "compress": compress}
+        self._compression: dict[str, Any] = {}
+        if block_size:
+            self._compression = {"block_size": block_size, "stride": stride, "compress": compress}
 
     def append(
         self,
@@ -214,13 +223,14 @@ class NSACache(_Cache):
         w_v: Any = None,
         pe_k: Any = None,
         pe_v: Any = None,
+        k_index: Any = None,
     ) -> None:
         """k [B, n, Hkv, D], v [B, n, Hkv, Dv]: n tokens to each of the B sequences, 0 to B - 1 where none are
         named; or k [T, Hkv, D] with counts, the tokens of each sequence. The weights are those of
-        quern.nsa."""
+        quern.nsa; k_index [B, n, D_I] or [B, n, Hs, D_I] are the indexer's keys."""
         rows = {"k": k, "v": v, "k_slc": k_slc, "v_slc": v_slc, "k_win": k_win, "v_win": v_win}
         weights = {"w_k": w_k, "w_v": w_v, "pe_k": pe_k, "pe_v": pe_v}
-        self._append(sequences, counts, rows, weights)
+        self._append(sequences, counts, rows, weights, k_index)
 
     def attend(
         self,
@@ -228,6 +238,7 @@ class NSACache(_Cache):
         *,
         gate: Any = None,
         gates: Any = None,
+        q_index: Any = None,
         sequences: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
         return_lists: bool = False,
@@ -236,11 +247,11 @@ class NSACache(_Cache):
         """q [B, n, H, D], the newest n tokens of each sequence, which are appended already → o [B, n, H,
         Dv]; or [T, H, D] with counts. With return_lists → o, block_idx int32 [Hs, T, num_selected].
 
-        gate, gates and the settings (num_selected, window, scope, metric, forced_first, ...) are those of
-        quern.nsa.
+        gate, gates, q_index [B, n, Hs, D_I], with which the indexer chooses, and the settings (num_selected,
+        window, scope, metric, forced_first, preset, ...) are those of quern.nsa.
         """
-        rows, o = self._attended(q, gate, gates)
-        chosen = settings_of(gate=gate, gates=gates, **{**self._compression, **settings})
+        rows, o = self._attended(q, gate, gates, q_index)
+        chosen = settings_of(gate=gate, gates=gates, q_index=q_index, **{**self._compression, **settings})
         params = ops.params_from("nsa", ops.lines(chosen))
         batch = lists_of(q, 4, sequences, counts)
         idx = count = None
@@ -249,10 +260,12 @@ class NSACache(_Cache):
             heads = rows.shape[1] if named.get("scope") == "head" else self._shape()[0]
             idx = _arrays.empty_like(q, (heads, rows.shape[0], named["num_selected"]), "int32")
             count = _arrays.empty_like(q, (heads, rows.shape[0]), "int32")
-        flat = None if gates is None else gates.reshape(-1, *gates.shape[-2:])
-        queries, *weights = (_arrays.readable(t) for t in (rows, gate, flat))
-        results = (_arrays.exported(o), None, *weights, idx, count)
-        ops.library.cache_decode(self._handle, 1, params, *batch, queries, *results, None)
+        if q_index is not None:
+            q_index = cast("nsa", {"q_index": q_index})["q_index"]
+        flat = (t if t is None else t.reshape(-1, *t.shape[-2:]) for t in (gates, q_index))
+        queries, weight, given, index = (_arrays.readable(t) for t in (rows, gate, *flat))
+        results = (_arrays.exported(o), None, weight, given, idx, count, None, index)
+        ops.library.cache_decode(self._handle, 1, params, *batch, queries, *results)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         return (o, idx) if return_lists else o
 
@@ -304,7 +317,7 @@ class KVCache(_Cache):
         batch = lists_of(q, 4, sequences, counts)
         lse = _arrays.empty_like(q, (rows.shape[1], rows.shape[0]), "float32") if return_lse else None
         queries, sink = (_arrays.readable(t) for t in (rows, sink))
-        results = (_arrays.exported(o), lse, None, None, None, None, sink)
+        results = (_arrays.exported(o), lse, None, None, None, None, sink, None)
         ops.library.cache_decode(self._handle, 0, params, *batch, queries, *results)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         if lse is not None and counts is None:

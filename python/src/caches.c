@@ -11,9 +11,9 @@
  *   cache_fork(cache, from, to)
  *   cache_save(cache, sequence) -> bytes
  *   cache_restore(cache, sequence, saved)
- *   cache_append(cache, sequences, counts, k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v)
+ *   cache_append(cache, sequences, counts, k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v, k_index)
  *   cache_decode(cache, sparse, params, sequences, counts, q, o, lse, w_gate, gates, block_idx,
- *                block_count, sink)
+ *                block_count, sink, q_index)
  *
  * fields: "name=number" lines of quern_cache_params. sequences: bytes of int32; counts: bytes of as many
  * int64. params: of the operation nsa or attention.
@@ -27,9 +27,10 @@
 
 #define FIELD(field) NAMED_FIELD(quern_cache_params, field)
 static const named_field fields[] = {
-    FIELD(dtype),    FIELD(sequences),    FIELD(kv_heads),     FIELD(dim),    FIELD(dim_v),
-    FIELD(capacity), FIELD(page),         FIELD(pages),        FIELD(stride), FIELD(block_size),
-    FIELD(compress), FIELD(separate_slc), FIELD(separate_win), FIELD(window), FIELD(step),
+    FIELD(dtype),       FIELD(sequences),    FIELD(kv_heads),     FIELD(dim),    FIELD(dim_v),
+    FIELD(capacity),    FIELD(page),         FIELD(pages),        FIELD(stride), FIELD(block_size),
+    FIELD(compress),    FIELD(separate_slc), FIELD(separate_win), FIELD(window), FIELD(step),
+    FIELD(index_heads), FIELD(index_dim),
 };
 #undef FIELD
 
@@ -204,24 +205,36 @@ static int call(cache_call *c, TVMFFIAny *result)
     return with_memory(NULL, bytes, compute, c);
 }
 
+/* Puts the last of `count` tensors, which stand in the order of the struct's fields, into its field. */
+static void place_last(tensor_list *list, int32_t count, size_t offset)
+{
+    const size_t field = offset / sizeof(void *) - 1;
+    const quern_tensor *last = list->tensors.t[count - 1];
+    list->tensors.t[count - 1] = NULL;
+    list->tensors.t[field] = last;
+    list->tensors.size = sizeof list->tensors.size + (field + 1) * sizeof(void *);
+}
+
 FUNCTION(cache_append)
 {
     (void)self;
-    cache_call c = {.cache = cache_of(args, count, 13)};
+    cache_call c = {.cache = cache_of(args, count, 14)};
     if (c.cache == NULL) return -1;
     if (!read_batch(&args[1], &c.batch)) return refuse();
-    if (take_tensors(&args[3], 10, &c.list) != 0) return -1;
+    if (take_tensors(&args[3], 11, &c.list) != 0) return -1;
+    place_last(&c.list, 11, offsetof(quern_cache_tensors, k_index));
     return call(&c, result);
 }
 
 FUNCTION(cache_decode)
 {
     (void)self;
-    cache_call c = {.cache = cache_of(args, count, 13), .decodes = true};
+    cache_call c = {.cache = cache_of(args, count, 14), .decodes = true};
     if (c.cache == NULL) return -1;
     if (!is_int(&args[1]) || !read_params(&args[2], &c.params) || !read_batch(&args[3], &c.batch))
         return refuse();
     c.sparse = args[1].v_int64 != 0;
-    if (take_tensors(&args[5], 8, &c.list) != 0) return -1;
+    if (take_tensors(&args[5], 9, &c.list) != 0) return -1;
+    place_last(&c.list, 9, offsetof(quern_decode_tensors, q_index));
     return call(&c, result);
 }

@@ -56,6 +56,45 @@ def test_rollback_and_lists():
     assert cache.length() == 0
 
 
+@pytest.mark.parametrize("heads", [0, 2])  # of index keys; 0: [B, n, D_I]
+@pytest.mark.parametrize("branches", [None, "all"])
+def test_the_indexer_chooses(heads, branches):
+    q, k, v = inputs()
+    random = np.random.default_rng(6)
+    q_index = random.standard_normal((2, 70, 2, 8)).astype(np.float32)
+    k_index = random.standard_normal((2, 70, *([heads] if heads else []), 8)).astype(np.float32)
+    chosen = {"select_block": 8, "num_selected": 3, "forced_first": 0, "forced_local": 1}
+    settings = {"preset": "msa", **chosen} if branches is None else {"window": 9, **chosen}
+    whole = settings if branches is None else {**settings, "block_size": 16, "stride": 8}
+    want = quern.nsa(q, k, v, q_index=q_index, k_index=k_index, **whole)
+    idx = quern.nsa_index(q_index, k_index, **chosen)[0]
+    cache = quern.NSACache(2, 80, block_size=16 if branches else 0, stride=8 if branches else None)
+    first = 0
+    for n in (50, 1, 1, 18):
+        rows = slice(first, first + n)
+        cache.append(k[:, rows], v[:, rows], k_index=k_index[:, rows])
+        if n == 1:  # into the middle of a block and on again
+            cache.rollback(3)
+            back = slice(first - 2, first + 1)
+            cache.append(k[:, back], v[:, back], k_index=k_index[:, back])
+        o, lists = cache.attend(q[:, rows], q_index=q_index[:, rows], **settings, return_lists=True)
+        near(o, want[:, rows])
+        assert np.array_equal(lists.reshape(2, 2, n, 3).swapaxes(0, 1), idx[:, :, rows])
+        first += n
+    other = quern.NSACache(2, 80, block_size=16 if branches else 0, stride=8 if branches else None)
+    other.restore(1, cache.save(0))
+    o = other.attend(q[:1, 69:], q_index=q_index[:1, 69:], sequences=[1], **settings)
+    near(o, want[:1, 69:])
+    with pytest.raises(ValueError, match="k_index"):
+        cache.append(k[:, :1], v[:, :1])
+    with pytest.raises(ValueError, match="q_index"):
+        cache.attend(q[:, 69:], q_index=q_index[:, 69:, :1], **settings)
+    with pytest.raises(ValueError, match="index_heads"):
+        plain = quern.NSACache(2, 80, block_size=16)
+        plain.append(k, v)
+        plain.attend(q[:, 69:], q_index=q_index[:, 69:], **chosen)
+
+
 CACHES = {
     "sparse": lambda: quern.NSACache(3, 80, block_size=16),
     "ring": lambda: quern.NSACache(3, 80, block_size=16, separate_win=True, window=4, step=40),

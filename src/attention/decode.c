@@ -115,7 +115,7 @@ static quern_status bind(const quern_cache *cache, const quern_cache_batch *batc
                          const quern_decode_tensors *given, cache_views *v, quern_decode_tensors *own)
 {
     const quern_status status = cache_bind_decode(cache, batch, now, given, v, own);
-    own->slc = own->entries = own->entries_table = own->win = own->win_table = NULL;
+    own->slc = own->entries = own->entries_table = own->win = own->win_table = own->index = NULL;
     return status;
 }
 

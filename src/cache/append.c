@@ -23,6 +23,8 @@ static const op_tensor tensors[] = {
     {"pe_v", "pe_v", OP_WEIGHT, OP_NONE, {ST_HKV, ST_L, ST_DV}, {0}},
     STEP_ROWS,
     {"copies", "copies", OP_I32, OP_NONE, {ST_COPIES, ST_COPY}, {0}},
+    {"k_index", "k_I", OP_ACTIVATION, OP_NONE, {ST_T, ST_HI, ST_DI}, {0}},
+    STEP_INDEX,
 };
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_tensors), "a row a tensor");
 
@@ -40,7 +42,7 @@ static const quern_cache_step_params defaults = QUERN_CACHE_STEP_PARAMS_INIT;
 typedef struct append_call {
     op_call head;
     quern_cache_step_params params;
-    _Alignas(op_step) char program[4 * OP_STEP_BYTES(copy_pages) + 3 * OP_STEP_BYTES(cache_copy) +
+    _Alignas(op_step) char program[5 * OP_STEP_BYTES(copy_pages) + 4 * OP_STEP_BYTES(cache_copy) +
                                    OP_STEP_BYTES(cache_compress)];
 } append_call;
 
@@ -79,6 +81,8 @@ static void roles(op_call *call)
     r[DR(pe_k)] = r[DR(pe_v)] = linear ? OP_OPTIONAL : OP_REFUSED;
     r[DR(slots)] = r[DR(positions)] = r[DR(cu)] = OP_NEEDED;
     r[DR(copies)] = OP_OPTIONAL;
+    r[DR(index)] = call->given[DR(index)] != NULL ? OP_UPDATED : OP_OPTIONAL;
+    r[DR(k_index)] = call->given[DR(index)] != NULL ? OP_NEEDED : OP_REFUSED;
     step_pool_roles(call, DR(tokens), p->block_size > 0, OP_UPDATED);
 }
 
@@ -90,6 +94,7 @@ static quern_status refuse(const op_call *call, int32_t tensor)
     if (tensor == DR(k_slc) || tensor == DR(v_slc)) why = "without slc NULL is accepted";
     if (tensor == DR(k_win) || tensor == DR(v_win) || tensor == DR(win_table))
         why = "without win NULL is accepted";
+    if (tensor == DR(k_index)) why = "without index NULL is accepted";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
 }
 
@@ -117,6 +122,10 @@ static quern_status derive(op_call *call)
         if ((status = op_check_kind(call, DR(copies), 2)) != QUERN_OK) return status;
         s[ST_COPIES] = call->given[DR(copies)]->shape[0];
     }
+    if (op_uses(call, DR(index)) && call->given[DR(k_index)] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_index is NULL: a tensor is needed");
+    if (op_uses(call, DR(index)) && (status = step_derive_index(call, DR(index), DR(k_index))) != QUERN_OK)
+        return status;
     return step_derive(call, DR(slots));
 }
 
@@ -145,9 +154,14 @@ static void build(op_build *b)
     add_copies(b, DR(slc), QUERN_CACHE_TOKENS);
     add_copies(b, DR(entries), QUERN_CACHE_ENTRIES);
     add_copies(b, DR(win), QUERN_CACHE_WIN);
+    add_copies(b, DR(index), QUERN_CACHE_TOKENS);
     add_pair(b, DR(tokens), DR(tokens_table), &step, DR(k));
     add_pair(b, DR(slc), DR(tokens_table), &step, DR(k_slc));
     add_pair(b, DR(win), DR(win_table), &step, DR(k_win));
+    if (op_uses(b->call, DR(index)))
+        *OP_ADD(b, cache_copy) = (cache_copy_args){.plane = step_index_plane(b, DR(index), DR(tokens_table)),
+                                                   .step = step,
+                                                   .k = op_view(b->call, DR(k_index), true)};
     if (p->block_size == 0) return;
     *OP_ADD(b, cache_compress) =
         (cache_compress_args){.tokens = step_plane(b, DR(tokens), DR(tokens_table), false),
@@ -260,6 +274,7 @@ static quern_status bind(const quern_cache *cache, const quern_cache_tensors *gi
     if (status != QUERN_OK) return status;
     cache_bind(cache, v, &own->slots);
     own->copies = &v->step.copies;
+    own->index = cache_index(cache);
     return cache_check_rows(cache, v, own->k, "k");
 }
 

@@ -26,10 +26,23 @@ static quern_status check_compression(quern_cache_params *p)
     quern_status status = check_range("block_size", p->block_size, 1, INT32_MAX);
     if (status == QUERN_OK) status = cache_check_stride("params.", p->block_size, &p->stride);
     if (status != QUERN_OK) return status;
-    if (p->compress != QUERN_NSA_COMPRESS_MEAN && p->compress != QUERN_NSA_COMPRESS_LINEAR)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "params.compress is %d: 0 (mean) or 1 (linear) is accepted", (int)p->compress);
-    if (!p->separate_win) return QUERN_OK;
+    if (p->compress == QUERN_NSA_COMPRESS_MEAN || p->compress == QUERN_NSA_COMPRESS_LINEAR) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.compress is %d: 0 (mean) or 1 (linear) is accepted",
+                     (int)p->compress);
+}
+
+/* What sparse attention keeps beside tokens. */
+static quern_status check_sparse(quern_cache_params *p)
+{
+    quern_status status = QUERN_OK;
+    if (p->index_heads == 0) p->index_dim = 0;
+    else if ((status = check_range("index_heads", p->index_heads, 1, INT32_MAX)) == QUERN_OK)
+        status = view_check_head_dim("params.index_dim", p->index_dim);
+    if (status == QUERN_OK && p->block_size != 0) status = check_compression(p);
+    if (p->block_size == 0) p->stride = 0;
+    if (p->block_size == 0 && p->index_heads == 0) p->separate_slc = p->separate_win = false;
+    if (!p->separate_win) p->window = p->step = 0;
+    if (status != QUERN_OK || !p->separate_win) return status;
     status = check_range("window", p->window, 1, INT32_MAX);
     return status == QUERN_OK ? check_range("step", p->step, 1, INT32_MAX) : status;
 }
@@ -59,10 +72,7 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.page is %lld: 0 (contiguous) or 64 is accepted",
                          (long long)p->page);
     if (p->page != 0 && (status = check_range("pages", p->pages, 1, INT32_MAX)) != QUERN_OK) return status;
-    if (p->block_size != 0) return check_compression(p);
-    p->stride = p->window = p->step = 0;
-    p->separate_slc = p->separate_win = false;
-    return QUERN_OK;
+    return check_sparse(p);
 }
 
 /* What follows from the parameters. */
@@ -70,7 +80,7 @@ typedef struct cache_layout {
     quern_cache_params params; /* resolved */
     quern_ledger_params ledger;
     size_t ledger_bytes, block_bytes, memory_bytes, rows_bytes;
-    int64_t pages[CACHE_POOLS], page_elements;
+    int64_t shape[CACHE_POOLS][3]; /* 0 pages: there are no such rows */
 } cache_layout;
 
 /* Pages of entries that the pages of `tokens` tokens can need, and copies of them. */
@@ -115,14 +125,20 @@ static quern_status layout_of(const quern_cache_params *given, cache_layout *l)
     const quern_cache_params *p = &l->params;
     set_ledger(p, &l->ledger);
     if ((status = ledger_layout(&l->ledger, &ledger, &l->ledger_bytes)) != QUERN_OK) return status;
-    l->pages[CACHE_TOKENS] = ledger.pool[QUERN_CACHE_TOKENS].params.pages;
-    l->pages[CACHE_SLC] = p->separate_slc ? l->pages[CACHE_TOKENS] : 0;
-    l->pages[CACHE_ENTRIES] = ledger.pool[QUERN_CACHE_ENTRIES].params.pages;
-    l->pages[CACHE_WIN] = ledger.pool[QUERN_CACHE_WIN].params.pages;
-    l->page_elements = CACHE_BLOCK * (p->dim + p->dim_v);
-    const int64_t size = (int64_t)quern_dtype_size(p->dtype) * l->page_elements;
-    bool fits = p->kv_heads <= INT64_MAX / size;
-    for (int i = 0; i < CACHE_POOLS; i++) fits = fits && add(&l->rows_bytes, l->pages[i], p->kv_heads * size);
+    const ledger_pool *pools = ledger.pool;
+    const int64_t tokens = pools[QUERN_CACHE_TOKENS].params.pages, size = (int64_t)quern_dtype_size(p->dtype),
+                  pages[] = {tokens, p->separate_slc ? tokens : 0, pools[QUERN_CACHE_ENTRIES].params.pages,
+                             pools[QUERN_CACHE_WIN].params.pages, p->index_heads > 0 ? tokens : 0};
+    bool fits = true;
+    for (int i = 0; i < CACHE_POOLS; i++) {
+        const bool index = i == CACHE_INDEX;
+        int64_t *shape = l->shape[i];
+        shape[0] = pages[i];
+        shape[1] = index ? p->index_heads : p->kv_heads;
+        shape[2] = CACHE_BLOCK * (index ? p->index_dim : p->dim + p->dim_v);
+        fits = fits && (shape[0] == 0 || (shape[1] <= INT64_MAX / (shape[2] * size) &&
+                                          add(&l->rows_bytes, shape[0], shape[1] * shape[2] * size)));
+    }
     l->block_bytes = ledger_block_bytes(&ledger, p->sequences);
     l->memory_bytes = sizeof(quern_cache) + 3 * ARENA_ALIGN;
     fits = fits && add(&l->memory_bytes, 1, (int64_t)l->ledger_bytes) &&
@@ -133,6 +149,14 @@ static quern_status layout_of(const quern_cache_params *given, cache_layout *l)
             "params: %lld sequences of %lld tokens, %lld heads: fewer than 2^63 bytes are accepted",
             (long long)p->sequences, (long long)p->capacity, (long long)p->kv_heads);
     return QUERN_OK;
+}
+
+static bool has_rows(const quern_cache_params *p, cache_pool pool)
+{
+    if (pool == CACHE_SLC) return p->separate_slc;
+    if (pool == CACHE_ENTRIES) return p->block_size > 0;
+    if (pool == CACHE_WIN) return p->separate_win;
+    return pool == CACHE_TOKENS || p->index_heads > 0;
 }
 
 quern_status cache_check(const quern_cache *cache)
@@ -201,12 +225,8 @@ quern_status quern_cache_create(const quern_cache_params *params, void *memory, 
     c->block = arena_take(&a, layout.block_bytes);
     char *at = rows;
     for (int i = 0; i < CACHE_POOLS; i++) {
-        const int64_t shape[] = {layout.pages[i], layout.params.kv_heads, layout.page_elements};
-        if (i == CACHE_SLC       ? !layout.params.separate_slc
-            : i == CACHE_ENTRIES ? layout.params.block_size == 0
-                                 : i == CACHE_WIN && !layout.params.separate_win)
-            continue;
-        c->pool[i] = quern_tensor_contiguous(at, layout.params.dtype, 3, shape);
+        if (!has_rows(&layout.params, (cache_pool)i)) continue;
+        c->pool[i] = quern_tensor_contiguous(at, layout.params.dtype, 3, layout.shape[i]);
         at += (size_t)view_elements(&c->pool[i]) * quern_dtype_size(layout.params.dtype);
     }
     *cache = c;
@@ -232,7 +252,7 @@ quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes)
     if (bytes == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     const quern_cache_params *p = &cache->params;
-    int64_t rows = 0;
+    int64_t rows = 0, index_rows = 0;
     for (int64_t s = 0; s < p->sequences; s++)
         for (int i = 0; i <= QUERN_CACHE_WIN; i++) {
             const ledger_pool *pool = &cache->ledger->pool[i];
@@ -240,8 +260,10 @@ quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes)
                           all = ledger_rows(pool, cache->ledger->sequences[s].tokens),
                           held = p->page != 0 || pages < all ? pages : all;
             if (pool->params.page > 0) rows += i == QUERN_CACHE_TOKENS && p->separate_slc ? 2 * held : held;
+            if (i == QUERN_CACHE_TOKENS) index_rows += held;
         }
-    *bytes = rows * p->kv_heads * (p->dim + p->dim_v) * (int64_t)quern_dtype_size(p->dtype);
+    *bytes = (rows * p->kv_heads * (p->dim + p->dim_v) + index_rows * p->index_heads * p->index_dim) *
+             (int64_t)quern_dtype_size(p->dtype);
     return QUERN_OK;
 }
 
@@ -303,6 +325,11 @@ void cache_bind(const quern_cache *cache, const cache_views *v, const quern_tens
     slots[STEP_WIN_TABLE] = win ? &v->step.tables[QUERN_CACHE_WIN] : NULL;
 }
 
+const quern_tensor *cache_index(const quern_cache *cache)
+{
+    return cache->params.index_heads > 0 ? &cache->pool[CACHE_INDEX] : NULL;
+}
+
 quern_status cache_check_rows(const quern_cache *cache, const cache_views *v, const quern_tensor *rows,
                               const char *name)
 {
@@ -326,17 +353,19 @@ quern_status cache_bind_decode(const quern_cache *cache, const quern_cache_batch
     if (status == QUERN_OK) status = op_struct(own, given, "tensors", "QUERN_DECODE_TENSORS_INIT");
     if (status == QUERN_OK) status = view_check_order(own->q, own->o);
     if (status == QUERN_OK) status = cache_check_rows(cache, v, own->q, "q");
-    if (status == QUERN_OK) cache_bind(cache, v, &own->slots);
-    return status;
+    if (status != QUERN_OK) return status;
+    cache_bind(cache, v, &own->slots);
+    own->index = cache_index(cache);
+    return QUERN_OK;
 }
 
 /* ---- saved sequences ---- */
 
 static saved_kind kind_of(const quern_cache *cache)
 {
-    static const char *const names[] = {"dtype",        "kv_heads", "dim",      "dim_v",
-                                        "block_size",   "stride",   "compress", "separate_slc",
-                                        "separate_win", "window",   "step",     NULL};
+    static const char *const names[] = {
+        "dtype",        "kv_heads",     "dim",    "dim_v", "block_size",  "stride",    "compress",
+        "separate_slc", "separate_win", "window", "step",  "index_heads", "index_dim", NULL};
     const quern_cache_params *p = &cache->params;
     return (saved_kind){.magic = saved_magic,
                         .capacity = p->capacity,
@@ -344,7 +373,8 @@ static saved_kind kind_of(const quern_cache *cache)
                         .names = names,
                         .field = {p->dtype, p->kv_heads, p->dim, p->dim_v, p->block_size, p->stride,
                                   p->compress, p->separate_slc, p->separate_win,
-                                  p->separate_win ? p->window : 0, p->separate_win ? p->step : 0}};
+                                  p->separate_win ? p->window : 0, p->separate_win ? p->step : 0,
+                                  p->index_heads, p->index_dim}};
 }
 
 /* The call that packs a sequence of so many tokens. */
@@ -372,7 +402,8 @@ static void set_pack(const quern_cache *cache, int64_t sequence, int64_t tokens,
         rows += (all < room ? all : room) * (i == QUERN_CACHE_TOKENS && has->separate_slc ? 2 : 1);
     }
     const int64_t bytes =
-        rows * has->kv_heads * (has->dim + has->dim_v) * (int64_t)quern_dtype_size(has->dtype);
+        (rows * has->kv_heads * (has->dim + has->dim_v) + tokens * has->index_heads * has->index_dim) *
+        (int64_t)quern_dtype_size(has->dtype);
     p->bytes = sizeof(saved_header) + (size_t)bytes;
     p->packed = quern_tensor_contiguous(at, QUERN_U8, 1, &bytes);
     p->tensors.tokens = &cache->pool[CACHE_TOKENS];
@@ -387,6 +418,7 @@ static void set_pack(const quern_cache *cache, int64_t sequence, int64_t tokens,
         p->tensors.win_table = &p->tables[QUERN_CACHE_WIN];
     }
     p->tensors.packed = &p->packed;
+    p->tensors.index = cache_index(cache);
 }
 
 quern_status quern_cache_save(quern_context *ctx, const quern_cache *cache, int64_t sequence, void *to,

@@ -9,13 +9,21 @@
 
 #include <quern/cache.h>
 
-typedef enum cache_pool { CACHE_TOKENS, CACHE_SLC, CACHE_ENTRIES, CACHE_WIN, CACHE_POOLS } cache_pool;
+typedef enum cache_pool {
+    CACHE_TOKENS,
+    CACHE_SLC,
+    CACHE_ENTRIES,
+    CACHE_WIN,
+    CACHE_INDEX,
+    CACHE_POOLS
+} cache_pool;
 
 struct quern_cache {
     uint64_t magic;
     quern_cache_params params; /* defaults resolved; without compression its fields are 0 */
     quern_ledger *ledger;
-    quern_tensor pool[CACHE_POOLS]; /* [pages, Hkv, 64 (D + Dv)]; ndim 0: there are no such rows */
+    quern_tensor pool[CACHE_POOLS]; /* [pages, Hkv, 64 (D + Dv)], the index [pages, Hi, 64 D_I]; ndim 0:
+                                     * there are no such rows */
     void *block;
     size_t block_bytes;
 };
@@ -34,6 +42,8 @@ quern_status cache_look(const quern_cache *cache, const quern_cache_batch *given
                         cache_views *v);
 /* Sets the pointers slots ... win_table, which begin at *slots. */
 void cache_bind(const quern_cache *cache, const cache_views *v, const quern_tensor **slots);
+/* The pool of index keys, or NULL. */
+const quern_tensor *cache_index(const quern_cache *cache);
 /* That k or q, if it is there, has the call's tokens and the cache's dtype and dim, and is on the CPU. */
 quern_status cache_check_rows(const quern_cache *cache, const cache_views *v, const quern_tensor *rows,
                               const char *name);

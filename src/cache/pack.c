@@ -23,6 +23,7 @@ static const op_tensor tensors[] = {
     STEP_POOL("win", ST_WIN_PAGES),
     ROW_OF_TABLE("win_table", ST_WIN_COLUMNS),
     {"packed", "packed", OP_U8, OP_NONE, {ST_PACKED}, {0}},
+    STEP_INDEX,
 };
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_pack_tensors),
                "a row a tensor");
@@ -40,7 +41,7 @@ static const quern_cache_pack_params defaults = QUERN_CACHE_PACK_PARAMS_INIT;
 typedef struct pack_call {
     op_call head;
     quern_cache_pack_params params;
-    _Alignas(op_step) char program[4 * OP_STEP_BYTES(pack_rows)];
+    _Alignas(op_step) char program[CACHE_POOLS * OP_STEP_BYTES(pack_rows)];
 } pack_call;
 
 static quern_cache_pack_params *params_of(const op_call *call)
@@ -58,6 +59,7 @@ static void roles(op_call *call)
     const bool unpack = call->operation == UNPACK;
     step_pool_roles(call, DK(tokens), params_of(call)->block_size > 0, unpack ? OP_UPDATED : OP_NEEDED);
     call->role[DK(packed)] = unpack ? OP_NEEDED : OP_RESULT;
+    call->role[DK(index)] = call->given[DK(index)] == NULL ? OP_OPTIONAL : unpack ? OP_UPDATED : OP_NEEDED;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -71,20 +73,32 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 typedef struct packed_rows {
     int32_t pool, table;
     int64_t first, count, ring;
+    int64_t heads, dim, dim_v;
 } packed_rows;
 
 static packed_rows rows_of(const op_call *call, cache_pool pool)
 {
     const quern_cache_pack_params *p = params_of(call);
-    const int64_t ring = call->symbol[ST_WIN_COLUMNS], room = ring * CACHE_BLOCK;
-    packed_rows r = {DK(tokens), DK(tokens_table), 0, p->tokens, 0};
+    const int64_t *s = call->symbol, ring = s[ST_WIN_COLUMNS], room = ring * CACHE_BLOCK;
+    packed_rows r = {DK(tokens), DK(tokens_table), 0, p->tokens, 0, s[ST_HKV], s[ST_D], s[ST_DV]};
     if (pool == CACHE_SLC) r.pool = DK(slc);
-    if (pool == CACHE_ENTRIES && p->block_size > 0)
-        r = (packed_rows){DK(entries), DK(entries_table), 0,
-                          mask_entries(p->tokens, p->block_size, p->stride), 0};
+    if (pool == CACHE_ENTRIES && p->block_size > 0) {
+        r.pool = DK(entries);
+        r.table = DK(entries_table);
+        r.count = mask_entries(p->tokens, p->block_size, p->stride);
+    }
     if (pool == CACHE_WIN) {
-        r = (packed_rows){DK(win), DK(win_table), p->tokens > room ? p->tokens - room : 0, 0, ring};
+        r.pool = DK(win);
+        r.table = DK(win_table);
+        r.first = p->tokens > room ? p->tokens - room : 0;
         r.count = p->tokens - r.first;
+        r.ring = ring;
+    }
+    if (pool == CACHE_INDEX) {
+        r.pool = DK(index);
+        r.heads = s[ST_HI];
+        r.dim = s[ST_DI];
+        r.dim_v = 0;
     }
     if ((pool == CACHE_ENTRIES && p->block_size == 0) || !op_uses(call, r.pool)) r.count = 0;
     return r;
@@ -94,7 +108,7 @@ static quern_status derive(op_call *call)
 {
     const quern_cache_pack_params *p = params_of(call);
     const quern_tensor *tokens = call->given[DK(tokens)];
-    int64_t *s = call->symbol, rows = 0;
+    int64_t *s = call->symbol, elements = 0;
     if (tokens == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is NULL: a tensor is needed");
     call->like = *tokens;
     quern_status status = op_check_activation(call, DK(tokens), 3);
@@ -108,33 +122,36 @@ static quern_status derive(op_call *call)
     s[ST_D] = p->dim > 0 ? p->dim : pair / 2;
     s[ST_DV] = pair - s[ST_D];
     if ((status = step_derive_pools(call, DK(tokens))) != QUERN_OK) return status;
-    const int64_t has[] = {s[ST_COLUMNS], s[ST_COLUMNS], s[ST_ENTRY_COLUMNS], s[ST_WIN_COLUMNS]};
+    if (op_uses(call, DK(index)) && (status = step_derive_index(call, DK(index), OP_NONE)) != QUERN_OK)
+        return status;
+    const int64_t has[] = {s[ST_COLUMNS], s[ST_COLUMNS], s[ST_ENTRY_COLUMNS], s[ST_WIN_COLUMNS],
+                           s[ST_COLUMNS]};
     for (int i = 0; i < CACHE_POOLS; i++) {
         const packed_rows r = rows_of(call, (cache_pool)i);
         if (r.count > has[i] * CACHE_BLOCK)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "%s has %lld columns: those of %lld rows are accepted", tensors[r.table].field,
                              (long long)has[i], (long long)r.count);
-        rows += r.count;
+        elements += r.count * r.heads * (r.dim + r.dim_v);
     }
-    s[ST_PACKED] = rows * s[ST_HKV] * (s[ST_D] + s[ST_DV]) * (int64_t)quern_dtype_size(call->like.dtype);
+    s[ST_PACKED] = elements * (int64_t)quern_dtype_size(call->like.dtype);
     return QUERN_OK;
 }
 
 static void build(op_build *b)
 {
-    const int64_t *s = b->call->symbol, size = (int64_t)quern_dtype_size(b->call->like.dtype);
+    const int64_t size = (int64_t)quern_dtype_size(b->call->like.dtype);
     int64_t at = 0;
     for (int i = 0; i < CACHE_POOLS; i++) {
         const packed_rows r = rows_of(b->call, (cache_pool)i);
-        const int64_t bytes = r.count * s[ST_HKV] * (s[ST_D] + s[ST_DV]) * size;
+        const int64_t bytes = r.count * r.heads * (r.dim + r.dim_v) * size;
         quern_tensor packed = op_view(b->call, DK(packed), false);
         if (r.count == 0) continue;
         view_narrow(&packed, 0, at, bytes);
         *OP_ADD(b, pack_rows) = (pack_rows_args){.page = CACHE_BLOCK,
-                                                 .parts = s[ST_HKV],
-                                                 .data = s[ST_D] * size,
-                                                 .scales = s[ST_DV] * size,
+                                                 .parts = r.heads,
+                                                 .data = r.dim * size,
+                                                 .scales = r.dim_v * size,
                                                  .first = r.first,
                                                  .count = r.count,
                                                  .ring = r.ring,

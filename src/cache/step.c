@@ -32,6 +32,9 @@ const char *const step_symbols[] = {"",
                                     [ST_COPIES] = "C",
                                     [ST_COPY] = "3",
                                     [ST_PACKED] = "bytes",
+                                    [ST_HI] = "Hi",
+                                    [ST_DI] = "D_I",
+                                    [ST_INDEX_PAGE] = "64D_I",
                                     NULL};
 
 const op_tensor step_decode_tensors[] = {
@@ -44,6 +47,8 @@ const op_tensor step_decode_tensors[] = {
     {"block_count", "block_count", OP_I32, OP_NONE, {ST_HS, ST_T}, {0}},
     {"sink", "sink", OP_F32, OP_NONE, {ST_H}, {0}},
     STEP_ROWS,
+    {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {ST_T, ST_HS, ST_DI}, {0}},
+    STEP_INDEX,
 };
 _Static_assert(sizeof step_decode_tensors / sizeof *step_decode_tensors == STEP_DECODE_TENSORS,
                "a row a tensor");
@@ -104,6 +109,30 @@ quern_status step_derive_pools(op_call *call, int32_t tokens)
     return QUERN_OK;
 }
 
+quern_status step_derive_index(op_call *call, int32_t index, int32_t rows)
+{
+    int64_t *s = call->symbol;
+    quern_status status = op_check_kind(call, index, 3);
+    if (status != QUERN_OK) return status;
+    const int64_t *shape = call->given[index]->shape;
+    s[ST_HI] = shape[1];
+    if (rows != OP_NONE) {
+        if ((status = op_check_activation(call, rows, 3)) != QUERN_OK) return status;
+        s[ST_DI] = call->given[rows]->shape[2];
+        if ((status = view_check_head_dim(call->family->tensors[rows].field, s[ST_DI])) != QUERN_OK)
+            return status;
+        s[ST_INDEX_PAGE] = CACHE_BLOCK * s[ST_DI];
+        return QUERN_OK;
+    }
+    if (shape[2] % CACHE_BLOCK != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "index.shape[2] is %" PRId64 ": 64 times the channels of an index key is accepted",
+                         shape[2]);
+    s[ST_DI] = shape[2] / CACHE_BLOCK;
+    s[ST_INDEX_PAGE] = shape[2];
+    return QUERN_OK;
+}
+
 quern_status step_derive(op_call *call, int32_t slots)
 {
     const quern_tensor *t = call->given[slots];
@@ -158,6 +187,13 @@ cache_plane step_plane(const op_build *b, int32_t pool, int32_t table, bool ring
                          .dim_v = s[ST_DV]};
     if (ring) plane.ring = s[ST_WIN_COLUMNS];
     return plane;
+}
+
+cache_plane step_index_plane(const op_build *b, int32_t index, int32_t table)
+{
+    return (cache_plane){.blocks = op_view(b->call, index, false),
+                         .table = op_view(b->call, table, false),
+                         .dim = b->call->symbol[ST_DI]};
 }
 
 static int64_t number(const quern_tensor *view, const void *data, int64_t i)

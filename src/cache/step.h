@@ -39,6 +39,9 @@ typedef enum step_symbol {
     ST_COPIES,
     ST_COPY,
     ST_PACKED,
+    ST_HI,
+    ST_DI,
+    ST_INDEX_PAGE, /* 64 D_I */
     ST_SYMBOLS
 } step_symbol;
 extern const char *const step_symbols[ST_SYMBOLS + 1];
@@ -78,6 +81,14 @@ enum {
         STEP_TABLE("tokens_table", ST_COLUMNS), STEP_POOL("slc", ST_PAGES),                                  \
         STEP_POOL("entries", ST_ENTRY_PAGES), STEP_TABLE("entries_table", ST_ENTRY_COLUMNS),                 \
         STEP_POOL("win", ST_WIN_PAGES), STEP_TABLE("win_table", ST_WIN_COLUMNS)
+/* Keys of the block indexer, in pages that the tokens' table names; behind the structs' other fields. */
+#define STEP_INDEX                                                                                           \
+    {                                                                                                        \
+        "index", "index", OP_ACTIVATION, OP_NONE, {ST_PAGES, ST_HI, ST_INDEX_PAGE},                          \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
+    }
 
 /* Roles of the pools and tables that begin at tensor `tokens`. */
 void step_pool_roles(op_call *call, int32_t tokens, bool entries, op_role of_pools);
@@ -85,6 +96,9 @@ void step_pool_roles(op_call *call, int32_t tokens, bool entries, op_role of_poo
 quern_status step_derive_rows(op_call *call, int32_t rows);
 /* Those of the pools at tensor `tokens`, and that they hold pairs of D and Dv channels. */
 quern_status step_derive_pools(op_call *call, int32_t tokens);
+/* The extents of the index keys' pool, whose channels are those of tensor `rows` [T, heads, D_I], where there
+ * is one. */
+quern_status step_derive_index(op_call *call, int32_t index, int32_t rows);
 /* The step's batch and pools, from tensor `slots` on. */
 quern_status step_derive(op_call *call, int32_t slots);
 /* Tokens of a sequence, at most: a table may have more columns than there can be tokens. */
@@ -92,6 +106,7 @@ int64_t step_capacity(const op_call *call);
 /* For build(). */
 stage_step step_of(const op_build *b, int32_t slots);
 cache_plane step_plane(const op_build *b, int32_t pool, int32_t table, bool ring);
+cache_plane step_index_plane(const op_build *b, int32_t index, int32_t table);
 
 /* The tensors of decodes, and their extents. */
 enum { STEP_DECODE_TENSORS = OP_TENSOR_COUNT(quern_decode_tensors) };

@@ -94,6 +94,7 @@ const quern_backend quern_backend_cpu = {
     .hyper_forward = {NULL, cpu_hyper_workspace, cpu_hyper, cpu_hyper_kernel},
     .hyper_backward = {NULL, cpu_hyper_backward_workspace, cpu_hyper_backward, cpu_hyper_kernel},
     .nsa_decode = {NULL, cpu_nsa_decode_workspace, cpu_nsa_decode, NULL},
+    .index_decode = {NULL, cpu_index_decode_workspace, cpu_index_decode, NULL},
     .attend_mqa_forward = {cpu_attend_mqa_supports, cpu_attend_mqa_workspace, cpu_attend_mqa,
                            cpu_attend_mqa_kernel},
     .attend_mqa_backward = {cpu_attend_mqa_supports, cpu_attend_mqa_backward_workspace,

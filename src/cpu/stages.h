@@ -99,6 +99,8 @@ size_t cpu_decode_workspace(const stage_exec *exec, const decode_args *args);
 quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *workspace);
 size_t cpu_nsa_decode_workspace(const stage_exec *exec, const nsa_decode_args *args);
 quern_status cpu_nsa_decode(const stage_exec *exec, const nsa_decode_args *args, void *workspace);
+size_t cpu_index_decode_workspace(const stage_exec *exec, const index_decode_args *args);
+quern_status cpu_index_decode(const stage_exec *exec, const index_decode_args *args, void *workspace);
 
 bool cpu_attend_mqa_supports(const stage_exec *exec, const attend_mqa_args *args, char why[STAGE_WHY_BYTES]);
 void cpu_attend_mqa_kernel(const stage_exec *exec, const attend_mqa_args *args, char text[STAGE_NAME_BYTES]);

@@ -2,10 +2,11 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * decode.c - native sparse attention of a step's tokens over their sequences' pages: checks, then the
- * nsa_decode stage.
+ * nsa_decode stage; before it index_decode, where the block indexer chooses.
  *
  * The selection's own check (params.c) decides which parameters are legal. It runs on a call of the
- * selection's shapes: one sequence as long as the tables' columns.
+ * selection's shapes: one sequence as long as the tables' columns. Where the block indexer chooses, that of a
+ * whole forward does.
  */
 #include "cache/cache.h"
 #include "cache/step.h"
@@ -23,12 +24,17 @@ static quern_status accepts(const char *what, const char *accepted)
 typedef struct decode_call {
     op_call head;
     quern_nsa_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(nsa_decode)];
+    _Alignas(op_step) char program[OP_STEP_BYTES(index_decode) + OP_STEP_BYTES(nsa_decode)];
 } decode_call;
 
 static quern_nsa_params *params_of(const op_call *call)
 {
     return &((decode_call *)(uintptr_t)call)->params;
+}
+
+static bool is_indexed(const quern_nsa_params *p)
+{
+    return (p->branches & QUERN_NSA_BRANCH_SLC) != 0 && p->selection == QUERN_NSA_LIST_INDEXED;
 }
 
 /* What a decoding call takes of what NSA has. */
@@ -46,9 +52,9 @@ static quern_status check_params(op_call *call)
                          "max_compressed_groups is %lld: a decoding call accepts 0",
                          (long long)p->max_compressed_groups);
     if (p->compress == QUERN_NSA_COMPRESS_GIVEN) return accepts("compress is given", "mean or linear");
-    if (p->selection == QUERN_NSA_LIST_INDEXED) return accepts("selection is indexed", "computed");
-    if (p->selection != QUERN_NSA_LIST_COMPUTED) return accepts("selection is given", "computed");
-    if (p->ungated) return accepts("ungated is true", "false");
+    if (p->selection == QUERN_NSA_LIST_GIVEN) return accepts("selection is given", "computed or indexed");
+    if (p->ungated && p->selection == QUERN_NSA_LIST_COMPUTED)
+        return accepts("ungated with selection computed", "selection indexed with it");
     if (p->groups != QUERN_NSA_LIST_COMPUTED) return accepts("groups is given", "computed");
     return QUERN_OK;
 }
@@ -64,29 +70,53 @@ static void roles(op_call *call)
     r[DD(w_gate)] = p->gate == QUERN_NSA_GATE_WEIGHTS ? OP_NEEDED : OP_REFUSED;
     r[DD(gates)] = given ? OP_NEEDED : OP_OPTIONAL_RESULT;
     r[DD(block_idx)] = r[DD(block_count)] = slc ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    if (p->ungated) r[DD(gates)] = OP_UNUSED;
+    r[DD(q_index)] = is_indexed(p) ? OP_NEEDED : OP_REFUSED;
+    r[DD(index)] = is_indexed(p) ? OP_NEEDED : OP_UNUSED;
     r[DD(slots)] = r[DD(positions)] = r[DD(cu)] = OP_NEEDED;
     step_pool_roles(call, DD(tokens), true, OP_NEEDED);
+    if (is_indexed(p) && !nsa_has_entries(p)) r[DD(entries)] = r[DD(entries_table)] = OP_UNUSED;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *why = "without the selected branch NULL is accepted";
     if (tensor == DD(lse) || tensor == DD(sink)) why = "sparse attention accepts NULL";
+    if (tensor == DD(q_index)) why = "with selection indexed it is accepted";
     if (tensor == DD(win_table)) why = "without win NULL is accepted";
     if (tensor == DD(w_gate)) why = "gate weights takes it, else NULL is accepted";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", call->family->tensors[tensor].field, why);
 }
 
-/* Checks the parameters by the selection's own rules, on a call of its shapes; resolves defaults. */
-static quern_status derive(op_call *call)
+/* Checks the parameters by the rules of a whole forward, and the extents of the indexer's tensors. */
+static quern_status derive_indexed(op_call *call)
 {
-    quern_status status = step_derive_decode(call);
+    quern_nsa_params *p = params_of(call);
+    const quern_nsa_tensors none = QUERN_NSA_TENSORS_INIT;
+    const quern_tensor *q = call->given[DD(q_index)];
+    int64_t *s = call->symbol;
+    nsa_call whole;
+    op_tensors own;
+    quern_status status = op_begin(&whole.head, &nsa_family, NSA_FORWARD, p, &none, &own);
     if (status != QUERN_OK) return status;
+    *p = whole.params;
+    if (q == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "q_index is NULL: a tensor is needed");
+    if (call->given[DD(index)] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "index is NULL: the pool of index keys is needed");
+    if ((status = step_derive_index(call, DD(index), DD(q_index))) != QUERN_OK) return status;
+    if (s[ST_HI] != 1 && s[ST_HI] != s[ST_HS])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "index.shape[1] is %lld: 1, or a key for each of %lld lists, is accepted",
+                         (long long)s[ST_HI], (long long)s[ST_HS]);
+    return QUERN_OK;
+}
+
+/* Checks the parameters by the selection's own rules, on a call of its shapes; resolves defaults. */
+static quern_status derive_computed(op_call *call)
+{
     quern_nsa_params *p = params_of(call), chosen = *p;
     int64_t *s = call->symbol;
     const int64_t capacity = step_capacity(call);
-    s[ST_HS] = quern_nsa_list_heads(p, s[ST_H], s[ST_HKV]);
-    s[ST_K] = p->num_selected;
     const int64_t q_shape[] = {1, capacity, s[ST_H], s[ST_D]}, entries = quern_nsa_entries(p, capacity),
                   key_shape[] = {1, entries > 0 ? entries : 0, s[ST_HKV], s[ST_D]},
                   idx_shape[] = {1, s[ST_HS], capacity, s[ST_K]};
@@ -105,11 +135,24 @@ static quern_status derive(op_call *call)
     }
     nsa_call select;
     op_tensors own;
-    status = op_begin(&select.head, &nsa_family, NSA_SELECT, &chosen, &t, &own);
+    quern_status status = op_begin(&select.head, &nsa_family, NSA_SELECT, &chosen, &t, &own);
     if (status == QUERN_OK) status = op_derive(&select.head);
     if (status != QUERN_OK) return status;
     p->stride = select.params.stride;
     p->select_block = select.params.select_block;
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    quern_status status = step_derive_decode(call);
+    if (status != QUERN_OK) return status;
+    quern_nsa_params *p = params_of(call);
+    int64_t *s = call->symbol;
+    s[ST_HS] = quern_nsa_list_heads(p, s[ST_H], s[ST_HKV]);
+    s[ST_K] = p->num_selected;
+    status = is_indexed(p) ? derive_indexed(call) : derive_computed(call);
+    if (status != QUERN_OK) return status;
     if (p->scale == 0.0f) p->scale = 1.0f / sqrtf((float)s[ST_D]);
     const int64_t ring = s[ST_WIN_COLUMNS] * CACHE_BLOCK;
     if (op_uses(call, DD(win)) && s[ST_WIN_COLUMNS] < s[ST_COLUMNS] && p->window > ring)
@@ -127,24 +170,36 @@ static void build(op_build *b)
     const int64_t *s = call->symbol, lists[] = {1, s[ST_HS], s[ST_T], s[ST_K]};
     const cache_plane tokens = step_plane(b, DD(tokens), DD(tokens_table), false);
     if (s[ST_T] == 0 || s[ST_H] == 0) return;
+    const stage_step step = step_of(b, DD(slots));
+    quern_tensor blocks = op_view(call, DD(block_idx), true);
+    if (blocks.ndim == 0 && (p->branches & QUERN_NSA_BRANCH_SLC)) blocks = op_room(b, QUERN_I32, 4, lists);
+    if (is_indexed(p))
+        *OP_ADD(b, index_decode) =
+            (index_decode_args){.keys = step_index_plane(b, DD(index), DD(tokens_table)),
+                                .step = step,
+                                .capacity = step_capacity(call),
+                                .rule = {p->select_block, p->num_selected, p->forced_first, p->forced_local},
+                                .q = op_view(call, DD(q_index), true),
+                                .blocks = blocks,
+                                .count = op_view(call, DD(block_count), true)};
     nsa_decode_args *d = OP_ADD(b, nsa_decode);
-    d->step = step_of(b, DD(slots));
+    d->step = step;
     d->capacity = step_capacity(call);
     d->window = p->window;
     d->branches = p->branches;
+    d->listed = is_indexed(p);
+    d->ungated = p->ungated;
     d->gate = (gate_kind)p->gate;
     d->q = op_view(call, DD(q), true);
     d->o = op_view(call, DD(o), true);
     d->gates = op_view(call, DD(gates), true);
-    d->blocks = op_view(call, DD(block_idx), true);
-    d->block_count = op_view(call, DD(block_count), true);
+    d->blocks = blocks;
+    if (!d->listed) d->block_count = op_view(call, DD(block_count), true);
     d->w_gate = op_view(call, DD(w_gate), false);
     d->plane[NSA_CMP] = step_plane(b, DD(entries), DD(entries_table), false);
     d->plane[NSA_SLC] = op_uses(call, DD(slc)) ? step_plane(b, DD(slc), DD(tokens_table), false) : tokens;
     d->plane[NSA_WIN] = op_uses(call, DD(win)) ? step_plane(b, DD(win), DD(win_table), true) : tokens;
     d->rule = nsa_select_rule(p);
-    if (d->blocks.ndim == 0 && (p->branches & QUERN_NSA_BRANCH_SLC))
-        d->blocks = op_room(b, QUERN_I32, 4, lists);
 }
 
 static quern_status check_data(const op_call *call, void *const *data)
@@ -155,7 +210,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     const step_data s = {call, data, DD(slots), &args->step, p->block_size, p->stride};
     quern_status status = step_check(&s);
     if (status == QUERN_OK) status = step_check_table(&s, &args->plane[NSA_SLC], DD(tokens_table), false);
-    if (status == QUERN_OK) status = step_check_table(&s, &args->plane[NSA_CMP], DD(entries_table), true);
+    if (status == QUERN_OK && args->plane[NSA_CMP].blocks.ndim > 0)
+        status = step_check_table(&s, &args->plane[NSA_CMP], DD(entries_table), true);
     if (status == QUERN_OK && args->plane[NSA_WIN].ring > 0)
         status = step_check_table(&s, &args->plane[NSA_WIN], DD(win_table), false);
     return status;
@@ -205,6 +261,14 @@ quern_status quern_nsa_decode_step(quern_context *ctx, const quern_exec *exec, c
 
 /* ---- of a cache's sequences ---- */
 
+static quern_status check_ring(const quern_cache_params *has, const quern_nsa_params *p)
+{
+    if (!has->separate_win || p->window <= has->window) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "window is %lld: at most that of the cache's ring, %lld, is accepted",
+                     (long long)p->window, (long long)has->window);
+}
+
 /* Checks that the cache holds what the parameters ask for. */
 static quern_status check_cache(const quern_cache *cache, const quern_nsa_params *given)
 {
@@ -212,6 +276,10 @@ static quern_status check_cache(const quern_cache *cache, const quern_nsa_params
     quern_nsa_params p = nsa_defaults;
     const quern_status status = op_struct(&p, given, "params", "QUERN_NSA_PARAMS_INIT");
     if (status != QUERN_OK) return status;
+    if (is_indexed(&p) && has->index_heads == 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "selection is indexed: a cache with index_heads is accepted");
+    if (is_indexed(&p) && !nsa_has_entries(&p)) return check_ring(has, &p);
     if (p.stride == 0) p.stride = p.block_size;
     if (has->block_size != p.block_size || has->stride != p.stride)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -221,11 +289,7 @@ static quern_status check_cache(const quern_cache *cache, const quern_nsa_params
     if (p.compress != QUERN_NSA_COMPRESS_GIVEN && has->compress != p.compress)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is %d: that of the cache, %d, is accepted",
                          (int)p.compress, (int)has->compress);
-    if (has->separate_win && p.window > has->window)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "window is %lld: at most that of the cache's ring, %lld, is accepted",
-                         (long long)p.window, (long long)has->window);
-    return QUERN_OK;
+    return check_ring(has, &p);
 }
 
 quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params,

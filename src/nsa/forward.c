@@ -184,16 +184,14 @@ static void add_index(nsa_build *c)
     const quern_nsa_params *p = c->params;
     const int64_t shape[] = {c->rows_batch, c->list_heads, c->list_rows, p->num_selected};
     v->block_idx = nsa_given_or_room(c, &v->block_idx, QUERN_I32, 4, shape);
-    *OP_ADD(c->b, block_index) = (block_index_args){.seqs = c->tokens,
-                                                    .block_size = p->select_block,
-                                                    .k = p->num_selected,
-                                                    .forced_first = p->forced_first,
-                                                    .forced_local = p->forced_local,
-                                                    .query_offset = -1,
-                                                    .q = v->q_index,
-                                                    .keys = v->k_index,
-                                                    .blocks = v->block_idx,
-                                                    .count = v->block_count};
+    *OP_ADD(c->b, block_index) =
+        (block_index_args){.seqs = c->tokens,
+                           .rule = {p->select_block, p->num_selected, p->forced_first, p->forced_local},
+                           .query_offset = -1,
+                           .q = v->q_index,
+                           .keys = v->k_index,
+                           .blocks = v->block_idx,
+                           .count = v->block_count};
 }
 
 /* The selected branch alone, as O. */

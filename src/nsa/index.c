@@ -194,17 +194,15 @@ static void build(op_build *b)
     validate_lists_args *lists = OP_ADD(b, validate_lists);
     lists->seqs = seqs;
     op_when_asked(b);
-    *OP_ADD(b, block_index) = (block_index_args){.seqs = seqs,
-                                                 .block_size = p->select_block,
-                                                 .k = p->num_selected,
-                                                 .forced_first = p->forced_first,
-                                                 .forced_local = p->forced_local,
-                                                 .query_offset = p->query_offset,
-                                                 .q = op_view(h, I(q_index), true),
-                                                 .keys = nsa_key_heads(op_view(h, I(k_index), true)),
-                                                 .blocks = op_view(h, I(block_idx), true),
-                                                 .count = op_view(h, I(block_count), true),
-                                                 .scores = op_view(h, I(block_score), true)};
+    *OP_ADD(b, block_index) =
+        (block_index_args){.seqs = seqs,
+                           .rule = {p->select_block, p->num_selected, p->forced_first, p->forced_local},
+                           .query_offset = p->query_offset,
+                           .q = op_view(h, I(q_index), true),
+                           .keys = nsa_key_heads(op_view(h, I(k_index), true)),
+                           .blocks = op_view(h, I(block_idx), true),
+                           .count = op_view(h, I(block_count), true),
+                           .scores = op_view(h, I(block_score), true)};
 }
 
 const op_family nsa_index_family = {

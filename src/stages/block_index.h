@@ -15,11 +15,17 @@
 
 #include "stages/stage.h"
 
-typedef struct block_index_args {
-    stage_seqs seqs;    /* cu_q: queries; cu_kv: keys */
+/* Which blocks are always chosen, and how many. */
+typedef struct index_rule {
     int64_t block_size; /* tokens */
     int64_t k;          /* entries of a list, at least the forced ones */
     int64_t forced_first, forced_local;
+} index_rule;
+#define INDEX_RULE_VALUES(F) F(rule.block_size) F(rule.k) F(rule.forced_first) F(rule.forced_local)
+
+typedef struct block_index_args {
+    stage_seqs seqs;
+    index_rule rule;
     int64_t query_offset; /* position of query 0 of every sequence; -1: the last query is at the last key */
     quern_tensor q, keys; /* [B,N,Hs,D], [B,S,Hs,D], or [B,S,1,D] where all heads share their keys */
     quern_tensor blocks, count; /* i32 [B,Hs,rows,k], [B,Hs,rows]; count may be absent */
@@ -28,7 +34,6 @@ typedef struct block_index_args {
 STAGE_DECLARE(block_index);
 #define BLOCK_INDEX_TENSORS(IN, OUT, GRAD)                                                                   \
     STAGE_SEQS_TENSORS(IN) IN(q) IN(keys) OUT(blocks) OUT(count) OUT(scores)
-#define BLOCK_INDEX_VALUES(F)                                                                                \
-    STAGE_SEQS_VALUES(F) F(block_size) F(k) F(forced_first) F(forced_local) F(query_offset)
+#define BLOCK_INDEX_VALUES(F) STAGE_SEQS_VALUES(F) INDEX_RULE_VALUES(F) F(query_offset)
 
 #endif

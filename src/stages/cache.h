@@ -5,6 +5,7 @@
 #ifndef QUERN_STAGES_CACHE_H
 #define QUERN_STAGES_CACHE_H
 
+#include "stages/block_index.h"
 #include "stages/compress.h"
 #include "stages/gate.h"
 #include "stages/select.h"
@@ -31,7 +32,7 @@ static inline char *cache_block(const cache_plane *p, int64_t b, int64_t head, i
            (page * t->strides[0] + head * t->strides[1]) * (int64_t)quern_dtype_size(t->dtype);
 }
 
-/* Copies the rows of a step between k, v [T, heads, dim] and a plane. */
+/* Copies the rows of a step between k, v [T, heads, dim] and a plane. Where dim_v is 0, v is absent. */
 typedef struct cache_copy_args {
     cache_plane plane;
     stage_step step;
@@ -79,7 +80,23 @@ STAGE_DECLARE(decode);
     IN(tokens.blocks) IN(tokens.table) STAGE_STEP_TENSORS(IN) IN(q) OUT(o) OUT(lse) IN(sink)
 #define DECODE_VALUES(F) F(tokens.dim) F(tokens.dim_v) F(tokens.ring) F(capacity) F(window) F(scale)
 
-/* The same over three branches, with their selection and gate. */
+/* The blocks of a step's tokens by the block indexer, whose keys the plane holds already: the lists that
+ * block_index gives for the whole sequence. */
+typedef struct index_decode_args {
+    cache_plane keys; /* dim_v 0; of one head where all of q share their keys */
+    stage_step step;
+    int64_t capacity; /* most tokens of a sequence */
+    index_rule rule;
+    quern_tensor q;             /* [1, T, Hs, D_I] */
+    quern_tensor blocks, count; /* i32 [1, Hs, T, k], [1, Hs, T]; count may be absent */
+} index_decode_args;
+STAGE_DECLARE(index_decode);
+#define INDEX_DECODE_TENSORS(IN, OUT, GRAD)                                                                  \
+    IN(keys.blocks) IN(keys.table) STAGE_STEP_TENSORS(IN) IN(q) OUT(blocks) OUT(count)
+#define INDEX_DECODE_VALUES(F) F(keys.dim) F(keys.dim_v) F(keys.ring) F(capacity) INDEX_RULE_VALUES(F)
+
+/* The same over three branches, with their selection and gate. Where lists are given, nothing is scored, and
+ * without the compressed branch its plane is absent. */
 typedef struct nsa_decode_args {
     cache_plane plane[3]; /* compressed entries; tokens of the selected and of the window branch */
     stage_step step;
@@ -87,6 +104,8 @@ typedef struct nsa_decode_args {
     int64_t window;
     select_rule rule; /* with tiles of one query; its scale is that of all branches */
     uint32_t branches;
+    bool listed;  /* blocks are read, ascending and -1 padded, not chosen */
+    bool ungated; /* O is the sum of the branches */
     gate_kind gate;
     quern_tensor q, o;                /* [1, T, H, D] */
     quern_tensor w_gate, gates;       /* as in the gate stage */
@@ -95,13 +114,15 @@ typedef struct nsa_decode_args {
 STAGE_DECLARE(nsa_decode);
 #define NSA_DECODE_TENSORS(IN, OUT, GRAD)                                                                    \
     IN(plane[0].blocks)                                                                                      \
-    IN(plane[0].table) IN(plane[1].blocks) IN(plane[1].table) IN(plane[2].blocks) IN(plane[2].table)         \
-        STAGE_STEP_TENSORS(IN) IN(q) OUT(o) IN(w_gate) OUT(gates) OUT(blocks) OUT(block_count)
+    IN(plane[0].table)                                                                                       \
+    IN(plane[1].blocks) IN(plane[1].table) IN(plane[2].blocks) IN(plane[2].table) STAGE_STEP_TENSORS(IN)     \
+        IN(q) OUT(o) IN(w_gate) OUT(gates) OUT(blocks) OUT(block_count)
 #define NSA_DECODE_VALUES(F)                                                                                 \
     F(plane[0].dim)                                                                                          \
     F(plane[0].dim_v)                                                                                        \
     F(plane[0].ring)                                                                                         \
-    F(plane[1].dim) F(plane[1].dim_v) F(plane[1].ring) F(plane[2].dim) F(plane[2].dim_v) F(plane[2].ring)    \
-        F(capacity) F(window) SELECT_RULE_VALUES(F) F(branches) F(gate)
+    F(plane[1].dim)                                                                                          \
+    F(plane[1].dim_v) F(plane[1].ring) F(plane[2].dim) F(plane[2].dim_v) F(plane[2].ring) F(capacity)        \
+        F(window) SELECT_RULE_VALUES(F) F(branches) F(listed) F(ungated) F(gate)
 
 #endif

@@ -156,15 +156,15 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_dsv4_index_params), 48);
     assert_int_equal(offsetof(quern_dsv4_index_params, key_format), 32);
     assert_int_equal(sizeof(quern_dsv4_index_tensors), 72);
-    assert_int_equal(sizeof(quern_cache_params), 112);
+    assert_int_equal(sizeof(quern_cache_params), 128);
     assert_int_equal(offsetof(quern_cache_params, separate_slc), 92);
     assert_int_equal(sizeof(quern_ledger_params), 208);
     assert_int_equal(sizeof(quern_cache_batch), 32);
-    assert_int_equal(sizeof(quern_cache_tensors), 176);
+    assert_int_equal(sizeof(quern_cache_tensors), 192);
     assert_int_equal(sizeof(quern_cache_step_params), 32);
     assert_int_equal(sizeof(quern_cache_pack_params), 40);
-    assert_int_equal(sizeof(quern_cache_pack_tensors), 72);
-    assert_int_equal(sizeof(quern_decode_tensors), 152);
+    assert_int_equal(sizeof(quern_cache_pack_tensors), 80);
+    assert_int_equal(sizeof(quern_decode_tensors), 168);
     assert_int_equal(sizeof(quern_dsv4_attention_params), 48);
     assert_int_equal(offsetof(quern_dsv4_attention_params, start_abs_pos), 24);
     assert_int_equal(sizeof(quern_dsv4_attention_tensors), 160);
@@ -242,7 +242,7 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_nsa_list_params, n);
     ENDS(quern_nsa_index_params, query_offset);
     ENDS(quern_nsa_index_loss_params, reserved);
-    ENDS(quern_cache_params, step);
+    ENDS(quern_cache_params, index_dim);
     ENDS(quern_ledger_params, pools);
     ENDS(quern_step, copies);
     ENDS(quern_cache_step_params, reserved);

@@ -265,10 +265,11 @@ static void numbers_of_caches(void **state)
     typedef quern_cache_params cp;
     typedef quern_dsv4_layer_cache_params lp;
     typedef quern_dsv4_compress_params sp;
-    static const field of_cache[] = {
-        NARROW(cp, dtype),    WIDE(cp, sequences), WIDE(cp, kv_heads), WIDE(cp, dim),        WIDE(cp, dim_v),
-        WIDE(cp, capacity),   WIDE(cp, page),      WIDE(cp, pages),    WIDE(cp, block_size), WIDE(cp, stride),
-        NARROW(cp, compress), WIDE(cp, window),    WIDE(cp, step)};
+    static const field of_cache[] = {NARROW(cp, dtype), WIDE(cp, sequences),   WIDE(cp, kv_heads),
+                                     WIDE(cp, dim),     WIDE(cp, dim_v),       WIDE(cp, capacity),
+                                     WIDE(cp, page),    WIDE(cp, pages),       WIDE(cp, block_size),
+                                     WIDE(cp, stride),  NARROW(cp, compress),  WIDE(cp, window),
+                                     WIDE(cp, step),    WIDE(cp, index_heads), WIDE(cp, index_dim)};
     static const field of_layer[] = {NARROW(lp, kind),   NARROW(lp, dtype),      WIDE(lp, sequences),
                                      WIDE(lp, capacity), WIDE(lp, dim),          WIDE(lp, window),
                                      WIDE(lp, ratio),    WIDE(lp, index_dim),    WIDE(lp, ring),
@@ -283,6 +284,7 @@ static void numbers_of_caches(void **state)
         c.sequences = c.kv_heads = 2, c.dim = c.dim_v = 8, c.capacity = 100;
         c.page = paged ? 64 : 0, c.pages = paged ? 9 : 0;
         c.block_size = 8, c.separate_win = c.separate_slc = true, c.window = 16, c.step = 8;
+        c.index_heads = 2, c.index_dim = 8;
         use_cache(&c);
         change_fields(&c, of_cache, COUNT(of_cache), use_cache);
         lp l = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;

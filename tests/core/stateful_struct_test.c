@@ -39,10 +39,10 @@ typedef struct subject {
 
 static const quern_cache_params cache_params = {
     sizeof cache_params,     QUERN_F32, 2,     1, 16, 16, 100, 0, 0, 0, 0,
-    QUERN_NSA_COMPRESS_MEAN, false,     false, 0, 0};
+    QUERN_NSA_COMPRESS_MEAN, false,     false, 0, 0,  0,  0};
 static const quern_cache_params sparse_params = {
     sizeof sparse_params,    QUERN_F32, 2,    1,  16, 24, 300, 64, 40, 32, 16,
-    QUERN_NSA_COMPRESS_MEAN, true,      true, 20, 5};
+    QUERN_NSA_COMPRESS_MEAN, true,      true, 20, 5,  0,  0};
 static const quern_dsv4_compress_params compress_params = {
     .size = sizeof compress_params, .kind = QUERN_DSV4_CSA, .ratio = 4};
 static const quern_dsv4_layer_cache_params layer_params = {.size = sizeof layer_params,

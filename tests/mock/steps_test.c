@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * steps_test.c - a step that is recorded once and replayed: appends and decodes of three sequences, dense and
- * sparse, for 300 tokens. Before each replay the host does no more than keep the ledger's books and copy the
- * step's block and rows. The sequences begin apart, so that their blocks commit at different tokens; rows of
- * the batch are now and then of no sequence; a fork makes steps copy pages. Results and pools have the bits
- * of calls on the host's memory that are made anew for every step.
+ * steps_test.c - a step that is recorded once and replayed: appends and decodes of three sequences, dense,
+ * sparse, and sparse by the block indexer, for 300 tokens. Before each replay the host does no more than keep
+ * the ledger's books and copy the step's block and rows. The sequences begin apart, so that their blocks
+ * commit at different tokens; rows of the batch are now and then of no sequence; a fork makes steps copy
+ * pages. Results and pools have the bits of calls on the host's memory that are made anew for every step.
  */
 #include "device.h"
 
@@ -37,14 +37,15 @@ enum {
     STRIDE = 8,
     WINDOW = 40,
     PREFILL = 64, /* rows of the calls before the steps */
-    POOLS = 3
+    POOLS = 4,    /* of the ledger, and the index keys that share the tokens' pages */
+    INDEX = POOLS - 1
 };
 
 /* A layer's tensors and calls in the memory of one device. */
 typedef struct side {
     quern_device device;
     quern_context *ctx;
-    quern_tensor k, v, q, dense, lse, sparse, chosen, pool[POOLS];
+    quern_tensor k, v, q, dense, lse, sparse, chosen, indexed, by_index, pool[POOLS];
     void *block, *workspace;
     size_t bytes;
 } side;
@@ -102,8 +103,10 @@ static side side_make(quern_device device, int64_t rows, const int64_t *pages, s
     s.sparse = made(device, QUERN_F32, 3, q);
     s.lse = made(device, QUERN_F32, 2, lse);
     s.chosen = made(device, QUERN_I32, 3, list);
+    s.indexed = made(device, QUERN_F32, 3, q);
+    s.by_index = made(device, QUERN_I32, 3, list);
     for (int i = 0; i < POOLS; i++) {
-        const int64_t shape[] = {pages[i], HKV, (int64_t)QUERN_CACHE_PAGE * 2 * D};
+        const int64_t shape[] = {pages[i], HKV, (int64_t)QUERN_CACHE_PAGE * (i == INDEX ? 1 : 2) * D};
         s.pool[i] = made(device, QUERN_F32, 3, shape);
     }
     s.block = memory_of(device, block_bytes);
@@ -114,8 +117,9 @@ static side side_make(quern_device device, int64_t rows, const int64_t *pages, s
 
 static void side_free(side *s)
 {
-    quern_tensor *const all[] = {&s->k,   &s->v,      &s->q,       &s->dense,   &s->sparse,
-                                 &s->lse, &s->chosen, &s->pool[0], &s->pool[1], &s->pool[2]};
+    quern_tensor *const all[] = {&s->k,       &s->v,       &s->q,          &s->dense,    &s->sparse,
+                                 &s->lse,     &s->chosen,  &s->indexed,    &s->by_index, &s->pool[0],
+                                 &s->pool[1], &s->pool[2], &s->pool[INDEX]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(s->device, all[i]->data);
     release(s->device, s->block);
     release(s->device, s->workspace);
@@ -141,6 +145,7 @@ static void run(const world *w, const side *s)
     a.tokens = &s->pool[QUERN_CACHE_TOKENS], a.tokens_table = &step.tables[QUERN_CACHE_TOKENS];
     a.entries = &s->pool[QUERN_CACHE_ENTRIES], a.entries_table = &step.tables[QUERN_CACHE_ENTRIES];
     a.win = &s->pool[QUERN_CACHE_WIN], a.win_table = &step.tables[QUERN_CACHE_WIN];
+    a.k_index = &s->k, a.index = &s->pool[INDEX];
     OK(quern_cache_append_step(s->ctx, NULL, &append, &a, s->workspace, s->bytes));
     d.q = &s->q, d.o = &s->dense, d.lse = &s->lse;
     d.slots = a.slots, d.positions = a.positions, d.cu = a.cu;
@@ -149,6 +154,15 @@ static void run(const world *w, const side *s)
     d.o = &s->sparse, d.lse = NULL, d.block_idx = &s->chosen;
     d.entries = a.entries, d.entries_table = a.entries_table, d.win = a.win, d.win_table = a.win_table;
     OK(quern_nsa_decode_step(s->ctx, NULL, &sparse, &d, s->workspace, s->bytes));
+    quern_nsa_params msa = QUERN_NSA_PARAMS_INIT;
+    OK(quern_nsa_params_preset(&msa, "msa"));
+    msa.selection = QUERN_NSA_LIST_INDEXED;
+    msa.select_block = BLOCK;
+    msa.num_selected = 4;
+    d.o = &s->indexed, d.block_idx = &s->by_index;
+    d.entries = d.entries_table = d.win = d.win_table = NULL;
+    d.q_index = &s->k, d.index = a.index;
+    OK(quern_nsa_decode_step(s->ctx, NULL, &msa, &d, s->workspace, s->bytes));
 }
 
 static void copy(const side *s, void *to, const void *from, size_t bytes)
@@ -192,6 +206,8 @@ static void all_same(const world *w, int step, bool pools)
     same(w, &h->lse, &d->lse, "lse", step);
     same(w, &h->sparse, &d->sparse, "sparse", step);
     same(w, &h->chosen, &d->chosen, "block_idx", step);
+    same(w, &h->indexed, &d->indexed, "O by the indexer", step);
+    same(w, &h->by_index, &d->by_index, "the indexer's block_idx", step);
     for (int i = 0; i < POOLS && pools; i++) same(w, &h->pool[i], &d->pool[i], "a pool", step);
 }
 
@@ -218,7 +234,8 @@ static world world_make(int64_t rows)
     OK(quern_ledger_create(&p, w.memory, bytes, &w.ledger));
     OK(quern_ledger_block_bytes(w.ledger, BATCH, &w.block_bytes));
     w.block = malloc(w.block_bytes);
-    for (int i = 0; i < POOLS; i++) OK(quern_ledger_pages(&p, i, CAPACITY, NULL, &pages[i]));
+    for (int i = 0; i < INDEX; i++) OK(quern_ledger_pages(&p, i, CAPACITY, NULL, &pages[i]));
+    pages[INDEX] = pages[QUERN_CACHE_TOKENS];
     for (int i = 0; i < 2; i++)
         w.side[i] = side_make(i == 0 ? QUERN_CPU : QUERN_CUDA, rows, pages, w.block_bytes);
     return w;

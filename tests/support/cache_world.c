@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { Q_INDEX = 7, K_INDEX };
+
 static quern_cache_params random_params(test_random *random)
 {
     quern_cache_params p = QUERN_CACHE_PARAMS_INIT;
@@ -18,6 +20,10 @@ static quern_cache_params random_params(test_random *random)
     p.capacity = CAPACITY;
     p.page = test_random_one_in(random, 3) ? 0 : QUERN_CACHE_PAGE;
     if (p.page != 0 && test_random_one_in(random, 2)) p.pages = test_random_int(random, 8, 20);
+    if (test_random_one_in(random, 2)) {
+        p.index_heads = test_random_one_in(random, 2) ? 1 : p.kv_heads;
+        p.index_dim = 8 * test_random_int(random, 1, 4);
+    }
     if (test_random_one_in(random, 3)) return p;
     p.block_size = 4;
     p.stride = test_random_one_in(random, 2) ? 4 : 2;
@@ -28,6 +34,27 @@ static quern_cache_params random_params(test_random *random)
     return p;
 }
 
+/* Heads and channels of a row of the bank. */
+static void bank_shape(const quern_cache_params *p, int bank, int64_t shape[2])
+{
+    shape[0] = bank == 0 ? HEADS : bank == K_INDEX ? p->index_heads : p->kv_heads;
+    shape[1] = bank >= Q_INDEX ? p->index_dim : bank == 0 || bank % 2 == 1 ? p->dim : p->dim_v;
+}
+
+/* Sparse attention by entries, by the indexer with entries, or by the indexer alone (preset msa). */
+static void set_nsa(const quern_cache_params *p, quern_nsa_params *n)
+{
+    n->block_size = 4;
+    n->stride = p->stride;
+    n->num_selected = 6;
+    n->window = 30;
+    if (p->index_heads == 0) return;
+    if (p->block_size == 0) assert_int_equal(quern_nsa_params_preset(n, "msa"), QUERN_OK);
+    n->selection = QUERN_NSA_LIST_INDEXED;
+    n->select_block = 8;
+    n->num_selected = 6;
+}
+
 world world_make(test_random *random)
 {
     world w = {.nsa = QUERN_NSA_PARAMS_INIT};
@@ -35,14 +62,12 @@ world world_make(test_random *random)
     cache_case_make(&w.cache, &p);
     w.ctx = test_context(test_random_level(random), 2);
     for (int i = 0; i < ROWS; i++) {
-        const int64_t shape[] = {BANK, i == 0 ? HEADS : p.kv_heads, i == 0 || i % 2 == 1 ? p.dim : p.dim_v};
+        int64_t shape[3] = {BANK};
+        bank_shape(&p, i, shape + 1);
         w.bank[i] = test_tensor_make(random, p.dtype, 3, shape, TEST_CONTIGUOUS);
         test_tensor_normal(&w.bank[i], random, 1);
     }
-    w.nsa.block_size = 4;
-    w.nsa.stride = p.stride;
-    w.nsa.num_selected = 6;
-    w.nsa.window = 30;
+    set_nsa(&p, &w.nsa);
     return w;
 }
 
@@ -75,6 +100,7 @@ quern_status world_append(const world *w, quern_cache *cache, int32_t sequence, 
     t.k = &rows[1], t.v = &rows[2];
     if (p->separate_slc) t.k_slc = &rows[3], t.v_slc = &rows[4];
     if (p->separate_win) t.k_win = &rows[5], t.v_win = &rows[6];
+    if (p->index_heads > 0) t.k_index = &rows[K_INDEX];
     size_t bytes;
     if (quern_cache_append_workspace(w->ctx, cache, &batch, &t, &bytes) != QUERN_OK)
         fail_msg("%s", quern_last_error(w->ctx));
@@ -92,25 +118,27 @@ static quern_tensor decode(const world *w, quern_cache *cache, int32_t sequence,
     const quern_cache_params *p = &w->cache.params;
     const int64_t n = length < QUERIES ? length : QUERIES, shape[] = {n, HEADS, p->dim_v};
     const quern_cache_batch batch = {sizeof batch, 1, &sequence, &n};
+    const bool sparse = p->block_size > 0 || p->index_heads > 0;
     const quern_tensor q = world_rows(w, 0, token + length - n, n),
+                       q_index = world_rows(w, Q_INDEX, token + length - n, n),
                        o = quern_tensor_contiguous(calloc((size_t)(n * HEADS * p->dim_v) + 1, 4), p->dtype, 3,
                                                    shape);
     const quern_attention_params dense = QUERN_ATTENTION_PARAMS_INIT;
     quern_decode_tensors t = QUERN_DECODE_TENSORS_INIT;
     t.q = &q;
     t.o = &o;
+    if (p->index_heads > 0) t.q_index = &q_index;
     size_t bytes;
-    quern_status status = p->block_size > 0
+    quern_status status = sparse
                               ? quern_nsa_decode_workspace(w->ctx, &w->nsa, cache, &batch, &t, &bytes)
                               : quern_attention_decode_workspace(w->ctx, &dense, cache, &batch, &t, &bytes);
     if (status != QUERN_OK) fail_msg("%s", quern_last_error(w->ctx));
     test_workspace space = test_workspace_make(bytes);
-    status = p->block_size > 0
-                 ? quern_nsa_decode(w->ctx, NULL, &w->nsa, cache, &batch, &t, space.data, bytes)
-                 : quern_attention_decode(w->ctx, NULL, &dense, cache, &batch, &t, space.data, bytes);
+    status = sparse ? quern_nsa_decode(w->ctx, NULL, &w->nsa, cache, &batch, &t, space.data, bytes)
+                    : quern_attention_decode(w->ctx, NULL, &dense, cache, &batch, &t, space.data, bytes);
     if (status != QUERN_OK) fail_msg("%s", quern_last_error(w->ctx));
     test_workspace_close(&space);
-    free(q.data);
+    free(q.data), free(q_index.data);
     return o;
 }
 

@@ -6,9 +6,9 @@
 
 #include "cache_case.h"
 
-enum { SEQUENCES = 5, CAPACITY = 300, BANK = 64, STEP = 40, HEADS = 4, QUERIES = 3, ROWS = 7 };
+enum { SEQUENCES = 5, CAPACITY = 300, BANK = 64, STEP = 40, HEADS = 4, QUERIES = 3, ROWS = 9 };
 
-/* Rows of which all sequences are made: q, then k and v of the cache's three pairs. */
+/* Rows of which all sequences are made: q, k and v of three pairs, the indexer's queries and keys. */
 typedef struct world {
     cache_case cache;
     quern_context *ctx;

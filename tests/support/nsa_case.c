@@ -116,10 +116,11 @@ static void make_indexer(nsa_case *c, test_random *random)
 {
     const nsa_config *f = &c->config;
     if (f->d_index == 0) return;
-    const int64_t keys[] = {f->batch, f->n, f->d_index}, rows[] = {c->rows, f->d_index};
-    make_activation(c, random, NSA_Q_INDEX, f->dtype, f->n, c->rows,
-                    f->params.scope == QUERN_NSA_SCOPE_HEAD ? f->h : f->hkv, f->d_index);
-    make(c, random, NSA_K_INDEX, f->dtype, f->varlen ? 2 : 3, f->varlen ? rows : keys);
+    const int64_t keys[] = {f->batch, f->n, f->d_index}, rows[] = {c->rows, f->d_index},
+                  lists = f->params.scope == QUERN_NSA_SCOPE_HEAD ? f->h : f->hkv;
+    make_activation(c, random, NSA_Q_INDEX, f->dtype, f->n, c->rows, lists, f->d_index);
+    if (f->key_a_list) make_activation(c, random, NSA_K_INDEX, f->dtype, f->n, c->rows, lists, f->d_index);
+    else make(c, random, NSA_K_INDEX, f->dtype, f->varlen ? 2 : 3, f->varlen ? rows : keys);
     test_tensor_normal(&c->tensor[NSA_Q_INDEX], random, 1);
     test_tensor_normal(&c->tensor[NSA_K_INDEX], random, 1);
 }

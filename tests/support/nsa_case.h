@@ -84,7 +84,8 @@ typedef struct nsa_config {
     bool project_k, project_v; /* mean: with w_k, w_v */
     bool pe_k, pe_v;           /* linear: with position encodings */
     bool separate_slc, separate_win;
-    int64_t d_index;   /* of the block indexer, where params.selection is INDEXED; its lists share a key */
+    int64_t d_index;   /* of the block indexer, where params.selection is INDEXED */
+    bool key_a_list;   /* otherwise its lists share a key */
     bool forward_only; /* without gradients, and results are not drawn */
 } nsa_config;
 

@@ -44,6 +44,36 @@ static void write_inputs(void)
                      QUERN_OK);
 }
 
+/* Files DIR/indexed and DIR/indexed_varlen: those inputs without weights, with the block indexer's. */
+static void write_indexed(void)
+{
+    enum { INPUTS = 5 };
+    static float data[INPUTS][BATCH * TOKENS * HEADS * DIM_V];
+    static const char *const names[INPUTS] = {"Q", "K", "V", "q_I", "k_I"};
+    static const int64_t tails[INPUTS][2] = {
+        {HEADS, DIM}, {KV_HEADS, DIM}, {KV_HEADS, DIM_V}, {KV_HEADS, DIM}, {DIM, 0}};
+    static int32_t cu[] = {0, 149, 283};
+    const int64_t offsets[] = {3};
+    test_random random = {10};
+    quern_tensor t[2][INPUTS + 1];
+    quern_safetensors_item items[2][INPUTS + 1];
+    for (int i = 0; i < INPUTS; i++) {
+        const int64_t fixed[] = {BATCH, TOKENS, tails[i][0], tails[i][1]},
+                      varlen[] = {BATCH * TOKENS, tails[i][0], tails[i][1]};
+        const int32_t ndim = i == INPUTS - 1 ? 3 : 4;
+        for (int k = 0; k < BATCH * TOKENS * HEADS * DIM_V; k++)
+            data[i][k] = (float)test_random_normal(&random);
+        t[0][i] = quern_tensor_contiguous(data[i], QUERN_F32, ndim, fixed);
+        t[1][i] = quern_tensor_contiguous(data[i], QUERN_F32, ndim - 1, varlen);
+        for (int f = 0; f < 2; f++) items[f][i] = (quern_safetensors_item){names[i], &t[f][i]};
+    }
+    t[1][INPUTS] = quern_tensor_contiguous(cu, QUERN_I32, 1, offsets);
+    items[1][INPUTS] = (quern_safetensors_item){"cu_seqlens", &t[1][INPUTS]};
+    assert_int_equal(quern_safetensors_save(path_of("indexed"), items[0], INPUTS, NULL, 0), QUERN_OK);
+    assert_int_equal(quern_safetensors_save(path_of("indexed_varlen"), items[1], INPUTS + 1, NULL, 0),
+                     QUERN_OK);
+}
+
 static quern_safetensors *open_result(const char *name, const char *tensor, quern_tensor *t)
 {
     quern_safetensors *file;
@@ -133,6 +163,27 @@ static void sparse_pieces_give_the_whole(void **state)
         }
 }
 
+static void pieces_by_the_indexer_give_the_whole(void **state)
+{
+    static const char *const options[] = {
+        "--profile msa --select-block 16 --num-selected 3",
+        "--block-size 8 --select-block 16 --num-selected 4 --window 20",
+        "--block-size 8 --num-selected 5 --window 20 --branches slc,win",
+    };
+    (void)state;
+    write_indexed();
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        for (int k = 0; k < PIECES; k++) {
+            run_both("nsa", "indexed", options[i], pieces[k]);
+            same_lists();
+            if (i != 1) /* no entries */
+                assert_int_equal(cache_bytes(), BATCH * (k == 2 || k == 4 ? 192 : TOKENS) *
+                                                    (KV_HEADS * (DIM + DIM_V) + DIM) * 4);
+            run_both("nsa", "indexed_varlen", options[i], pieces[k]);
+            same_lists();
+        }
+}
+
 static void dense_pieces_give_the_whole(void **state)
 {
     static const char *const options[] = {"", "--window 40 --scale 0.3"};
@@ -186,7 +237,8 @@ static void mistakes_are_reported(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(sparse_pieces_give_the_whole), cmocka_unit_test(dense_pieces_give_the_whole),
+        cmocka_unit_test(sparse_pieces_give_the_whole),
+        cmocka_unit_test(pieces_by_the_indexer_give_the_whole), cmocka_unit_test(dense_pieces_give_the_whole),
         cmocka_unit_test(bytes_count_rows_of_every_kind), cmocka_unit_test(mistakes_are_reported)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

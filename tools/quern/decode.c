@@ -34,7 +34,7 @@ typedef struct stream {
     size_t row_bytes;
 } stream;
 
-enum { Q, K, V, K_SLC, V_SLC, K_WIN, V_WIN, GATES, O, STREAMS };
+enum { Q, K, V, K_SLC, V_SLC, K_WIN, V_WIN, GATES, Q_INDEX, K_INDEX, O, STREAMS };
 
 typedef struct decode_run {
     job *j;
@@ -88,7 +88,9 @@ static int bind(decode_run *r)
                                      .pe_k = t.pe_k,
                                      .pe_v = t.pe_v,
                                      .w_gate = t.w_gate,
-                                     .gates = t.gates};
+                                     .gates = t.gates,
+                                     .q_index = t.q_index,
+                                     .k_index = t.k_index};
     } else {
         quern_attention_tensors t;
         memcpy(&t, &j->tensors, sizeof t);
@@ -151,6 +153,24 @@ static int64_t longest(const decode_run *r)
     return most;
 }
 
+/* The block indexer chooses. */
+static bool is_indexed(const quern_nsa_params *p)
+{
+    return (p->branches & QUERN_NSA_BRANCH_SLC) != 0 && p->selection == QUERN_NSA_LIST_INDEXED;
+}
+
+static bool has_entries(const quern_nsa_params *p)
+{
+    return (p->branches & QUERN_NSA_BRANCH_CMP) != 0 ||
+           ((p->branches & QUERN_NSA_BRANCH_SLC) != 0 && p->selection == QUERN_NSA_LIST_COMPUTED);
+}
+
+/* One index key of a token serves all lists. */
+static bool shares_keys(const decode_run *r)
+{
+    return r->nsa.k_index->ndim < r->nsa.k->ndim;
+}
+
 static int make_cache(decode_run *r)
 {
     const quern_tensor *k = r->nsa.k, *v = r->nsa.v;
@@ -167,9 +187,13 @@ static int make_cache(decode_run *r)
     c->page = options.page;
     c->pages = options.page != 0 ? c->sequences * ((c->capacity + options.page - 1) / options.page) : 0;
     if (r->sparse) {
-        c->block_size = p->block_size;
+        c->block_size = has_entries(p) ? p->block_size : 0;
         c->stride = p->stride;
         c->compress = p->compress;
+        if (is_indexed(p)) {
+            c->index_heads = shares_keys(r) ? 1 : r->nsa.k_index->shape[k->ndim - 2];
+            c->index_dim = r->nsa.k_index->shape[r->nsa.k_index->ndim - 1];
+        }
         c->separate_slc = r->nsa.k_slc != NULL && (p->branches & QUERN_NSA_BRANCH_SLC);
         c->separate_win = r->nsa.k_win != NULL && (p->branches & QUERN_NSA_BRANCH_WIN);
         c->window = p->window < c->capacity ? p->window : c->capacity;
@@ -203,7 +227,9 @@ static int make_streams(decode_run *r)
                                           r->params.separate_slc ? t->v_slc : NULL,
                                           r->params.separate_win ? t->k_win : NULL,
                                           r->params.separate_win ? t->v_win : NULL,
-                                          r->sparse && p->gate == QUERN_NSA_GATE_GIVEN ? t->gates : NULL};
+                                          r->sparse && p->gate == QUERN_NSA_GATE_GIVEN ? t->gates : NULL,
+                                          r->sparse && is_indexed(p) ? t->q_index : NULL,
+                                          r->sparse && is_indexed(p) ? t->k_index : NULL};
     job *j = r->j;
     const quern_tensor *o = job_add_output(j, "O", r->o.dtype, r->o.ndim, r->o.shape);
     const int64_t most = r->batch * longest(r);
@@ -212,8 +238,9 @@ static int make_streams(decode_run *r)
         stream *s = &r->streams[i];
         s->whole = i == O ? o : wholes[i];
         if (s->whole == NULL) continue;
-        const int64_t *tail = s->whole->shape + s->whole->ndim - 2, piece[] = {most, tail[0], tail[1]};
-        s->row_bytes = (size_t)(tail[0] * tail[1]) * quern_dtype_size(s->whole->dtype);
+        const int64_t *tail = s->whole->shape + s->whole->ndim - 2,
+                      heads = i == K_INDEX && shares_keys(r) ? 1 : tail[0], piece[] = {most, heads, tail[1]};
+        s->row_bytes = (size_t)(heads * tail[1]) * quern_dtype_size(s->whole->dtype);
         s->piece =
             quern_tensor_contiguous(malloc((size_t)most * s->row_bytes + 1), s->whole->dtype, 3, piece);
         ok = s->piece.data != NULL;
@@ -249,6 +276,7 @@ static bool make_room(decode_run *r, size_t bytes)
 static quern_status append(decode_run *r, const quern_cache_batch *batch)
 {
     const stream *s = r->streams;
+    const bool entries = r->params.block_size > 0;
     const quern_cache_tensors t = {.size = sizeof t,
                                    .k = &s[K].piece,
                                    .v = &s[V].piece,
@@ -256,10 +284,11 @@ static quern_status append(decode_run *r, const quern_cache_batch *batch)
                                    .v_slc = s[V_SLC].whole != NULL ? &s[V_SLC].piece : NULL,
                                    .k_win = s[K_WIN].whole != NULL ? &s[K_WIN].piece : NULL,
                                    .v_win = s[V_WIN].whole != NULL ? &s[V_WIN].piece : NULL,
-                                   .w_k = r->nsa.w_k,
-                                   .w_v = r->nsa.w_v,
-                                   .pe_k = r->nsa.pe_k,
-                                   .pe_v = r->nsa.pe_v};
+                                   .w_k = entries ? r->nsa.w_k : NULL,
+                                   .w_v = entries ? r->nsa.w_v : NULL,
+                                   .pe_k = entries ? r->nsa.pe_k : NULL,
+                                   .pe_v = entries ? r->nsa.pe_v : NULL,
+                                   .k_index = s[K_INDEX].whole != NULL ? &s[K_INDEX].piece : NULL};
     size_t bytes;
     const quern_status status = quern_cache_append_workspace(r->ctx, r->cache, batch, &t, &bytes);
     if (status != QUERN_OK) return status;
@@ -286,6 +315,7 @@ static quern_status attend(decode_run *r, const quern_cache_batch *batch, int64_
     if (r->block_idx != NULL) t.block_idx = &r->idx;
     if (p->nsa.gate == QUERN_NSA_GATE_WEIGHTS) t.w_gate = r->nsa.w_gate;
     if (s[GATES].whole != NULL) t.gates = &s[GATES].piece;
+    if (s[Q_INDEX].whole != NULL) t.q_index = &s[Q_INDEX].piece;
     quern_nsa_params nsa = p->nsa;
     if (r->params.separate_win && nsa.window > r->params.window)
         nsa.window = r->params.window; /* as many as there are tokens */
@@ -398,10 +428,12 @@ static int compute(job *j, quern_context *ctx)
     return code;
 }
 
-/* The call computes the lists even if the file has some. */
+/* The call computes the lists even if the file has some: by the block indexer, where its tensors are. */
 static int compute_lists(job *j)
 {
-    j->params.nsa.selection = QUERN_NSA_LIST_COMPUTED;
+    quern_nsa_tensors t;
+    memcpy(&t, &j->tensors, sizeof t);
+    j->params.nsa.selection = t.q_index != NULL ? QUERN_NSA_LIST_INDEXED : QUERN_NSA_LIST_COMPUTED;
     j->params.nsa.groups = QUERN_NSA_LIST_COMPUTED;
     j->backward = false;
     return EXIT_DONE;

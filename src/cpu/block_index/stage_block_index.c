@@ -50,7 +50,7 @@ static void carve_scratch(const index_job *job, arena *a, index_scratch *s)
     s->best = arena_take(a, rows * width * sizeof *s->best);
     s->seen = arena_take(a, rows * sizeof *s->seen);
     s->tile_seen = arena_take(a, rows * sizeof *s->tile_seen);
-    const size_t k = (size_t)(job->args->k < job->width ? job->args->k : job->width);
+    const size_t k = (size_t)(job->args->rule.k < job->width ? job->args->rule.k : job->width);
     s->keys = arena_take(a, k * sizeof *s->keys);
     s->chosen = arena_take(a, k * sizeof *s->chosen);
 }
@@ -70,7 +70,7 @@ static void carve(const stage_exec *exec, const block_index_args *args, arena *a
                                 .v = args->keys};
     job->attention = attend_plan_of(exec, &job->attend);
     job->kernels = cpu_kernels_for(exec->cpu_level)->nsa;
-    job->width = mask_blocks(args->seqs.n_kv, args->block_size);
+    job->width = mask_blocks(args->seqs.n_kv, args->rule.block_size);
     const int64_t most = job->width > 0 ? SCORE_BYTES / 4 / job->width : SELECT_ROWS;
     job->rows = most > SELECT_ROWS ? SELECT_ROWS : most > 0 ? most : 1;
     const attend_plan *p = &job->attention;
@@ -100,7 +100,7 @@ static void products(const index_job *job, int64_t first, int64_t columns, const
 /* The block scores of the chunk's rows, which see keys before `end`. */
 static void score_blocks(const index_job *job, int64_t end, index_scratch *s)
 {
-    const int64_t size = job->args->block_size;
+    const int64_t size = job->args->rule.block_size;
     for (int64_t first = 0; first < end; first += SELECT_KEYS) {
         const int64_t stop = end - first < SELECT_KEYS ? end : first + SELECT_KEYS;
         products(job, first, stop - first, s);
@@ -122,7 +122,7 @@ static int64_t position_of(const index_job *job, const attend_sequence *seq, int
 /* The blocks that begin at or before a position. */
 static int64_t candidates_at(const index_job *job, const attend_sequence *seq, int64_t position)
 {
-    const int64_t size = job->args->block_size, blocks = mask_blocks(seq->nk, size);
+    const int64_t size = job->args->rule.block_size, blocks = mask_blocks(seq->nk, size);
     if (position < 0) return 0;
     return position / size + 1 < blocks ? position / size + 1 : blocks;
 }
@@ -136,18 +136,9 @@ static void choose(const index_job *job, int32_t r, index_scratch *s)
                   view_b = c->seq.view_b, row = c->seq.q0 + query,
                   position = position_of(job, &c->seq, query),
                   candidates = candidates_at(job, &c->seq, position);
-    const int64_t first = n->forced_first < candidates ? n->forced_first : candidates;
     const float *scores = s->best + r * job->width;
-    int64_t local = candidates; /* blocks local ... candidates - 1 are forced */
-    if (candidates > 0 && n->forced_local > 0) local = position / n->block_size - (n->forced_local - 1);
-    if (local > candidates) local = candidates;
-    if (local < first) local = first;
-    if (candidates <= n->k) local = first; /* all of them */
-    const int64_t want = n->k - first - (candidates - local),
-                  found = local > first ? job->kernels->best_of(scores, first, local, want, s->keys) : 0;
-    for (int64_t i = 0; i < found; i++) s->chosen[i] = rank_index(s->keys[i]);
-    const int32_t count = select_write_list(first, s->chosen, found, local, candidates, n->k,
-                                            row_at(&n->blocks, view_b, head, row));
+    const int32_t count = select_index_list(job->kernels, &n->rule, scores, position, candidates, s->keys,
+                                            s->chosen, row_at(&n->blocks, view_b, head, row));
     if (is_present(&n->count)) *(int32_t *)row_at(&n->count, view_b, head, row) = count;
     if (is_present(&n->scores))
         memcpy(row_at(&n->scores, view_b, head, row), scores, (size_t)job->width * sizeof *scores);
@@ -166,7 +157,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     const int64_t last = (row0 + rows - 1) / p->hs;
     attend_chunk_begin(p, b, (int32_t)unit, row0, rows, &s->chunk);
     if (is_present(&job->args->scores) ||
-        candidates_at(job, &seq, position_of(job, &seq, last)) > job->args->k) {
+        candidates_at(job, &seq, position_of(job, &seq, last)) > job->args->rule.k) {
         for (int64_t i = 0; i < rows * job->width; i++) s->best[i] = -INFINITY;
         for (int32_t r = 0; r < rows; r++) {
             int64_t lo, hi;

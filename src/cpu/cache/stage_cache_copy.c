@@ -34,8 +34,9 @@ static void copy_rows(const cache_copy_args *args, const step_run *run, int64_t 
             keys + (size_t)(CACHE_BLOCK - from % CACHE_BLOCK) * key + (size_t)(from % CACHE_BLOCK) * value;
         for (int64_t t = from; t < end; t++, keys += key, values += value) {
             char *k = row_at(&args->k, 0, run->row + t - run->first, h);
-            char *v = row_at(&args->v, 0, run->row + t - run->first, h);
             memcpy(args->from_cache ? k : keys, args->from_cache ? keys : k, key);
+            if (value == 0) continue;
+            char *v = row_at(&args->v, 0, run->row + t - run->first, h);
             memcpy(args->from_cache ? v : values, args->from_cache ? values : v, value);
         }
     }

@@ -14,7 +14,7 @@
  * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). What is read next is prefetched while a panel
  * is computed: after the entries a block that is always chosen, after the blocks the window, after that the
  * entries of the task that this thread probably takes next. Rows of blocks that do not fill a panel are
- * gathered.
+ * gathered. Lists that are given take the place of the entries' scores.
  */
 #include "core/parallel.h"
 #include "cpu/check_data.h"
@@ -53,8 +53,8 @@ typedef struct nsa_job {
     select_args select;
     select_plan plan;
     gate_args gate;
-    bool cmp, slc, win, softmax;
-    int64_t group, lists, width; /* lists: of a key/value head */
+    bool cmp, slc, win, softmax, chooses; /* chooses: the selected branch's lists, by entries */
+    int64_t group, lists, width;          /* lists: of a key/value head */
     int32_t threads;
     int64_t batch;
     step_run *runs; /* [batch] */
@@ -78,7 +78,7 @@ static void carve_space(const nsa_job *job, arena *a, nsa_space *s)
     s->gates = arena_take(a, 3 * n);
     s->lse2 = arena_take(a, n);
     s->seen = arena_take(a, n);
-    if (!job->slc) return;
+    if (!job->chooses) return;
     select_scratch_carve(&job->plan, a, &s->select);
     s->scores = arena_take(a, n * (size_t)job->width);
     if (job->softmax) return;
@@ -97,6 +97,7 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
     job->cmp = (args->branches & 1u << CMP) != 0;
     job->slc = (args->branches & 1u << SLC) != 0;
     job->win = (args->branches & 1u << WIN) != 0;
+    job->chooses = job->slc && !args->listed;
     job->softmax = args->rule.scorer == SELECT_PROBABILITY;
     job->group = args->q.shape[2] / heads;
     job->lists = args->rule.scope == LIST_BY_HEAD ? job->group : 1;
@@ -111,7 +112,7 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
                                 .keys = quern_tensor_contiguous(NULL, plane->blocks.dtype, 4, keys),
                                 .blocks = args->blocks,
                                 .count = args->block_count};
-    select_plan_make(exec, &job->select, &job->plan);
+    if (job->chooses) select_plan_make(exec, &job->select, &job->plan);
     job->plan.tiles = 1;
     job->width = round_up16(entries + 1) + STEP_KEYS;
     job->batch = args->step.slots.shape[0];
@@ -185,9 +186,13 @@ static decode_panel window_start(const nsa_job *job, const nsa_query *q)
                 q->position + 1);
 }
 
-/* What is read after the entries: a block that is always chosen, or the window. */
+/* What is read after the entries: a block that is known to be attended, or the window. */
 static decode_panel after_entries(const nsa_job *job, const nsa_query *q)
 {
+    if (job->slc && job->args->listed) {
+        const int32_t *list = row_at(&job->args->blocks, 0, q->head * job->lists, q->row);
+        return peek(&job->args->plane[SLC], q, list[0] * job->args->rule.select_block, q->position + 1);
+    }
     if (job->slc && job->args->rule.forced_first > 0)
         return peek(&job->args->plane[SLC], q, 0, q->position + 1);
     return job->win ? window_start(job, q) : (decode_panel){NULL, NULL, 0};
@@ -199,7 +204,7 @@ static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
     const int32_t most = job->cmp ? STEP_PANELS : SCORE_PANELS;
     const bool by_rows = job->cmp || job->softmax;
     decode_rows_reset(&s->rows, (int32_t)job->group);
-    if (job->slc && !job->softmax) make_means(job, q, s);
+    if (job->chooses && !job->softmax) make_means(job, q, s);
     for (int64_t key = 0, first = 0; key < q->seen; first = key) {
         const cache_plane *plane = &job->args->plane[CMP];
         decode_panel panels[STEP_PANELS];
@@ -207,12 +212,12 @@ static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
         while (count < most && key < q->seen) {
             const int64_t at = key;
             panels[count] = decode_next_panel(plane, q->run->b, q->head, &key, q->seen);
-            if (job->slc && !job->softmax) score_means(job, &panels[count], at, s);
+            if (job->chooses && !job->softmax) score_means(job, &panels[count], at, s);
             count++;
         }
         if (!by_rows) continue;
         keys = decode_scores(&job->shape, &s->rows, panels, count, true, &s->scratch);
-        for (int64_t r = 0; r < job->group && job->slc && job->softmax; r++)
+        for (int64_t r = 0; r < job->group && job->chooses && job->softmax; r++)
             memcpy(s->scores + r * job->width + first, s->scratch.s + r * STEP_KEYS,
                    (size_t)round_up16(keys) * sizeof *s->scores);
         s->scratch.ahead = key < q->seen ? peek(plane, q, key, q->seen) : after_entries(job, q);
@@ -306,9 +311,9 @@ static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64
 
 static void run_selected(const nsa_job *job, const nsa_query *q, nsa_space *s)
 {
-    const decode_rows all = s->rows;
     const int64_t length = job->args->rule.select_block, rows = job->group / job->lists;
     decode_rows_reset(&s->rows, (int32_t)job->group);
+    const decode_rows all = s->rows;
     for (int64_t j = 0; j < job->lists; j++) {
         const int32_t *list = row_at(&job->args->blocks, 0, q->head * job->lists + j, q->row);
         s->rows.q = (float *)all.q + j * rows * job->shape.key_words;
@@ -363,7 +368,7 @@ static decode_panel first_of_next(const nsa_job *job, int64_t index)
     const int64_t next = index + job->threads;
     if (next >= job->tasks[job->batch]) return (decode_panel){NULL, NULL, 0};
     const nsa_query q = query_at(job, next);
-    if ((job->cmp || job->slc) && q.seen > 0) return peek(&job->args->plane[CMP], &q, 0, q.seen);
+    if ((job->cmp || job->chooses) && q.seen > 0) return peek(&job->args->plane[CMP], &q, 0, q.seen);
     return after_entries(job, &q);
 }
 
@@ -376,13 +381,13 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     nsa_space *s = &job->spaces[thread];
     s->after = first_of_next(job, index);
     decode_rows_pack(&job->shape, &args->q, q.row, q.head * job->group, job->group, 0, &s->rows);
-    gate_make(&job->gate, job->kernels, 0, q.row, 1, q.head * job->group, job->group, s->gates);
     memset(s->sum, 0, (size_t)(job->group * width) * sizeof *s->sum);
-    if (job->cmp || job->slc) run_entries(job, &q, s);
-    if (job->slc) {
-        choose(job, &q, s);
-        run_selected(job, &q, s);
-    }
+    if (args->ungated)
+        for (int64_t i = 0; i < 3 * job->group; i++) s->gates[i] = 1.0f;
+    else gate_make(&job->gate, job->kernels, 0, q.row, 1, q.head * job->group, job->group, s->gates);
+    if (job->cmp || job->chooses) run_entries(job, &q, s);
+    if (job->chooses) choose(job, &q, s);
+    if (job->slc) run_selected(job, &q, s);
     if (job->win) run_window(job, &q, s);
     for (int64_t r = 0; r < job->group; r++)
         job->shape.kernels->rows->convert(s->sum + r * width, QUERN_F32,
@@ -402,8 +407,9 @@ quern_status cpu_nsa_decode(const stage_exec *exec, const nsa_decode_args *args,
 {
     quern_status status = check_step(exec, &args->step, args->q.shape[1]);
     for (int i = 0; i < 3 && status == QUERN_OK; i++)
-        status = check_plane(exec, &args->plane[i], &args->step, i == CMP ? args->rule.block_size : 0,
-                             args->rule.stride);
+        if (is_present(&args->plane[i].blocks))
+            status = check_plane(exec, &args->plane[i], &args->step, i == CMP ? args->rule.block_size : 0,
+                                 args->rule.stride);
     if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     nsa_job job;

@@ -41,7 +41,7 @@ static void fixture_open(fixture *f, int64_t page)
 {
     memset(f, 0, sizeof *f);
     const quern_cache_params params = {sizeof params, QUERN_F32, 3, 1, 16, 16, 300, page, 0, 0, 0, 0,
-                                       false,         false,     0, 0};
+                                       false,         false,     0, 0, 0,  0};
     cache_case_make(&f->cache, &params);
     f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     for (int i = 0; i < 80 * 16; i++) f->rows[i] = (float)i;
@@ -235,8 +235,8 @@ static void steps_are_checked(void **state)
 static void parameters_are_checked(void **state)
 {
     (void)state;
-    const quern_cache_params good = {sizeof good, QUERN_F32, 3,  1, 16,    16,   300, 64,
-                                     9,           32,        16, 0, false, true, 10,  1};
+    const quern_cache_params good = {sizeof good, QUERN_F32, 3, 1,     16,   16, 300, 64, 9,
+                                     32,          16,        0, false, true, 10, 1,   1,  16};
     struct {
         quern_cache_params p;
         const char *sentence;
@@ -254,7 +254,9 @@ static void parameters_are_checked(void **state)
                  {good, "params.window is 0"},
                  {good, "params.step is 0"},
                  {good, "params.size is 0"},
-                 {good, "are too many"}};
+                 {good, "are too many"},
+                 {good, "params.index_heads is -1"},
+                 {good, "params.index_dim: head dim 0"}};
     cases[0].p.dtype = QUERN_I32;
     cases[1].p.sequences = 0;
     cases[2].p.kv_heads = -1;
@@ -269,6 +271,8 @@ static void parameters_are_checked(void **state)
     cases[11].p.window = 0;
     cases[12].p.step = 0;
     cases[13].p.size = 0;
+    cases[15].p.index_heads = -1;
+    cases[16].p.index_dim = 0;
     cases[14].p.page = 0;
     cases[14].p.sequences = cases[14].p.capacity = cases[14].p.kv_heads = INT32_MAX;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

@@ -249,7 +249,7 @@ static void rolled_back_rows_reach_no_result(void **state)
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int64_t page = 0; page <= 64; page += 64) {
             quern_cache_params params = {sizeof params, QUERN_BF16, 2, 1, 16, 16, 100, page, 0, 0, 0, 0,
-                                         false,         false,      0, 0};
+                                         false,         false,      0, 0, 0,  0};
             cache_case cache;
             cache_case_make(&cache, &params);
             quern_context *ctx = test_context(level, 1);
@@ -287,7 +287,7 @@ static void a_query_with_heads_before_tokens_is_named(void **state)
 {
     (void)state;
     quern_cache_params params = {sizeof params, QUERN_F32, 1, 1, 16, 16, 100, 0, 0, 0, 0, 0,
-                                 false,         false,     0, 0};
+                                 false,         false,     0, 0, 0,  0};
     cache_case cache;
     cache_case_make(&cache, &params);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
@@ -318,7 +318,7 @@ static void sizes_and_bytes_held(void **state)
 {
     (void)state;
     quern_cache_params p = {sizeof p, QUERN_BF16, 3,   2, 16, 24, 1000, 0, 0, 32, 16, QUERN_NSA_COMPRESS_MEAN,
-                            false,    true,       100, 4};
+                            false,    true,       100, 4, 0,  0};
     size_t memory, rows;
     const int64_t row = 2 * (16 + 24) * 2, ring = (100 + 8 + 4 + 63) / 64 * 64;
     assert_int_equal(quern_cache_size(&p, &memory, &rows), QUERN_OK);

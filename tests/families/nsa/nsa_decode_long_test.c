@@ -3,7 +3,7 @@
 /*
  * nsa_decode_long_test.c - native sparse attention from a cache of more entries than a step of the compressed
  * branch takes in (384), for any number of heads a key head: the lists are the prefill's to the bit, also of
- * the paper's configuration.
+ * the paper's configuration; so are the block indexer's of more keys than a share has (8192).
  */
 #include "cache_case.h"
 #include "cmocka_c11.h"
@@ -21,22 +21,25 @@ typedef struct shape {
     quern_nsa_metric metric;
     quern_nsa_scope scope;
     uint32_t branches; /* 0: all */
+    int64_t index;     /* D_I of preset msa; 0: entries choose */
 } shape;
 
 enum { SLC_WIN = QUERN_NSA_BRANCH_SLC | QUERN_NSA_BRANCH_WIN };
 
 static const shape shapes[] = {
-    {4, 0, 0, 6, 50, 4, 2, 64, 64, 1700, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0},
-    {4, 0, 0, 6, 50, 4, 2, 64, 64, 1700, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_HEAD, SLC_WIN},
-    {4, 0, 0, 6, 50, 4, 2, 64, 64, 1700, QUERN_NSA_METRIC_MEAN_LOGIT, QUERN_NSA_SCOPE_GROUP, 0},
-    {4, 0, 0, 6, 50, 4, 2, 40, 64, 1700, QUERN_NSA_METRIC_MEAN_LOGIT, QUERN_NSA_SCOPE_HEAD, SLC_WIN},
-    {8, 2, 16, 6, 50, 8, 1, 128, 64, 1000, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0},
-    {8, 2, 16, 6, 50, 9, 1, 128, 128, 1000, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, SLC_WIN},
-    {4, 2, 4, 6, 50, 13, 1, 72, 32, 1000, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_HEAD, 0},
-    {2, 0, 2, 6, 50, 41, 1, 32, 32, 900, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0},
-    {2, 1, 2, 6, 50, 3, 1, 256, 128, 500, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, SLC_WIN},
-    {2, 1, 2, 6, 50, 2, 1, 512, 512, 500, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0},
-    {32, 16, 64, 8, 100, 16, 1, 192, 128, 700, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0},
+    {4, 0, 0, 6, 50, 4, 2, 64, 64, 1700, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0, 0},
+    {4, 0, 0, 6, 50, 4, 2, 64, 64, 1700, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_HEAD, SLC_WIN, 0},
+    {4, 0, 0, 6, 50, 4, 2, 64, 64, 1700, QUERN_NSA_METRIC_MEAN_LOGIT, QUERN_NSA_SCOPE_GROUP, 0, 0},
+    {4, 0, 0, 6, 50, 4, 2, 40, 64, 1700, QUERN_NSA_METRIC_MEAN_LOGIT, QUERN_NSA_SCOPE_HEAD, SLC_WIN, 0},
+    {8, 2, 16, 6, 50, 8, 1, 128, 64, 1000, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0, 0},
+    {8, 2, 16, 6, 50, 9, 1, 128, 128, 1000, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, SLC_WIN, 0},
+    {4, 2, 4, 6, 50, 13, 1, 72, 32, 1000, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_HEAD, 0, 0},
+    {2, 0, 2, 6, 50, 41, 1, 32, 32, 900, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0, 0},
+    {2, 1, 2, 6, 50, 3, 1, 256, 128, 500, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, SLC_WIN, 0},
+    {2, 1, 2, 6, 50, 2, 1, 512, 512, 500, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0, 0},
+    {32, 16, 64, 8, 100, 16, 1, 192, 128, 700, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0, 0},
+    {100, 0, 100, 6, 50, 4, 2, 16, 16, 16700, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_GROUP, 0, 16},
+    {9000, 0, 9000, 2, 50, 2, 1, 16, 16, 28000, QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_SCOPE_HEAD, 0, 8},
 };
 
 static nsa_case *prefill(const shape *s, quern_dtype dtype, quern_context *ctx)
@@ -62,6 +65,13 @@ static nsa_case *prefill(const shape *s, quern_dtype dtype, quern_context *ctx)
     c.params.scope = s->scope;
     c.params.gate = QUERN_NSA_GATE_NONE;
     if (s->branches != 0) c.params.branches = s->branches;
+    if (s->index > 0) {
+        c.d_index = s->index;
+        c.params.selection = QUERN_NSA_LIST_INDEXED;
+        c.params.branches = QUERN_NSA_BRANCH_SLC;
+        c.params.ungated = true;
+        c.params.forced_local = 1;
+    }
     nsa_case *whole = nsa_case_new(&c, &random);
     nsa_run(whole, ctx, nsa_call_forward, nsa_forward_inputs(whole), nsa_forward_outputs(whole));
     return whole;
@@ -86,6 +96,16 @@ static void append(const nsa_case *whole, const cache_case *cache, quern_context
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
     t.k = &k;
     t.v = &v;
+    quern_tensor index;
+    if (whole->config.d_index > 0) {
+        const int64_t extents[] = {count, 1, whole->config.d_index};
+        index = rows_of(&whole->tensor[NSA_K_INDEX].view, first, count);
+        const int64_t strides[] = {index.strides[0], 0, 1};
+        index.ndim = 3;
+        memcpy(index.shape, extents, sizeof extents);
+        memcpy(index.strides, strides, sizeof strides);
+        t.k_index = &index;
+    }
     size_t bytes;
     assert_int_equal(quern_cache_append_workspace(ctx, cache->cache, &batch, &t, &bytes), QUERN_OK);
     test_workspace w = test_workspace_make(bytes);
@@ -113,6 +133,11 @@ static void check_newest(const char *name, const nsa_case *whole, const cache_ca
     t.q = &q;
     t.o = &o.view;
     t.block_idx = &idx.view;
+    quern_tensor q_index;
+    if (f->d_index > 0) {
+        q_index = rows_of(&whole->tensor[NSA_Q_INDEX].view, first, count);
+        t.q_index = &q_index;
+    }
     size_t bytes;
     if (quern_nsa_decode_workspace(ctx, &f->params, cache->cache, &batch, &t, &bytes) != QUERN_OK)
         fail_msg("%s", quern_last_error(ctx));
@@ -148,8 +173,10 @@ static void check_shape(const shape *s, quern_dtype dtype, quern_cpu_level level
                                        .dim_v = s->dv,
                                        .capacity = s->n,
                                        .page = page,
-                                       .block_size = s->block,
-                                       .stride = s->stride};
+                                       .block_size = s->index > 0 ? 0 : s->block,
+                                       .stride = s->stride,
+                                       .index_heads = s->index > 0,
+                                       .index_dim = s->index};
     cache_case cache;
     cache_case_make(&cache, &params);
     snprintf(name, sizeof name, "l %d d %d H %d/%d D %d, %s, %s", (int)s->block, (int)s->stride, (int)s->h,

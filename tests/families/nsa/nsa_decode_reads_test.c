@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * nsa_decode_reads_test.c - which rows of a cache a decoding call of native sparse attention reads: the
- * compressed entries, k blocks of l' rows and W rows of the window for a query and key head.
+ * compressed entries, k blocks of l' rows and W rows of the window for a query and key head; with the block
+ * indexer k blocks of l' rows alone.
  */
 #include "cache_case.h"
 #include "cmocka_c11.h"
@@ -23,9 +24,12 @@ static void spoil_row(const cache_case *cache, int64_t head, int64_t token)
         memset(block + (size_t)(part * QUERN_CACHE_PAGE + token % QUERN_CACHE_PAGE) * row, 0xff, row);
 }
 
+/* The queries' first heads are those of the indexer, where it chooses. */
 static void decode_newest(quern_context *ctx, const cache_case *cache, const quern_nsa_params *p,
                           const test_tensor *q, const test_tensor *o, const test_tensor *lists)
 {
+    quern_tensor q_index = q->view;
+    q_index.shape[1] = lists->view.shape[0];
     const int32_t id = 0;
     const int64_t count = q->view.shape[0];
     const quern_cache_batch batch = {sizeof batch, 1, &id, &count};
@@ -33,6 +37,7 @@ static void decode_newest(quern_context *ctx, const cache_case *cache, const que
     t.q = &q->view;
     t.o = &o->view;
     t.block_idx = &lists->view;
+    if (p->selection == QUERN_NSA_LIST_INDEXED) t.q_index = &q_index;
     size_t bytes;
     assert_int_equal(quern_nsa_decode_workspace(ctx, p, cache->cache, &batch, &t, &bytes), QUERN_OK);
     test_workspace w = test_workspace_make(bytes);
@@ -41,16 +46,18 @@ static void decode_newest(quern_context *ctx, const cache_case *cache, const que
 }
 
 /* Whether one of the newest tokens' windows, or of the lists of the key head's queries, holds a token. */
-static bool needed(const int32_t *lists, int64_t list_heads, int64_t newest, int64_t head, int64_t token)
+static bool needed(const int32_t *lists, int64_t list_heads, int64_t newest, int64_t window, int64_t head,
+                   int64_t token)
 {
     const int64_t shared = list_heads / KV_HEADS;
-    bool found = token > LONG - newest - WINDOW;
+    bool found = token > LONG - newest - window;
     for (int64_t i = head * shared * newest * TOP; i < (head + 1) * shared * newest * TOP; i++)
         found = found || (lists[i] >= 0 && token / BLOCK == lists[i]);
     return found;
 }
 
-static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scope scope, int64_t newest)
+static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scope scope, bool indexed,
+                        int64_t newest)
 {
     test_random random = {5};
     const int64_t list_heads = scope == QUERN_NSA_SCOPE_HEAD ? HEADS : KV_HEADS,
@@ -64,7 +71,9 @@ static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scop
                                        .dim = DIM,
                                        .dim_v = DIM,
                                        .capacity = LONG + 9,
-                                       .block_size = BLOCK};
+                                       .block_size = indexed ? 0 : BLOCK,
+                                       .index_heads = indexed ? KV_HEADS : 0,
+                                       .index_dim = DIM};
     const quern_cache_batch batch = {sizeof batch, 1, &id, &length};
     quern_nsa_params p = QUERN_NSA_PARAMS_INIT;
     p.block_size = BLOCK;
@@ -72,6 +81,12 @@ static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scop
     p.window = WINDOW;
     p.scope = scope;
     p.gate = QUERN_NSA_GATE_NONE;
+    if (indexed) {
+        assert_int_equal(quern_nsa_params_preset(&p, "msa"), QUERN_OK);
+        p.selection = QUERN_NSA_LIST_INDEXED;
+        p.select_block = BLOCK;
+        p.num_selected = TOP;
+    }
     cache_case cache;
     cache_case_make(&cache, &params);
     quern_context *ctx = test_context(level, 1);
@@ -84,6 +99,7 @@ static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scop
     test_tensor_normal(&q, &random, 1.0);
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
     t.k = t.v = &kv.view;
+    if (indexed) t.k_index = &kv.view;
     size_t bytes;
     assert_int_equal(quern_cache_append_workspace(ctx, cache.cache, &batch, &t, &bytes), QUERN_OK);
     test_workspace w = test_workspace_make(bytes);
@@ -94,7 +110,7 @@ static void check_reads(quern_cpu_level level, quern_dtype dtype, quern_nsa_scop
     int64_t spoilt = 0;
     for (int64_t head = 0; head < KV_HEADS; head++)
         for (int64_t token = 0; token < LONG; token++)
-            if (!needed(chosen, list_heads, newest, head, token)) {
+            if (!needed(chosen, list_heads, newest, indexed ? 0 : WINDOW, head, token)) {
                 spoil_row(&cache, head, token);
                 spoilt++;
             }
@@ -119,10 +135,10 @@ static void rows_that_no_query_needs_are_not_read(void **state)
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16};
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 6; i++)
             for (int64_t newest = 1; newest <= NEWEST; newest += 2)
-                check_reads(level, dtypes[i % 2], i < 2 ? QUERN_NSA_SCOPE_GROUP : QUERN_NSA_SCOPE_HEAD,
-                            newest);
+                check_reads(level, dtypes[i % 2], i / 2 == 1 ? QUERN_NSA_SCOPE_HEAD : QUERN_NSA_SCOPE_GROUP,
+                            i >= 4, newest);
 }
 
 int main(void)

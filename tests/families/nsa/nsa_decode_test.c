@@ -3,7 +3,7 @@
 /*
  * nsa_decode_test.c - native sparse attention from a cache: whatever the pieces, subsets of the batch,
  * roll-backs, pages and threads, each row is that of the whole sequence within the bounds, and entries and
- * lists are the prefill's to the bit; NaN goes where the equations carry it.
+ * lists, those of the block indexer too, are the prefill's to the bit; NaN goes where the equations carry it.
  */
 #include "cache_case.h"
 #include "cmocka_c11.h"
@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { STEP_MOST = 40, SEQUENCES_MOST = NSA_MAX_BATCH + 2 };
+enum { STEP_MOST = 40, SEQUENCES_MOST = NSA_MAX_BATCH + 2, ROWS = 7 /* tensors that are appended */ };
 
 /* A problem, what its prefill gave, and a cache that is being filled with it. */
 typedef struct player {
@@ -29,6 +29,25 @@ typedef struct player {
     int32_t *lists, *counts; /* of the prefill */
     int64_t steps;
 } player;
+
+/* The block indexer chooses: for all branches, or for the selected one alone and ungated (preset msa). */
+static void set_indexed(nsa_config *c, test_random *random)
+{
+    quern_nsa_params *p = &c->params;
+    p->selection = QUERN_NSA_LIST_INDEXED;
+    p->branches |= QUERN_NSA_BRANCH_SLC;
+    c->d_index = 8 * (test_random_one_in(random, 2) ? test_random_int(random, 1, 4) : 16);
+    c->key_a_list = test_random_one_in(random, 2);
+    if (test_random_one_in(random, 2)) {
+        p->branches = QUERN_NSA_BRANCH_SLC;
+        p->gate = QUERN_NSA_GATE_NONE;
+        p->ungated = true;
+        if (p->select_block == 0) p->select_block = p->block_size;
+    }
+    /* a cache always has a pair that some branch reads */
+    if (!(p->branches & QUERN_NSA_BRANCH_CMP)) c->separate_win = false;
+    if (!(p->branches & (QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_WIN))) c->separate_slc = false;
+}
 
 static nsa_config config_of(test_random *random)
 {
@@ -45,6 +64,7 @@ static nsa_config config_of(test_random *random)
                                             : 8 * test_random_int(random, 33, 64);
         c.dv = test_random_one_in(random, 2) ? c.d : 64 * test_random_int(random, 1, 8);
     }
+    if (test_random_one_in(random, 3)) set_indexed(&c, random);
     const int64_t least = nsa_least_selected(p);
     if (p->num_selected < least) p->num_selected = least;
     if (!c.varlen) {
@@ -57,7 +77,8 @@ static nsa_config config_of(test_random *random)
 /* One value of one token's query, key or value becomes NaN. */
 static void spoil(nsa_case *c, test_random *random)
 {
-    test_tensor *t = &c->tensor[test_random_int(random, NSA_Q, NSA_V)];
+    const bool indexed = c->tensor[NSA_K_INDEX].buffer != NULL && test_random_one_in(random, 2);
+    test_tensor *t = &c->tensor[indexed ? NSA_K_INDEX : test_random_int(random, NSA_Q, NSA_V)];
     const int64_t width = test_tensor_count(t) / c->rows,
                   token = test_random_int(random, 0, c->rows - c->config.spare - 1);
     double *values = test_tensor_get(t);
@@ -101,6 +122,12 @@ static void player_open(player *p, const nsa_config *config, quern_cpu_level lev
     cache.separate_win = config->separate_win && (config->params.branches & QUERN_NSA_BRANCH_WIN);
     cache.window = config->params.window;
     cache.step = STEP_MOST;
+    if (p->c->tensor[NSA_K_INDEX].buffer != NULL) {
+        const int64_t lists = config->params.scope == QUERN_NSA_SCOPE_HEAD ? config->h : config->hkv;
+        cache.index_heads = config->key_a_list ? lists : 1;
+        cache.index_dim = config->d_index;
+        if (!(config->params.branches & QUERN_NSA_BRANCH_CMP)) cache.block_size = 0;
+    }
     cache_case_make(&p->cache, &cache);
     const int64_t shift = test_random_int(random, 0, cache.sequences - 1);
     for (int64_t b = 0; b < config->batch; b++) p->id[b] = (b + shift) % cache.sequences;
@@ -137,27 +164,37 @@ static const quern_tensor *weight(const player *p, nsa_slot slot)
 static void append(player *p, piece *x, test_random *random)
 {
     const nsa_config *g = &p->c->config;
-    static const nsa_slot slots[] = {NSA_K, NSA_V, NSA_K_SLC, NSA_V_SLC, NSA_K_WIN, NSA_V_WIN};
-    const bool wanted[] = {true,
-                           true,
-                           p->cache.params.separate_slc,
-                           p->cache.params.separate_slc,
-                           p->cache.params.separate_win,
-                           p->cache.params.separate_win};
-    test_tensor rows[6];
+    static const nsa_slot slots[ROWS] = {NSA_K,     NSA_V,     NSA_K_SLC,  NSA_V_SLC,
+                                         NSA_K_WIN, NSA_V_WIN, NSA_K_INDEX};
+    const quern_cache_params *has = &p->cache.params;
+    const bool wanted[ROWS] = {true,
+                               true,
+                               has->separate_slc,
+                               has->separate_slc,
+                               has->separate_win,
+                               has->separate_win,
+                               has->index_heads > 0};
+    test_tensor rows[ROWS];
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
-    const quern_tensor **places[] = {&t.k, &t.v, &t.k_slc, &t.v_slc, &t.k_win, &t.v_win};
+    const quern_tensor **places[ROWS] = {&t.k, &t.v, &t.k_slc, &t.v_slc, &t.k_win, &t.v_win, &t.k_index};
     x->batch.sequences = x->ids;
     x->batch.counts = x->counts;
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < ROWS; i++) {
         if (!wanted[i]) continue;
-        rows[i] = cache_rows(random, g->dtype, p->in[slots[i]], x->rows, x->n, g->hkv, i % 2 ? g->dv : g->d);
+        const bool index = slots[i] == NSA_K_INDEX;
+        rows[i] =
+            cache_rows(random, g->dtype, p->in[slots[i]], x->rows, x->n, index ? has->index_heads : g->hkv,
+                       index   ? g->d_index
+                       : i % 2 ? g->dv
+                               : g->d);
         *places[i] = &rows[i].view;
     }
-    t.w_k = weight(p, NSA_W_K);
-    t.w_v = weight(p, NSA_W_V);
-    t.pe_k = weight(p, NSA_PE_K);
-    t.pe_v = weight(p, NSA_PE_V);
+    if (has->block_size > 0) {
+        t.w_k = weight(p, NSA_W_K);
+        t.w_v = weight(p, NSA_W_V);
+        t.pe_k = weight(p, NSA_PE_K);
+        t.pe_v = weight(p, NSA_PE_V);
+    }
     size_t bytes;
     quern_context *ctx = p->ctx[p->steps % 2];
     if (quern_cache_append_workspace(ctx, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK)
@@ -166,7 +203,7 @@ static void append(player *p, piece *x, test_random *random)
     if (quern_cache_append(ctx, NULL, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK)
         fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < ROWS; i++) {
         if (!wanted[i]) continue;
         test_tensor_check_unchanged(&rows[i], "appended rows");
         test_tensor_free(&rows[i]);
@@ -178,8 +215,9 @@ typedef struct results {
     test_tensor o, gates, lists, counts;
 } results;
 
-static void attend(player *p, const piece *x, const test_tensor *q, const test_tensor *gates, int threads,
-                   test_random *random, results *r)
+/* gates, q_index: read where the call takes them. */
+static void attend(player *p, const piece *x, const test_tensor *q, const test_tensor *gates,
+                   const test_tensor *q_index, int threads, test_random *random, results *r)
 {
     const nsa_config *g = &p->c->config;
     const int64_t hs = g->params.scope == QUERN_NSA_SCOPE_HEAD ? g->h : g->hkv;
@@ -194,6 +232,7 @@ static void attend(player *p, const piece *x, const test_tensor *q, const test_t
     t.q = &q->view;
     t.o = &r->o.view;
     t.gates = gives ? &gates->view : &r->gates.view;
+    if (q_index->buffer != NULL) t.q_index = &q_index->view;
     if (g->params.gate == QUERN_NSA_GATE_WEIGHTS) t.w_gate = weight(p, NSA_W_GATE);
     if (selects) {
         t.block_idx = &r->lists.view;
@@ -239,13 +278,16 @@ static void decode(player *p, piece *x, test_random *random)
 {
     const nsa_config *g = &p->c->config;
     test_tensor q = cache_rows(random, g->dtype, p->in[NSA_Q], x->rows, x->n, g->h, g->d),
-                gates = {.bytes = 0};
-    const bool gives = g->params.gate == QUERN_NSA_GATE_GIVEN;
+                gates = {.bytes = 0}, q_index = {.bytes = 0};
+    const bool gives = g->params.gate == QUERN_NSA_GATE_GIVEN, gated = !gives && !g->params.ungated;
+    if (g->d_index > 0)
+        q_index = cache_rows(random, g->dtype, p->in[NSA_Q_INDEX], x->rows, x->n,
+                             g->params.scope == QUERN_NSA_SCOPE_HEAD ? g->h : g->hkv, g->d_index);
     if (gives) gates = cache_rows(random, QUERN_F32, p->in[NSA_GATES], x->rows, x->n, g->h, 3);
     results r[2];
-    for (int i = 0; i < 2; i++) attend(p, x, &q, &gates, i, random, &r[i]);
+    for (int i = 0; i < 2; i++) attend(p, x, &q, &gates, &q_index, i, random, &r[i]);
     assert_true(test_tensor_same_bits(&r[0].o, &r[1].o));
-    if (!gives) assert_true(test_tensor_same_bits(&r[0].gates, &r[1].gates));
+    if (gated) assert_true(test_tensor_same_bits(&r[0].gates, &r[1].gates));
     if (p->lists != NULL)
         for (int i = 0; i < 2; i++) check_lists(p, x, &r[i]);
     double *o = test_tensor_get(&r[0].o);
@@ -253,7 +295,7 @@ static void decode(player *p, piece *x, test_random *random)
     for (int64_t i = 0; i < x->n; i++)
         memcpy(p->o + x->rows[i] * width, o + i * width, (size_t)width * sizeof *o);
     free(o);
-    if (!gives) {
+    if (gated) {
         double *made = test_tensor_get(&r[0].gates);
         for (int64_t i = 0; i < x->n; i++)
             for (int64_t e = 0; e < 3 * g->h; e++) {
@@ -266,6 +308,7 @@ static void decode(player *p, piece *x, test_random *random)
     for (int i = 0; i < 2; i++) results_free(&r[i]);
     test_tensor_free(&q);
     if (gives) test_tensor_free(&gates);
+    if (q_index.buffer != NULL) test_tensor_free(&q_index);
 }
 
 /* Pieces of any size to any subset, with roll-backs on the way, until every sequence is at its end. */
@@ -299,7 +342,7 @@ static void play(player *p, test_random *random)
     }
 }
 
-/* The rows that a cache packs of a sequence: entries behind tokens, before those of a ring. */
+/* The rows that a cache packs of a sequence: entries behind tokens, before those of a ring and index keys. */
 static const char *packed_entries(const player *p, const nsa_sequence *s, int64_t b, char **saved)
 {
     const quern_cache_params *c = &p->cache.params;
@@ -310,7 +353,8 @@ static const char *packed_entries(const player *p, const nsa_sequence *s, int64_
     assert_int_equal(quern_cache_save(p->ctx[0], p->cache.cache, p->id[b], NULL, &bytes), QUERN_OK);
     *saved = malloc(bytes);
     assert_int_equal(quern_cache_save(p->ctx[0], p->cache.cache, p->id[b], *saved, &bytes), QUERN_OK);
-    return *saved + bytes - (size_t)((kept + oracle_nsa_entries(&s->a)) * row);
+    const int64_t index = p->tokens[b] * c->index_heads * c->index_dim * (int64_t)quern_dtype_size(c->dtype);
+    return *saved + bytes - (size_t)((kept + oracle_nsa_entries(&s->a)) * row + index);
 }
 
 /* The cache's entries have the bits of the prefill's. */
@@ -348,8 +392,8 @@ static void check_play(int trial, bool nan, test_random *random)
     nsa_reference_take_lists(r);
     nsa_reference_forward(r);
     snprintf(name, sizeof name, "o [trial %d %s]", trial, nsa_config_describe(&config, text));
-    test_check(name, p.o, r->value[NSA_O], p.row0[config.batch] * config.h * config.dv,
-               test_forward_bound(config.dtype));
+    test_check(name, p.o, r->value[config.params.ungated ? NSA_O_SLC : NSA_O],
+               p.row0[config.batch] * config.h * config.dv, test_forward_bound(config.dtype));
     nsa_reference_free(r);
     player_close(&p);
 }
@@ -390,11 +434,11 @@ typedef struct fixture {
     quern_nsa_params params;
 } fixture;
 
-static void fixture_open(fixture *f)
+static void fixture_open(fixture *f, int64_t index_heads)
 {
     memset(f, 0, sizeof *f);
-    const quern_cache_params params = {sizeof params, QUERN_F32, 1,  1, 16, 16, 100, 0, 0, 8, 4, 0,
-                                       false,         true,      10, 20};
+    const quern_cache_params params = {sizeof params, QUERN_F32, 1,  1,  16,          16, 100, 0, 0, 8, 4, 0,
+                                       false,         true,      10, 20, index_heads, 16};
     cache_case_make(&f->cache, &params);
     f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     for (int i = 0; i < 24 * 32; i++) f->rows[i] = (float)(i % 7);
@@ -408,6 +452,7 @@ static void fixture_open(fixture *f)
     f->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
     f->d = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
     f->t.k = f->t.v = f->t.k_win = f->t.v_win = &f->kv;
+    if (index_heads > 0) f->t.k_index = &f->kv;
     f->d.q = &f->q;
     f->d.o = &f->o;
     f->d.block_idx = &f->idx;
@@ -438,7 +483,7 @@ static void what_a_decoding_call_refuses(void **state)
 {
     (void)state;
     fixture f;
-    fixture_open(&f);
+    fixture_open(&f, 0);
     const quern_nsa_params good = f.params;
 #define REFUSE(change, sentence)                                                                             \
     f.params = good;                                                                                         \
@@ -451,6 +496,8 @@ static void what_a_decoding_call_refuses(void **state)
     REFUSE(compress = QUERN_NSA_COMPRESS_GIVEN, "compress is given");
     REFUSE(compress = QUERN_NSA_COMPRESS_LINEAR, "compress is 1: that of the cache, 0");
     REFUSE(selection = QUERN_NSA_LIST_GIVEN, "selection is given");
+    REFUSE(selection = QUERN_NSA_LIST_INDEXED, "selection is indexed: a cache with index_heads is accepted");
+    REFUSE(ungated = true, "ungated with selection computed");
     REFUSE(block_size = 4, "block_size is 4, stride 4: those of the cache, 8 and 4");
     REFUSE(stride = 8, "block_size is 8, stride 8");
     REFUSE(window = 11, "window is 11: at most that of the cache's ring, 10");
@@ -462,6 +509,9 @@ static void what_a_decoding_call_refuses(void **state)
     REFUSE(scale = -1.0f, "scale");
     REFUSE(branches = QUERN_NSA_BRANCH_WIN, "block_idx is given");
     f.params = good;
+    f.d.q_index = &f.q;
+    refuse(&f, "q_index is given: with selection indexed it is accepted");
+    f.d.q_index = NULL;
     f.d.w_gate = &f.q;
     refuse(&f, "w_gate is given");
     f.d.w_gate = NULL;
@@ -496,10 +546,56 @@ static void what_a_decoding_call_refuses(void **state)
     quern_context_destroy(f.ctx);
 }
 
+static void what_a_call_by_the_indexer_refuses(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_open(&f, 1);
+    const int64_t one_head[] = {2, 1, 16};
+    quern_tensor q_index = quern_tensor_contiguous(f.rows, QUERN_F32, 3, one_head);
+    const quern_tensor index = q_index;
+    f.d.q_index = &q_index;
+    f.d.block_idx = NULL;
+    f.params.selection = QUERN_NSA_LIST_INDEXED;
+    const quern_nsa_params good = f.params;
+    REFUSE(num_selected = 2, "num_selected is 2: at least the 3 forced blocks");
+    REFUSE(selection = QUERN_NSA_LIST_COMPUTED, "q_index is given");
+    REFUSE(scope = QUERN_NSA_SCOPE_HEAD, "q_index.shape[1] is 1: 2 is accepted");
+    REFUSE(ungated = true, "ungated with branches 7");
+    f.params = good;
+    f.d.q_index = NULL;
+    refuse(&f, "q_index is NULL");
+    f.d.q_index = &q_index;
+    q_index.shape[1] = 2;
+    refuse(&f, "q_index.shape[1] is 2: 1 is accepted");
+    q_index = index;
+    q_index.shape[2] = 8;
+    refuse(&f, "index.shape[2] is 1024: 512 is accepted");
+    q_index = index;
+    q_index.dtype = QUERN_BF16;
+    refuse(&f, "q_index");
+    q_index = index;
+    /* An append without the index keys is refused, and nothing moves. */
+    f.t.k_index = NULL;
+    f.count = 20;
+    assert_int_equal(
+        quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace),
+        QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(f.ctx), "k_index is NULL"));
+    f.count = 2;
+    f.params = good;
+    if (quern_nsa_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace,
+                         sizeof f.workspace) != QUERN_OK)
+        fail_msg("%s", quern_last_error(f.ctx));
+    cache_case_free(&f.cache);
+    quern_context_destroy(f.ctx);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(any_pieces_give_the_prefill),
                                        cmocka_unit_test(nan_goes_where_the_equations_carry_it),
-                                       cmocka_unit_test(what_a_decoding_call_refuses)};
+                                       cmocka_unit_test(what_a_decoding_call_refuses),
+                                       cmocka_unit_test(what_a_call_by_the_indexer_refuses)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -9,6 +9,7 @@
 
 #include "cpu/kernels/attend/attend.h"
 #include "cpu/kernels/nsa_kernels.h"
+#include "stages/block_index.h"
 
 enum { SELECT_ROWS = 48, SELECT_KEYS = 128 };
 
@@ -64,6 +65,13 @@ static inline int32_t select_write_list(int64_t first, int32_t *chosen, int64_t 
     for (int64_t i = count; i < k; i++) out[i] = -1;
     return (int32_t)count;
 }
+
+/* The block indexer's list of a query at `position`, whose candidates are blocks 0 ... candidates - 1 with
+ * these scores; they are not read where all find room. Room of min(k, candidates) in best and chosen. Returns
+ * its length. */
+int32_t select_index_list(const nsa_kernels *kernels, const index_rule *rule, const float *scores,
+                          int64_t position, int64_t candidates, uint64_t *best, int32_t *chosen,
+                          int32_t *out);
 
 /* How many entries query `query` of a sequence sees. */
 static inline int64_t select_seen(const select_plan *plan, const attend_sequence *seq, int64_t query)

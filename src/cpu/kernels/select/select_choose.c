@@ -100,3 +100,19 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t lis
                                             row_at(&n->blocks, view_b, list_head, row));
     if (is_present(&n->count)) *(int32_t *)row_at(&n->count, view_b, list_head, row) = count;
 }
+
+int32_t select_index_list(const nsa_kernels *kernels, const index_rule *rule, const float *scores,
+                          int64_t position, int64_t candidates, uint64_t *best, int32_t *chosen, int32_t *out)
+{
+    const int64_t first = rule->forced_first < candidates ? rule->forced_first : candidates;
+    int64_t local = candidates; /* blocks local ... candidates - 1 are forced */
+    if (candidates > 0 && rule->forced_local > 0)
+        local = position / rule->block_size - (rule->forced_local - 1);
+    if (local > candidates) local = candidates;
+    if (local < first) local = first;
+    if (candidates <= rule->k) local = first; /* all of them */
+    const int64_t want = rule->k - first - (candidates - local),
+                  found = local > first ? kernels->best_of(scores, first, local, want, best) : 0;
+    for (int64_t i = 0; i < found; i++) chosen[i] = rank_index(best[i]);
+    return select_write_list(first, chosen, found, local, candidates, rule->k, out);
+}
