@@ -142,6 +142,14 @@ QUERN_API quern_status quern_checkpoint_experts_bytes(quern_context *ctx, const 
 QUERN_API quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint *checkpoint,
                                                 int64_t layer, quern_device device, bool repacked,
                                                 void *memory, size_t bytes, quern_checkpoint_moe *experts);
+/* The same without the work: `memory` holds what quern_checkpoint_experts() wrote for the same checkpoint,
+ * layer, device and `repacked`, at the same distance from a multiple of 64, by a library with the same
+ * QUERN_MOE_PREPACK_VERSION: a file, say, that was kept and is mapped again. Its contents are not looked at,
+ * and rounded_blocks becomes 0. */
+QUERN_API quern_status quern_checkpoint_experts_filled(quern_context *ctx, const quern_checkpoint *checkpoint,
+                                                       int64_t layer, quern_device device, bool repacked,
+                                                       void *memory, size_t bytes,
+                                                       quern_checkpoint_moe *experts);
 
 #ifdef __cplusplus
 }

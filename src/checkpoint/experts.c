@@ -358,9 +358,10 @@ static quern_status fill_expert(filling *f, int64_t expert)
     return status;
 }
 
-quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint *c, int64_t layer,
-                                      quern_device device, bool repacked, void *memory, size_t bytes,
-                                      quern_checkpoint_moe *experts)
+/* Lays memory out for a layer's experts, fills it or takes it as filled, and describes it. */
+static quern_status lay_out(quern_context *ctx, const quern_checkpoint *c, int64_t layer, quern_device device,
+                            bool repacked, bool filled, void *memory, size_t bytes,
+                            quern_checkpoint_moe *experts)
 {
     fillings f = {0};
     arena a = arena_on(memory), sizes = {NULL, 0};
@@ -375,9 +376,23 @@ quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint
         return error_set(QUERN_ERR_WORKSPACE, "memory has %zu bytes: quern_checkpoint_experts_bytes says %zu",
                          memory != NULL ? bytes : 0, arena_size(&sizes));
     if (memory != NULL) status = begin(ctx, c, layer, device, repacked, &a, &f);
-    for (int64_t e = 0; e < f.routed.layer.experts && status == QUERN_OK; e++)
+    for (int64_t e = 0; e < f.routed.layer.experts && status == QUERN_OK && !filled; e++)
         status = fill_expert(&f.routed, e);
-    if (status == QUERN_OK && f.shared.layer.experts > 0) status = fill_expert(&f.shared, 0);
+    if (status == QUERN_OK && f.shared.layer.experts > 0 && !filled) status = fill_expert(&f.shared, 0);
     if (status == QUERN_OK) describe(&f, experts);
     return status;
+}
+
+quern_status quern_checkpoint_experts(quern_context *ctx, const quern_checkpoint *c, int64_t layer,
+                                      quern_device device, bool repacked, void *memory, size_t bytes,
+                                      quern_checkpoint_moe *experts)
+{
+    return lay_out(ctx, c, layer, device, repacked, false, memory, bytes, experts);
+}
+
+quern_status quern_checkpoint_experts_filled(quern_context *ctx, const quern_checkpoint *c, int64_t layer,
+                                             quern_device device, bool repacked, void *memory, size_t bytes,
+                                             quern_checkpoint_moe *experts)
+{
+    return lay_out(ctx, c, layer, device, repacked, true, memory, bytes, experts);
 }

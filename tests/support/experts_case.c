@@ -105,6 +105,27 @@ static float result_value(const quern_checkpoint_moe *e, int expert, int part, i
                     2 * expert + part);
 }
 
+/* Memory that is filled already is described as by the call that filled it, and stays as it is. */
+static void check_filled(const quern_checkpoint *c, bool repacked, uint8_t *memory, size_t bytes,
+                         const quern_checkpoint_moe *e)
+{
+    quern_checkpoint_moe again = QUERN_CHECKPOINT_MOE_INIT;
+    uint8_t *copy = malloc(bytes + 1);
+    assert_non_null(copy);
+    if (bytes > 0) {
+        memcpy(copy, memory, bytes);
+        assert_int_equal(
+            quern_checkpoint_experts_filled(ctx, c, 2, QUERN_CPU, repacked, memory, bytes - 1, &again),
+            QUERN_ERR_WORKSPACE);
+    }
+    assert_int_equal(quern_checkpoint_experts_filled(ctx, c, 2, QUERN_CPU, repacked, memory, bytes, &again),
+                     QUERN_OK);
+    assert_memory_equal(copy, memory, bytes);
+    assert_memory_equal(again.views, e->views, sizeof e->views);
+    assert_int_equal(again.rounded_blocks, 0);
+    free(copy);
+}
+
 void *fill_experts(const quern_checkpoint *c, bool repacked, quern_checkpoint_moe *e)
 {
     size_t bytes;
@@ -120,6 +141,7 @@ void *fill_experts(const quern_checkpoint *c, bool repacked, quern_checkpoint_mo
     if (quern_checkpoint_experts(ctx, c, 2, QUERN_CPU, repacked, memory, bytes, e) != QUERN_OK)
         fail_msg("%s", quern_last_error(ctx));
     assert_true(e->experts == E && e->hidden == D && e->intermediate == I);
+    check_filled(c, repacked, memory, bytes, e);
     return memory;
 }
 

@@ -8,7 +8,7 @@
 
 #include <stddef.h>
 
-enum { MADE_TENSORS = 256 };
+enum { MADE_TENSORS = 512 };
 
 typedef struct made_tensor {
     char name[128];

@@ -1,0 +1,99 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* device.c - memory of the CPU or of a GPU, and tensors in it. */
+#include "v4.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static void *take(const v4_device *d, size_t bytes)
+{
+    void *p = NULL;
+    bytes = bytes > 0 ? bytes : 1;
+    if (d->cuda) return done(quern_cuda_allocate(0, bytes, &p)) ? p : NULL;
+    if (posix_memalign(&p, 64, bytes) == 0) return p;
+    fail("no memory for %.1f MB", (double)bytes / 1e6);
+    return NULL;
+}
+
+static void give(const v4_device *d, void *p)
+{
+    if (p != NULL && d->cuda) (void)quern_cuda_free(0, p); /* the process ends, or a larger one follows */
+    else free(p);
+}
+
+void device_close(v4_device *d)
+{
+    for (size_t i = 0; i < d->owned_count; i++) give(d, d->owned[i]);
+    for (int i = 0; i < ROOMS; i++) give(d, d->room[i]);
+    free(d->owned);
+    quern_context_destroy(d->ctx);
+}
+
+void *device_take(v4_device *d, size_t bytes)
+{
+    void **owned = realloc(d->owned, (d->owned_count + 1) * sizeof *owned);
+    if (owned == NULL) fail("no memory for a list of %zu arrays", d->owned_count + 1);
+    d->owned = owned != NULL ? owned : d->owned;
+    void *p = owned != NULL ? take(d, bytes) : NULL;
+    if (p != NULL) d->owned[d->owned_count++] = p;
+    return p;
+}
+
+bool device_copy(const v4_device *d, void *to, const void *from, size_t bytes)
+{
+    if (bytes == 0) return true;
+    if (d->cuda)
+        return done(quern_cuda_copy(0, to, from, bytes, NULL)) && done(quern_cuda_synchronize(0, NULL));
+    memcpy(to, from, bytes);
+    return true;
+}
+
+void *device_room(v4_device *d, int i, size_t bytes)
+{
+    if (bytes <= d->room_bytes[i]) return d->room[i];
+    give(d, d->room[i]);
+    d->room[i] = take(d, bytes);
+    d->room_bytes[i] = d->room[i] != NULL ? bytes : 0;
+    return d->room[i];
+}
+
+quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b,
+                  int64_t c, int64_t e)
+{
+    quern_tensor t = quern_tensor_contiguous((void *)data, dtype, ndim, (const int64_t[]){a, b, c, e});
+    t.device = d->cuda ? QUERN_CUDA : QUERN_CPU;
+    return t;
+}
+
+size_t tensor_bytes(const quern_tensor *t)
+{
+    size_t bytes = quern_dtype_size(t->dtype);
+    for (int32_t i = 0; i < t->ndim; i++) bytes *= (size_t)t->shape[i];
+    return bytes;
+}
+
+bool make(v4_device *d, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c, quern_tensor *t)
+{
+    *t = view(d, NULL, dtype, ndim, a, b, c, 1);
+    t->data = device_take(d, tensor_bytes(t));
+    return t->data != NULL;
+}
+
+quern_tensor room(v4_model *m, int i, int32_t ndim, int64_t a, int64_t b, int64_t c, int64_t e)
+{
+    quern_tensor t = view(&m->device, NULL, i < INTEGERS ? m->act : QUERN_I32, ndim, a, b, c, e);
+    t.data = device_room(&m->device, i, tensor_bytes(&t));
+    return t;
+}
+
+float number(const quern_tensor *t, int64_t i)
+{
+    uint32_t bits = 0;
+    if (t->dtype == QUERN_F32) memcpy(&bits, (const char *)t->data + 4 * i, 4);
+    else
+        memcpy((char *)&bits + 2, (const char *)t->data + 2 * i, 2); /* bf16: the upper half, little-endian */
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}

@@ -1,0 +1,178 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * experts.c - the layers' experts in the layout that quern_moe_forward() reads fastest. Repacking takes
+ * minutes for a large model, so its result can be kept in a file, which is mapped: a header, then what
+ * quern_checkpoint_experts() writes for each layer. The header has the sums of the layers that are there, so
+ * that a run goes on where an earlier one ended, and a damaged file is refused.
+ */
+#include "v4.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { ALIGN = 4096 };
+
+typedef struct header {
+    char magic[8];
+    uint64_t version, source, bytes; /* of repacked experts; which checkpoint and device; of the file */
+    uint64_t sum[LAYERS_MOST];       /* 0: the layer is not there */
+} header;
+
+static size_t aligned(size_t bytes)
+{
+    return (bytes + ALIGN - 1) / ALIGN * ALIGN;
+}
+
+/* Other checkpoints have other names, sizes or first bytes of experts. */
+static uint64_t source_of(const v4_model *m)
+{
+    uint64_t sum = m->device.cuda;
+    for (size_t i = 0; i < quern_checkpoint_count(m->checkpoint); i++) {
+        quern_checkpoint_tensor t = QUERN_CHECKPOINT_TENSOR_INIT;
+        if (quern_checkpoint_info(m->checkpoint, i, &t) != QUERN_OK) continue;
+        sum = checksum(sum ^ t.bytes, t.name, strlen(t.name));
+        if (strstr(t.name, ".experts.0.") != NULL || strstr(t.name, ".shared_experts.") != NULL)
+            sum = checksum(sum, t.data, t.bytes < 64 ? t.bytes : 64);
+    }
+    return sum;
+}
+
+static bool layer_bytes(const v4_model *m, int64_t layer, size_t *bytes)
+{
+    return done(quern_checkpoint_experts_bytes(m->device.ctx, m->checkpoint, layer, QUERN_CPU,
+                                               !m->device.cuda, bytes));
+}
+
+/* Lays the layer's experts out in memory, or finds them there. */
+static bool lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_t bytes)
+{
+    const v4_config *c = &m->config;
+    quern_checkpoint_moe *e = &m->layer[layer].experts;
+    *e = (quern_checkpoint_moe)QUERN_CHECKPOINT_MOE_INIT;
+    note(m, true, "experts of layer %lld of %lld", (long long)layer + 1, (long long)c->layers);
+    if (!done((filled ? quern_checkpoint_experts_filled : quern_checkpoint_experts)(
+            m->device.ctx, m->checkpoint, layer, QUERN_CPU, !m->device.cuda, memory, bytes, e)))
+        return false;
+    quern_moe_tensors *t = &e->tensors;
+    const bool hash = layer < c->hash_layers; /* a table of experts by token instead of a bias */
+    if (hash) t->bias = NULL;
+    else t->tid2eid = NULL;
+    if (t->weight == NULL || (hash ? t->tid2eid : t->bias) == NULL)
+        return fail("layer %lld has no ffn.gate.%s in a dtype that is accepted", (long long)layer,
+                    t->weight == NULL ? "weight"
+                    : hash            ? "tid2eid"
+                                      : "bias");
+    if (hash && (t->tid2eid->shape[0] != c->vocab || t->tid2eid->shape[1] != c->top))
+        return fail("layers.%lld.ffn.gate.tid2eid is not [%lld, %lld]", (long long)layer, (long long)c->vocab,
+                    (long long)c->top);
+    if (e->experts == c->experts && e->hidden == c->width && e->intermediate == c->inner &&
+        e->shared_intermediate == c->shared * c->inner)
+        return true;
+    return fail("layer %lld has %lld experts of %lld x %lld and a shared one of %lld, unlike config.json",
+                (long long)layer, (long long)e->experts, (long long)e->intermediate, (long long)e->hidden,
+                (long long)e->shared_intermediate);
+}
+
+static bool repack(v4_model *m, const quern_tensor **codes, const quern_tensor **scales,
+                   const quern_tensor **repacked, quern_tensor *to)
+{
+    int64_t bytes;
+    if (*codes == NULL) return true;
+    if (!done(quern_nvfp4_repacked_bytes(m->device.ctx, QUERN_CUDA, 0, (*codes)->shape[2],
+                                         2 * (*codes)->shape[1], &bytes)) ||
+        !make(&m->device, QUERN_U8, 2, m->config.experts, bytes, 1, to) ||
+        !op_prepack(m, *codes, *scales, to))
+        return false;
+    *codes = *scales = NULL;
+    *repacked = to;
+    return done(quern_cuda_synchronize(0, NULL));
+}
+
+/* A GPU gets copies, and repacks the routed experts' codes there. */
+static bool upload(v4_model *m, v4_layer *l)
+{
+    quern_moe_tensors *t = &l->experts.tensors;
+    const quern_tensor *passing[] = {t->gate_up_codes, t->gate_up_scales, t->down_codes, t->down_scales};
+    for (int i = 0; i < 24; i++) {
+        quern_tensor *v = &l->experts.views[i];
+        int p = 0;
+        if (v->data == NULL) continue;
+        while (p < 4 && passing[p] != v) p++;
+        const void *host = v->data;
+        v->device = QUERN_CUDA;
+        v->data = p < 4 ? device_room(&m->device, EXPERT + p, tensor_bytes(v))
+                        : device_take(&m->device, tensor_bytes(v));
+        if (v->data == NULL || !device_copy(&m->device, v->data, host, tensor_bytes(v))) return false;
+    }
+    return repack(m, &t->gate_up_codes, &t->gate_up_scales, &t->gate_up_repacked, &l->repacked[0]) &&
+           repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);
+}
+
+/* Maps the file, which is made where there is none, and checks whose it is. */
+static bool map_file(v4_model *m, const char *path, size_t bytes, int *lock)
+{
+    const header want = {"quernv4", QUERN_MOE_PREPACK_VERSION, source_of(m), bytes, {0}}, none = {0};
+    struct stat about;
+    int error = 0;
+    const int fd = *lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) return fail("%s cannot be opened: %s", path, strerror(errno));
+    bool ok = flock(fd, LOCK_EX) == 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode);
+    if (ok && about.st_size == 0 && (error = posix_fallocate(fd, 0, (off_t)bytes)) != 0) {
+        (void)ftruncate(fd, 0);
+        fail("%s cannot have %.1f GB: %s", path, (double)bytes / 1e9, strerror(error));
+    }
+    ok = ok && error == 0 && (about.st_size == 0 || (size_t)about.st_size == bytes);
+    void *map = ok ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    if (map == MAP_FAILED) return fail("%s is damaged, of another checkpoint, or cannot be mapped", path);
+    m->mapped = map;
+    m->mapped_bytes = bytes;
+    if (memcmp(map, &none, sizeof none) == 0) memcpy(map, &want, sizeof want);
+    return memcmp(map, &want, offsetof(header, sum)) == 0 ||
+           fail("%s is damaged, or of another checkpoint, device or version", path);
+}
+
+static bool from_file(v4_model *m, const char *path, int64_t layer, size_t at, size_t bytes)
+{
+    header *h = m->mapped;
+    char *memory = (char *)m->mapped + at;
+    if (h->sum[layer] != 0)
+        return ((checksum(0, memory, bytes) | 1) == h->sum[layer] ||
+                fail("%s is damaged in layer %lld", path, (long long)layer)) &&
+               lay_out(m, layer, true, memory, bytes);
+    if (!lay_out(m, layer, false, memory, bytes)) return false;
+    if (msync(memory, bytes, MS_SYNC) != 0) return fail("%s cannot be written: %s", path, strerror(errno));
+    h->sum[layer] = checksum(0, memory, bytes) | 1;
+    return true;
+}
+
+bool experts_open(v4_model *m, const char *cache)
+{
+    size_t at = aligned(sizeof(header)), all = at, bytes = 0;
+    int lock = -1; /* until all layers are there */
+    bool ok = true;
+    for (int64_t i = 0; ok && i < m->config.layers; i++, all += aligned(bytes))
+        ok = layer_bytes(m, i, &bytes);
+    ok = ok && (cache == NULL || map_file(m, cache, all, &lock));
+    for (int64_t i = 0; ok && i < m->config.layers; i++, at += aligned(bytes)) {
+        void *own = NULL;
+        ok = layer_bytes(m, i, &bytes);
+        if (ok && cache == NULL) {
+            own = m->device.cuda ? malloc(bytes) : device_take(&m->device, bytes);
+            ok = own != NULL ? lay_out(m, i, false, own, bytes)
+                             : fail("no memory for a layer's experts: %.1f MB", (double)bytes / 1e6);
+        }
+        ok = ok && (cache == NULL || from_file(m, cache, i, at, bytes)) &&
+             (!m->device.cuda || upload(m, &m->layer[i]));
+        if (m->device.cuda) free(own);
+    }
+    if (lock >= 0) close(lock);
+    if (m->mapped != NULL) (void)mprotect(m->mapped, m->mapped_bytes, PROT_READ);
+    return ok;
+}

@@ -1,0 +1,215 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* generate.c - the verbs: prompts go in, logits or new tokens come out. */
+#include "v4.h"
+
+#include <quern/file.h>
+#include <quern/safetensors.h>
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Prompts of B sequences, in rows of `most` tokens. */
+typedef struct prompts {
+    quern_safetensors *file;
+    const int32_t *tokens, *lengths; /* lengths NULL: one sequence of `most` */
+    int64_t batch, most;
+} prompts;
+
+static int64_t length_of(const prompts *p, int64_t b)
+{
+    return p->lengths != NULL ? p->lengths[b] : p->most;
+}
+
+static bool read_prompts(const char *path, bool batch, prompts *p)
+{
+    quern_tensor t, n;
+    *p = (prompts){.batch = 1};
+    if (!done(quern_safetensors_open(path, &p->file))) return false;
+    if (quern_safetensors_get(p->file, "tokens", &t) != QUERN_OK || t.dtype != QUERN_I32 ||
+        t.ndim != (batch ? 2 : 1) || t.shape[0] < 1 || t.shape[t.ndim - 1] < 1)
+        return fail("%s: `tokens`, I32 %s, is accepted", path, batch ? "[B, N]" : "[N]");
+    p->tokens = t.data;
+    p->most = t.shape[t.ndim - 1];
+    if (!batch) return true;
+    p->batch = t.shape[0];
+    if (quern_safetensors_get(p->file, "lengths", &n) != QUERN_OK || n.dtype != QUERN_I32 || n.ndim != 1 ||
+        n.shape[0] != p->batch)
+        return fail("%s: `lengths` of the sequences, I32 [B], is accepted", path);
+    p->lengths = n.data;
+    for (int64_t b = 0; b < p->batch; b++)
+        if (p->lengths[b] < 1 || p->lengths[b] > p->most)
+            return fail("%s: lengths[%lld] is %d: 1 to %lld is accepted", path, (long long)b, p->lengths[b],
+                        (long long)p->most);
+    return true;
+}
+
+static bool open_model(const v4_options *o, const char *path, v4_model *m, prompts *p)
+{
+    if (!read_prompts(path, o->batch != NULL, p)) return false;
+    const int64_t most = p->most + (o->max_new > 0 ? o->max_new : 0);
+    if (most >= INT32_MAX / 2) return fail("%lld tokens: fewer than 2^30 are accepted", (long long)most);
+    if (!model_open(m, o, p->batch, most)) return false;
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t i = 0; i < length_of(p, b); i++) {
+            const int32_t token = p->tokens[b * p->most + i];
+            if (token < 0 || token >= m->config.vocab)
+                return fail("token %lld of sequence %lld is %d: 0 to %lld is accepted", (long long)i,
+                            (long long)b, token, (long long)m->config.vocab - 1);
+        }
+    return true;
+}
+
+/* Tokens first ... end - 1 of a sequence, a chunk at a time. Logits: of all, or after the last one. */
+static bool prefill(v4_model *m, const prompts *p, int32_t b, int64_t first, int64_t end, bool all,
+                    float *logits)
+{
+    const int64_t chunk = m->cache.params.step;
+    const double start = seconds();
+    for (int64_t at = first, n; at < end; at += n) {
+        n = end - at < chunk ? end - at : chunk;
+        note(m, true, "sequence %d: token %lld of %lld, %.1f a second", b, (long long)at, (long long)end,
+             at > first ? (double)(at - first) / (seconds() - start) : 0.0);
+        if (!model_step(m, &b, 1, p->tokens + b * p->most + at, n, all,
+                        all            ? logits + at * m->config.vocab
+                        : at + n < end ? NULL
+                                       : logits))
+            return false;
+    }
+    return true;
+}
+
+bool run_logits(const v4_options *o)
+{
+    v4_model m = {0};
+    prompts p = {0};
+    float *logits = NULL;
+    bool ok = done(quern_file_check(o->out)) && open_model(o, o->tokens, &m, &p);
+    const int64_t shape[] = {p.most, m.config.vocab};
+    if (ok) logits = malloc((size_t)(shape[0] * shape[1]) * sizeof *logits);
+    ok = ok && (logits != NULL || fail("no memory for %lld rows of logits", (long long)p.most)) &&
+         prefill(&m, &p, 0, 0, p.most, true, logits);
+    const quern_tensor t = quern_tensor_contiguous(logits, QUERN_F32, 2, shape);
+    ok = ok && done(quern_safetensors_save(o->out, &(quern_safetensors_item){"logits", &t}, 1, NULL, 0));
+    free(logits);
+    model_close(&m);
+    quern_safetensors_close(p.file);
+    return ok;
+}
+
+/* The likeliest, of equals the lowest; or one drawn by softmax(logits / temperature). */
+static int32_t pick(const float *logits, int64_t n, double temperature, uint64_t *state)
+{
+    int64_t best = 0;
+    for (int64_t i = 1; i < n; i++)
+        if (logits[i] > logits[best] || isnan(logits[best])) best = i;
+    if (temperature <= 0.0) return (int32_t)best;
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += exp((double)(logits[i] - logits[best]) / temperature);
+    uint64_t z = *state += 0x9e3779b97f4a7c15u; /* splitmix64 */
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    double at = (double)((z ^ z >> 31) >> 11) * 0x1p-53 * sum;
+    for (int64_t i = 0; i < n; i++)
+        if ((at -= exp((double)(logits[i] - logits[best]) / temperature)) < 0.0) return (int32_t)i;
+    return (int32_t)best;
+}
+
+/* What the prompts begin with goes through the model once, or comes from the session, and the other sequences
+ * are forked from it. */
+static bool read_all(v4_model *m, const v4_options *o, const prompts *p, float *logits)
+{
+    const int64_t vocab = m->config.vocab;
+    int64_t shared = length_of(p, 0), have = 0;
+    for (int64_t b = 1; b < p->batch; b++) {
+        shared = shared < length_of(p, b) ? shared : length_of(p, b);
+        for (int64_t i = 0; i < shared; i++)
+            if (p->tokens[b * p->most + i] != p->tokens[i]) shared = i;
+    }
+    bool ok = o->session == NULL || session_load(m, o->session, p->tokens, shared, &have, logits);
+    ok = ok && prefill(m, p, 0, have, shared, false, logits);
+    if (o->session != NULL && shared > have)
+        ok = ok && session_save(m, o->session, p->tokens, shared, logits);
+    for (int32_t b = 1; ok && b < p->batch; b++) {
+        memcpy(logits + b * vocab, logits, (size_t)vocab * sizeof *logits);
+        ok = done(quern_ledger_fork(m->cache.ledger, 0, b));
+    }
+    for (int32_t b = 0; ok && b < p->batch; b++)
+        ok = prefill(m, p, b, shared, length_of(p, b), false, logits + b * vocab);
+    return ok;
+}
+
+/* Appends tokens to every sequence; made [B, max_new], -1 behind a stop. `live`: the sequences that go on. */
+static bool go_on(v4_model *m, const v4_options *o, int64_t batch, float *logits, int32_t *made,
+                  int32_t *live, int32_t *next)
+{
+    uint64_t state = (uint64_t)o->seed;
+    int64_t count = batch;
+    for (int32_t b = 0; b < batch; b++) live[b] = b;
+    for (int64_t i = 0; i < o->max_new && count > 0; i++) {
+        int64_t left = 0;
+        note(m, true, "token %lld of %lld", (long long)i, (long long)o->max_new);
+        if (i > 0 && !model_step(m, live, count, next, 1, false, logits)) return false;
+        for (int64_t j = 0; j < count; j++) {
+            const int32_t token = pick(logits + j * m->config.vocab, m->config.vocab, o->temperature, &state);
+            made[live[j] * o->max_new + i] = token;
+            if (token == o->stop) continue;
+            next[left] = token;
+            live[left++] = live[j];
+        }
+        count = left;
+    }
+    return true;
+}
+
+static void print(const v4_options *o, int64_t batch, const int32_t *made)
+{
+    const bool several = o->batch != NULL, json = o->json;
+    if (json) printf("{\"tokens\": %s", several ? "[" : "");
+    for (int64_t b = 0; b < batch; b++, made += o->max_new) {
+        printf("%s%s", b == 0 ? "" : json ? ", " : "\n", json ? "[" : "");
+        for (int64_t i = 0; i < o->max_new && made[i] >= 0; i++)
+            printf("%s%d", i == 0 ? "" : json ? ", " : " ", made[i]);
+        if (json) putchar(']');
+    }
+    puts(!json ? "" : several ? "]}" : "}");
+}
+
+static bool generate(v4_model *m, const v4_options *o, const prompts *p)
+{
+    const size_t rows = (size_t)p->batch, all = rows * (size_t)o->max_new + 1;
+    float *logits = malloc((rows * (size_t)m->config.vocab + 1) * sizeof *logits);
+    int32_t *made = malloc((all + 2 * rows) * sizeof *made), *live = made != NULL ? made + all : NULL;
+    int64_t read = 0, new = 0;
+    bool ok = (logits != NULL && made != NULL) || fail("no memory for %zu rows", rows);
+    if (made != NULL) memset(made, 0xff, all * sizeof *made);
+    const double start = seconds();
+    ok = ok && read_all(m, o, p, logits);
+    const double middle = seconds();
+    ok = ok && go_on(m, o, p->batch, logits, made, live, live + rows);
+    const double end = seconds();
+    for (int64_t b = 0; b < p->batch; b++) read += length_of(p, b);
+    for (size_t i = 0; ok && i + 1 < all; i++) new += made[i] >= 0;
+    if (ok) {
+        print(o, p->batch, made);
+        note(m, false,
+             "prompts of %lld tokens in %.2f s (%.1f a second), %lld new ones in %.2f s (%.1f a second)",
+             (long long)read, middle - start, (double)read / (middle - start), (long long)new, end - middle,
+             (double)new / (end - middle));
+    }
+    free(logits);
+    free(made);
+    return ok;
+}
+
+bool run_generate(const v4_options *o)
+{
+    v4_model m = {0};
+    prompts p = {0};
+    const bool ok = (o->session == NULL || done(quern_file_check(o->session))) &&
+                    open_model(o, o->batch != NULL ? o->batch : o->tokens, &m, &p) && generate(&m, o, &p);
+    model_close(&m);
+    quern_safetensors_close(p.file);
+    return ok;
+}

@@ -1,0 +1,68 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* output.c - what the program says, and a checksum. */
+#include "v4.h"
+
+#include <ctype.h>
+#include <stdarg.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static bool line_open; /* a line of progress stands on the terminal */
+
+static void say(const char *end, const char *format, va_list args)
+{
+    char sentence[8192]; /* more than any path */
+    vsnprintf(sentence, sizeof sentence, format, args);
+    for (char *c = sentence; *c != '\0'; c++)
+        if (iscntrl((unsigned char)*c)) *c = '?';
+    fprintf(stderr, "%sv4: %s%s", line_open ? "\r\033[K" : "", sentence, end);
+    line_open = *end == '\0';
+}
+
+bool fail(const char *format, ...)
+{
+    static bool said;
+    va_list args;
+    va_start(args, format);
+    if (!said) say("\n", format, args); /* what follows from the first fault is no news */
+    va_end(args);
+    said = true;
+    return false;
+}
+
+bool done(quern_status status)
+{
+    return status == QUERN_OK || fail("%s", quern_last_error(NULL));
+}
+
+void note(const v4_model *m, bool passing, const char *format, ...)
+{
+    if (m->quiet || (passing && !isatty(STDERR_FILENO))) return;
+    va_list args;
+    va_start(args, format);
+    say(passing ? "" : "\n", format, args);
+    va_end(args);
+}
+
+double seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+uint64_t checksum(uint64_t start, const void *bytes, size_t size)
+{
+    const unsigned char *p = bytes;
+    uint64_t lane[4] = {start, ~start, start ^ size, 0x9e3779b97f4a7c15u}, sum = size;
+    for (uint64_t w[4]; size >= sizeof w; p += sizeof w, size -= sizeof w) {
+        memcpy(w, p, sizeof w);
+        for (int i = 0; i < 4; i++) lane[i] = (lane[i] ^ w[i]) * 0x100000001b3u;
+        for (int i = 0; i < 4; i++) lane[i] ^= lane[i] >> 29;
+    }
+    for (int i = 0; i < 4; i++) sum = (sum ^ lane[i]) * 0x100000001b3u + (sum >> 31);
+    for (; size > 0; p++, size--) sum = (sum ^ *p) * 0x100000001b3u;
+    return sum ^ sum >> 32;
+}

@@ -1,0 +1,217 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * v4.h - DeepSeek-V4 on Quern's public API. A step of R tokens, n copies of the residual stream:
+ *
+ *   x = n copies of the tokens' embeddings                                         [R, n, Dm]      model.c
+ *   in each layer, with f = attention, then with f = experts:
+ *       x = comb x + post f(norm(pre x))       hyper-connections around the sub-layer              layer.c
+ *   logits = head(norm(pre x))
+ *
+ * Attention leaves rows that later tokens read (raw rows, compressed entries, the indexer's keys); cache.c
+ * says where they stand. Projections are computed from the checkpoint's own bytes (weights.c), experts from
+ * repacked ones (experts.c). Functions that return bool print a sentence where they return false.
+ */
+#ifndef V4_H
+#define V4_H
+
+#include <quern/checkpoint.h>
+#include <quern/cuda.h>
+#include <quern/dsv4.h>
+#include <quern/dsv4_hyper.h>
+#include <quern/ledger.h>
+#include <quern/linear.h>
+
+#include <stdio.h>
+
+enum { CSA = 4 /* tokens of an entry */, PAGE = 64, RATIOS = 3, LAYERS_MOST = 1024, NAME = 160 };
+
+/* Memory of intermediate results, made larger where it has to be. Two that follow one another take turns. */
+enum {
+    X,
+    X_NEXT,
+    X_MIDDLE,
+    H,
+    F,
+    QR_RAW,
+    QR,
+    Q,
+    Q_NEXT,
+    KV,
+    KV_NEXT,
+    GROUPS,
+    PROJ,
+    ENTRIES,
+    IQ,
+    IQ_NEXT,
+    IW
+};
+enum { INTEGERS = IW + 1, IDS = INTEGERS, IDX, COUNT, WORKSPACE, WIDE, LOGITS, EXPERT, ROOMS = EXPERT + 4 };
+
+/* config.json */
+typedef struct v4_config {
+    int64_t width, layers, vocab, heads, dim, rope_dim, q_lora, groups, o_lora, window;
+    int64_t index_heads, index_dim, index_top, experts, top, inner, shared, hash_layers, copies, iters;
+    double hc_eps, rms_eps, limit, route_scale;
+    double base[2], factor, length, beta_fast, beta_slow; /* of RoPE; base: of layers without, with entries */
+    bool renormalize;
+    quern_moe_score score;
+    int64_t ratio[LAYERS_MOST]; /* tokens of an entry; 0: a window layer */
+    int64_t ratios[RATIOS];     /* those that there are, then 0 */
+} v4_config;
+
+typedef struct v4_device {
+    bool cuda;
+    quern_context *ctx;
+    void **owned, *room[ROOMS];
+    size_t owned_count, room_bytes[ROOMS];
+} v4_device;
+
+/* A projection [N, K] as the file has it: floats, FP8 with scales, or NVFP4. data NULL: there is none. */
+typedef struct v4_matrix {
+    quern_tensor w, scale, global;
+    int64_t block; /* of FP8's scales */
+    bool codes;    /* NVFP4 */
+} v4_matrix;
+
+typedef struct v4_compressor {
+    v4_matrix kv, gate;      /* [S C, Dm], S = 2 in CSA: rows of series b, then of series a */
+    quern_tensor bias, norm; /* f32 [r, S C], [C] */
+} v4_compressor;
+
+typedef struct v4_hyper {
+    quern_tensor fn, base, scale, norm; /* f32; norm: the sub-layer's */
+} v4_hyper;
+
+typedef struct v4_layer {
+    v4_hyper hyper[2]; /* around attention, around the experts */
+    v4_matrix q_a, q_b, kv, o_a, o_b, index_q_b, index_heads;
+    v4_compressor main, index;
+    quern_tensor q_norm, kv_norm, sink, repacked[2]; /* repacked: on a GPU, experts' */
+    quern_checkpoint_moe experts;
+} v4_layer;
+
+/* A compressor's: sums by slot, and how many rows they contain. */
+typedef struct v4_state {
+    quern_tensor sums, merged;
+} v4_state;
+
+typedef struct v4_rows {
+    quern_tensor raw, entries, keys; /* [pages, PAGE, channels] */
+    v4_state main, index;
+} v4_rows;
+
+/* What the operations of a step read, on the device: B sequences, R tokens, as many of each. */
+typedef struct v4_step {
+    int64_t batch;
+    quern_step books;
+    quern_tensor position, raw_table, raw_slot; /* i32 [R], [B, columns], [R] */
+    quern_tensor entry_slot[RATIOS];            /* i32 [R / r + B] */
+} v4_step;
+
+typedef struct v4_cache {
+    quern_ledger_params params;
+    quern_ledger *ledger;
+    void *books; /* its memory */
+    v4_rows *layer;
+    int32_t *host, *block; /* a step's numbers, and the device's copy of them */
+    size_t books_bytes, host_bytes;
+} v4_cache;
+
+typedef struct v4_model {
+    v4_config config;
+    v4_device device;
+    quern_checkpoint *checkpoint;
+    quern_dtype act; /* of activations and rows */
+    v4_layer *layer;
+    quern_tensor embed, cos_sin[2]; /* embed: on the host */
+    v4_matrix head;
+    v4_hyper head_hyper;
+    v4_cache cache;
+    void *mapped; /* the experts' file */
+    size_t mapped_bytes, workspace;
+    bool quiet;
+} v4_model;
+
+typedef struct v4_options {
+    const char *folder, *tokens, *batch, *out, *session, *cache;
+    int64_t chunk, max_new, threads, stop, seed;
+    double temperature;
+    bool cuda, bf16, json, quiet, greedy;
+} v4_options;
+
+/* output.c. fail() prints "v4: sentence" to stderr, once, and returns false; done() Quern's sentence. */
+bool fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+bool done(quern_status status);
+/* Progress, which the next line replaces, where stderr is a terminal; or a line that stays. */
+void note(const v4_model *m, bool passing, const char *format, ...) __attribute__((format(printf, 3, 4)));
+double seconds(void);
+uint64_t checksum(uint64_t start, const void *bytes, size_t size);
+
+/* device.c. What device_take() and make() give stands until device_close(). */
+void device_close(v4_device *d);
+void *device_take(v4_device *d, size_t bytes);
+bool device_copy(const v4_device *d, void *to, const void *from, size_t bytes); /* from and to either side */
+void *device_room(v4_device *d, int i, size_t bytes);
+quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b,
+                  int64_t c, int64_t e);
+bool make(v4_device *d, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c, quern_tensor *t);
+quern_tensor room(v4_model *m, int i, int32_t ndim, int64_t a, int64_t b, int64_t c, int64_t e);
+size_t tensor_bytes(const quern_tensor *t);
+float number(const quern_tensor *t, int64_t i); /* of f32 or bf16, on the host */
+
+bool config_read(const char *folder, v4_config *c);
+bool weights_open(v4_model *m, const char *folder);
+/* From the file `cache` as far as that has them; NULL: there is none. */
+bool experts_open(v4_model *m, const char *cache);
+
+/* cache.c */
+bool cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk);
+/* A step of `tokens` tokens of each of B sequences. */
+bool cache_begin(v4_model *m, const int32_t *sequences, int64_t batch, int64_t tokens, v4_step *step);
+/* The number of a ratio among config.ratios. */
+int cache_ratio(const v4_config *c, int64_t ratio);
+
+/* session.c: a sequence in a file, whose tokens are the first of `tokens`; *count 0: there is no file.
+ * `logits` are those after its last token. */
+bool session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t count, const float *logits);
+bool session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, int64_t *count,
+                  float *logits);
+
+/* ops.c */
+bool op_linear(v4_model *m, const quern_tensor *x, const v4_matrix *w, int64_t groups, const quern_tensor *y);
+bool op_norm(v4_model *m, const quern_tensor *x, const quern_tensor *weight, const quern_tensor *y);
+bool op_rope(v4_model *m, const quern_tensor *x, const quern_tensor *cos_sin, const v4_step *step,
+             const quern_tensor *y);
+bool op_store(v4_model *m, const quern_tensor *x, const quern_tensor *slots, const quern_tensor *pool);
+bool op_append(v4_model *m, int64_t ratio, const v4_step *step, const v4_compressor *c,
+               const quern_tensor *proj, const v4_state *state, const quern_tensor *out);
+bool op_index(v4_model *m, const v4_step *step, const quern_tensor *q, const quern_tensor *weights,
+              const quern_tensor *keys, const quern_tensor *idx, const quern_tensor *count);
+bool op_attend(v4_model *m, const v4_step *step, int64_t ratio, const quern_tensor *sink, const v4_rows *rows,
+               const quern_tensor *q, const quern_tensor *idx, const quern_tensor *count,
+               const quern_tensor *o);
+/* The sub-layer's input h; with its output f the next copies x_new, too. */
+bool op_hyper(v4_model *m, const v4_hyper *w, const quern_tensor *x, const quern_tensor *f,
+              const quern_tensor *h, const quern_tensor *x_new);
+bool op_experts(v4_model *m, const v4_layer *layer, const quern_tensor *ids, const quern_tensor *x,
+                const quern_tensor *out);
+bool op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);
+
+/* layer.c: x -> x_new; ids: the tokens. */
+bool layer_run(v4_model *m, int64_t number, const v4_step *step, const quern_tensor *ids,
+               const quern_tensor *x, const quern_tensor *x_new);
+
+/* model.c */
+bool model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity);
+void model_close(v4_model *m);
+/* `count` tokens of each of B sequences, of which one is 1. logits (NULL: none), f32: [B, vocab] after each
+ * one's last token, or with `all` [B count, vocab]. */
+bool model_step(v4_model *m, const int32_t *sequences, int64_t batch, const int32_t *tokens, int64_t count,
+                bool all, float *logits);
+
+/* generate.c: the verbs. */
+bool run_logits(const v4_options *o);
+bool run_generate(const v4_options *o);
+
+#endif
