@@ -332,8 +332,11 @@ typedef struct quern_dsv4_index_tensors {
 } quern_dsv4_index_tensors;
 #define QUERN_DSV4_INDEX_TENSORS_INIT QUERN_SIZED(quern_dsv4_index_tensors)
 
-/* CPU alone. bf16 queries against keys in bf16 or bytes are multiplied exactly and summed in f32; all
- * other operands go through f32. */
+/* On the CPU bf16 queries against keys in bf16 or bytes are multiplied exactly and summed in f32; all other
+ * operands go through f32. A GPU takes bf16 and f16, or bf16 with keys of bytes. There faults of data set
+ * their bits of the status word: a sequence that begins before 0 sees no entries (QUERN_STATUS_BAD_POSITION),
+ * nor does a query see one whose page is none of the pool's (QUERN_STATUS_BAD_PAGE), and with a scale byte of
+ * 0xFF a score is NaN (QUERN_STATUS_BAD_SCALE). */
 QUERN_API quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *params,
                                                   const quern_dsv4_index_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec,

@@ -109,5 +109,7 @@ __device__ inline void index_store(const index_kernel &a, int b, int query, best
 /* Whether the kernels take a call; if not, says so. */
 bool index_takes(const indexer_args *args, char why[STAGE_WHY_BYTES]);
 index_kernel index_kernel_of(const indexer_args *args);
+/* Faults of the data, into the caller's status word, if there is one. */
+quern_status index_report(const stage_exec *exec, const index_kernel &a);
 
 #endif

@@ -19,6 +19,8 @@ static bool indexer_any_supports(const stage_exec *exec, const indexer_args *arg
 static quern_status indexer_any_run(const stage_exec *exec, const indexer_args *args, void *)
 {
     if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
+    const quern_status status = index_report(exec, index_kernel_of(args));
+    if (status != QUERN_OK) return status;
     return args->q.dtype == QUERN_BF16 ? any_indexer::indexer_bf16(exec, args)
                                        : any_indexer::indexer_f16(exec, args);
 }

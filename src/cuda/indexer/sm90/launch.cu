@@ -108,6 +108,8 @@ static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args 
     if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
     const index_kernel a = index_kernel_of(args);
     const int piece = piece_of(args);
+    quern_status status = index_report(exec, a);
+    if (status != QUERN_OK) return status;
     key_feed f = {};
     f.apart = args->format != ENTRY_ROWS && args->keys.ndim == 2;
     f.shares = shares_of(exec, args);
@@ -122,7 +124,7 @@ static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args 
     }
     CUtensorMap map = {};
     if (args->format == ENTRY_ROWS) {
-        const quern_status status = tma_describe(&map, rows_tensor(args, piece));
+        status = tma_describe(&map, rows_tensor(args, piece));
         if (status != QUERN_OK) return status;
     }
     switch (kind_of(args)) {
