@@ -91,17 +91,31 @@ static inline bool e4m3_takes(const e4m3_gemm_args *args, char why[STAGE_WHY_BYT
     return false;
 }
 
-/* Rounds the rows of x [T, groups K] to e4m3 by runs of 128 of each group's K. Either to floats, out
- * [T][groups K]; or (bytes) to codes and scales. */
+/* Rounds the rows of x [T, groups K] to e4m3 by runs of 128 of each group's K: to floats, or, with `scale`,
+ * to codes, of which a run has 128, zeros behind K. */
 struct e4m3_round_params {
     const void *x;
     quern_dtype dtype;
     int64_t x_row, tokens, groups, k;
-    bool wide; /* rows allow loads of four */
-    void *out; /* [T][out_row] */
-    int64_t out_row;
+    bool wide;    /* rows allow loads of four */
+    void *out;    /* [T][out_row]: floats [groups][K], or codes [groups][runs][128] */
+    float *scale; /* [groups runs][scale_row], or NULL */
+    int64_t out_row, scale_row;
     int32_t *status;
 };
+static inline e4m3_round_params e4m3_round_params_of(const e4m3_params &p, const quern_tensor &a)
+{
+    e4m3_round_params r = {};
+    r.x = p.a;
+    r.dtype = p.a_dtype;
+    r.x_row = p.a_row;
+    r.tokens = p.tokens;
+    r.groups = p.groups;
+    r.k = p.in;
+    r.wide = p.in % 4 == 0 && rows_aligned(a, 4 * bytes_of(p.a_dtype));
+    r.status = p.status;
+    return r;
+}
 quern_status e4m3_round_rows(const e4m3_round_params &p, cudaStream_t stream);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* round.cu - rows rounded to e4m3, a warp a run of 128: s = amax / 448, or 1 where that is 0, and x becomes
- * s e4m3(x / s). Limit: copy rate. */
+ * s e4m3(x / s), or the two factors. Limit: copy rate. */
 #include "e4m3_gemm/params.cuh"
 
 enum { THREADS = 256, WARPS = THREADS / 32, EACH = 4 };
@@ -22,6 +22,17 @@ __device__ __forceinline__ void load_four(float (&x)[EACH], const e4m3_round_par
     }
 #pragma unroll
     for (int i = 0; i < EACH; i++) x[i] = i < count ? value_at(p.x, p.dtype, at + i) : 0.0f;
+}
+
+__device__ __forceinline__ uint32_t e4m3_word(const float (&x)[EACH], float scale)
+{
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const float y = __fdiv_rn(x[j], scale);
+        word |= ((uint32_t)saturated_e4m3(fabsf(y)) | (__float_as_uint(y) >> 24 & 0x80)) << 8 * j;
+    }
+    return word;
 }
 
 __global__ void __launch_bounds__(THREADS) e4m3_round(const __grid_constant__ e4m3_round_params p)
@@ -47,6 +58,12 @@ __global__ void __launch_bounds__(THREADS) e4m3_round(const __grid_constant__ e4
         if (bad) raise_status(p.status, QUERN_STATUS_NOT_FINITE);
         float scale = __fdiv_rn(__uint_as_float(most), 448.0f);
         if (scale == 0.0f) scale = 1.0f;
+        if (p.scale != NULL) {
+            uint8_t *const to = (uint8_t *)p.out + row * p.out_row + rest * E4M3_GROUP + lane * EACH;
+            *(uint32_t *)to = e4m3_word(x, scale);
+            if (lane == 0) p.scale[rest * p.scale_row + row] = scale;
+            continue;
+        }
         float *const to = (float *)p.out + row * p.out_row + group * p.k + k;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {

@@ -19,17 +19,9 @@ static size_t workspace(const stage_exec *, const e4m3_gemm_args *args)
 
 static quern_status round_a(e4m3_params *p, const e4m3_gemm_args *args, void *memory, cudaStream_t stream)
 {
-    e4m3_round_params r = {};
-    r.x = p->a;
-    r.dtype = p->a_dtype;
-    r.x_row = p->a_row;
-    r.tokens = p->tokens;
-    r.groups = p->groups;
-    r.k = p->in;
-    r.wide = p->in % 4 == 0 && rows_aligned(args->a, 4 * bytes_of(p->a_dtype));
+    e4m3_round_params r = e4m3_round_params_of(*p, args->a);
     r.out = room_at<float>(memory);
     r.out_row = p->groups * p->in;
-    r.status = p->status;
     p->a = r.out;
     p->a_dtype = QUERN_F32;
     p->a_row = r.out_row;

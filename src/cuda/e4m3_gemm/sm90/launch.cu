@@ -1,0 +1,70 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* launch.cu - which calls Hopper's product with e4m3 weights takes, how wide a tile is, and how many blocks
+ * share one. */
+#include "e4m3_gemm/sm90/kernel.cuh"
+#include "variants.cuh"
+
+using namespace sm90_e4m3;
+
+enum { SHARED_BYTES = 227 * 1024, SHARES_MOST = 8 };
+static_assert(sizeof(shared<8>) <= SHARED_BYTES && sizeof(shared<32>) <= SHARED_BYTES &&
+                  sizeof(shared<128>) <= SHARED_BYTES,
+              "a block fits");
+
+static quern_tensor rows_of_a(const e4m3_gemm_args *args)
+{
+    quern_tensor t = args->a;
+    t.ndim = 4;
+    t.shape[3] = t.shape[1];
+    t.shape[1] = t.shape[0];
+    t.shape[0] = t.shape[2] = 1;
+    t.strides[1] = args->a.strides[0];
+    t.strides[0] = t.strides[2] = 8;
+    t.strides[3] = 1;
+    return t;
+}
+
+/* Behind a group's last column stand the next group's, which are no zeros. */
+static bool supports(const stage_exec *exec, const e4m3_gemm_args *args, char *)
+{
+    return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && !args->round && tiles_take(args) &&
+           (args->groups == 1 || args->codes.shape[1] % RUN == 0) &&
+           (args->a.shape[0] == 0 || tma_can(rows_of_a(args)));
+}
+
+static int shares_of(const stage_exec *exec, const product_params &q, int parts)
+{
+    int shares = 1;
+    while (2 * shares <= SHARES_MOST && 2 * shares <= q.runs &&
+           q.panels * q.p.groups * q.token_tiles * 2 * shares <= exec->multiprocessors)
+        shares *= 2;
+    return (q.runs + shares - 1) / shares <= parts ? shares : 1;
+}
+
+template <typename T, int TOKENS>
+static quern_status run_width(const stage_exec *exec, const e4m3_gemm_args *args)
+{
+    product_params q = product_of(exec, args, TOKENS);
+    CUtensorMap w, a;
+    q.shares = shares_of(exec, q, form<TOKENS>::PARTS);
+    quern_status status = describe_bytes(&w, args->codes.data, args->codes.shape[0], args->codes.shape[1],
+                                         q.p.code_row, TILE_ROWS);
+    if (status == QUERN_OK) status = tma_describe(&a, rows_of_a(args), 1, TOKENS);
+    return status == QUERN_OK ? launch<T, TOKENS>(exec, q, w, a) : status;
+}
+
+template <typename T> static quern_status run_dtype(const stage_exec *exec, const e4m3_gemm_args *args)
+{
+    return args->a.shape[0] <= 8    ? run_width<T, 8>(exec, args)
+           : args->a.shape[0] <= 32 ? run_width<T, 32>(exec, args)
+                                    : run_width<T, 128>(exec, args);
+}
+
+static quern_status run(const stage_exec *exec, const e4m3_gemm_args *args, void *)
+{
+    if (args->a.shape[0] == 0) return QUERN_OK;
+    return args->a.dtype == QUERN_BF16 ? run_dtype<bf16>(exec, args) : run_dtype<f16>(exec, args);
+}
+
+extern const variant<e4m3_gemm_args> e4m3_gemm_sm90 = {"e4m3_gemm_sm90", supports, NULL, run};
