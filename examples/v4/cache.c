@@ -13,27 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where a step's own i32 arrays begin, behind the ledger's block; each for the most rows and sequences. */
-typedef struct places {
-    size_t position, raw_slot, raw_table, entry_slot[RATIOS], end;
-    int64_t columns; /* of raw_table */
-} places;
-
-static places lay_out(const v4_model *m)
-{
-    const quern_ledger_params *k = &m->cache.params;
-    const int64_t batch = k->sequences, rows = k->step > batch ? k->step : batch;
-    places p = {.position = m->cache.books_bytes / 4, .columns = (k->capacity + PAGE - 1) / PAGE};
-    p.raw_slot = p.position + (size_t)rows;
-    p.raw_table = p.raw_slot + (size_t)rows;
-    p.end = p.raw_table + (size_t)(batch * p.columns);
-    for (int i = 0; i < RATIOS && m->config.ratios[i] > 0; i++) {
-        p.entry_slot[i] = p.end;
-        p.end += (size_t)(rows / m->config.ratios[i] + batch);
-    }
-    return p;
-}
-
 static bool make_pool(v4_model *m, int pool, int64_t channels, quern_tensor *t)
 {
     int64_t pages;
@@ -71,7 +50,8 @@ bool cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk)
     if (!done(quern_ledger_create(p, k->books, bytes, &k->ledger)) ||
         !done(quern_ledger_block_bytes(k->ledger, sequences, &k->books_bytes)))
         return false;
-    k->host_bytes = 4 * lay_out(m).end;
+    const int64_t rows = chunk > sequences ? chunk : sequences, columns = (capacity + PAGE - 1) / PAGE;
+    k->host_bytes = k->books_bytes + 4 * (size_t)(2 * rows + sequences * columns);
     k->host = calloc(1, k->host_bytes);
     if (k->host == NULL) return fail("no memory for a step of %lld tokens", (long long)chunk);
     k->block = m->device.cuda ? device_take(&m->device, k->host_bytes) : k->host;
@@ -89,14 +69,6 @@ bool cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk)
                  make_state(m, 6 * c->index_dim, &r->index);
     }
     return ok;
-}
-
-/* Slots of a pool's rows from number `first` on, counted over all pages. */
-static void slots_of(const quern_tensor *table, int64_t b, int64_t first, int64_t n, int32_t *slots)
-{
-    const int32_t *row = (const int32_t *)table->data + b * table->shape[1];
-    for (int64_t i = first; i < first + n; i++)
-        slots[i - first] = row[i / PAGE % table->shape[1]] * PAGE + (int32_t)(i % PAGE);
 }
 
 /* A page that the step writes and that sequences share, in all layers: row 1's to row 2's. */
@@ -117,29 +89,22 @@ static bool copy_page(v4_model *m, const int32_t *row)
     return true;
 }
 
-/* The arrays behind the ledger's block. */
-static void fill(v4_model *m, const places *p, const quern_step *books, int64_t batch, int64_t tokens)
+/* Behind the ledger's block: positions [rows], slots of raw rows [rows], pages of raw rows [B, columns]. */
+static void fill(const v4_model *m, const quern_step *books, int64_t rows, int64_t columns, int32_t *to)
 {
     const int32_t *starts = books->positions.data;
     const quern_tensor *ring = &books->tables[0];
-    int32_t *host = m->cache.host;
+    const int64_t batch = ring->shape[0], tokens = rows / batch;
     for (int64_t b = 0; b < batch; b++) {
         const int64_t start = starts[b], before = start - m->config.window + 1;
-        for (int64_t t = 0; t < tokens; t++)
-            host[p->position + (size_t)(b * tokens + t)] = (int32_t)(start + t);
-        slots_of(ring, b, start, tokens, host + p->raw_slot + b * tokens);
-        for (int64_t i = (before > 0 ? before : 0) / PAGE; i <= (start + tokens - 1) / PAGE; i++)
-            host[p->raw_table + (size_t)(b * p->columns + i)] =
-                ((const int32_t *)ring->data)[b * ring->shape[1] + i % ring->shape[1]];
-    }
-    for (int i = 0; i < RATIOS && m->config.ratios[i] > 0; i++) {
-        const int64_t r = m->config.ratios[i];
-        int32_t *slot = host + p->entry_slot[i], *end = slot + batch * tokens / r + batch;
-        for (int64_t b = 0, n; b < batch; b++, slot += n) {
-            n = (starts[b] + tokens) / r - starts[b] / r;
-            slots_of(&books->tables[1 + i], b, starts[b] / r, n, slot);
+        const int32_t *pages = (const int32_t *)ring->data + b * ring->shape[1];
+        for (int64_t t = 0; t < tokens; t++) {
+            const int64_t at = start + t;
+            to[b * tokens + t] = (int32_t)at;
+            to[rows + b * tokens + t] = pages[at / PAGE % ring->shape[1]] * PAGE + (int32_t)(at % PAGE);
         }
-        while (slot < end) *slot++ = -1;
+        for (int64_t i = (before > 0 ? before : 0) / PAGE; i <= (start + tokens - 1) / PAGE; i++)
+            to[2 * rows + b * columns + i] = pages[i % ring->shape[1]];
     }
 }
 
@@ -147,9 +112,8 @@ bool cache_begin(v4_model *m, const int32_t *sequences, int64_t batch, int64_t t
 {
     v4_cache *k = &m->cache;
     const v4_device *d = &m->device;
-    const places p = lay_out(m);
-    const int64_t rows = batch * tokens;
-    const int32_t *at = k->block;
+    const int64_t rows = batch * tokens, columns = (k->params.capacity + PAGE - 1) / PAGE;
+    const int32_t *at = k->block + k->books_bytes / 4;
     quern_step books = QUERN_STEP_INIT;
     int64_t *counts = malloc((size_t)batch * sizeof *counts);
     if (counts == NULL) return fail("no memory for a step of %lld sequences", (long long)batch);
@@ -157,17 +121,14 @@ bool cache_begin(v4_model *m, const int32_t *sequences, int64_t batch, int64_t t
     const bool begun = done(quern_ledger_begin(k->ledger, sequences, counts, batch, k->host, k->books_bytes));
     free(counts);
     if (!begun || !done(quern_ledger_step(k->ledger, batch, k->host, QUERN_CPU, 0, &books))) return false;
-    fill(m, &p, &books, batch, tokens);
+    fill(m, &books, rows, columns, k->host + k->books_bytes / 4);
     *step = (v4_step){.batch = batch, .books = QUERN_STEP_INIT};
-    step->position = view(d, at + p.position, QUERN_I32, 1, rows, 1, 1, 1);
-    step->raw_slot = view(d, at + p.raw_slot, QUERN_I32, 1, rows, 1, 1, 1);
-    step->raw_table = view(d, at + p.raw_table, QUERN_I32, 2, batch, p.columns, 1, 1);
-    for (int i = 0; i < RATIOS && m->config.ratios[i] > 0; i++)
-        step->entry_slot[i] =
-            view(d, at + p.entry_slot[i], QUERN_I32, 1, rows / m->config.ratios[i] + batch, 1, 1, 1);
-    bool ok =
-        done(quern_ledger_step(k->ledger, batch, at, d->cuda ? QUERN_CUDA : QUERN_CPU, 0, &step->books)) &&
-        (!d->cuda || device_copy(d, k->block, k->host, k->host_bytes));
+    step->position = view(d, at, QUERN_I32, 1, rows, 1, 1, 1);
+    step->raw_slot = view(d, at + rows, QUERN_I32, 1, rows, 1, 1, 1);
+    step->raw_table = view(d, at + 2 * rows, QUERN_I32, 2, batch, columns, 1, 1);
+    bool ok = done(quern_ledger_step(k->ledger, batch, k->block, d->cuda ? QUERN_CUDA : QUERN_CPU, 0,
+                                     &step->books)) &&
+              (!d->cuda || device_copy(d, k->block, k->host, k->host_bytes));
     const int32_t *copy = books.copies.data; /* the append copies states */
     for (int64_t i = 0; ok && i < books.copies.shape[0]; i++, copy += 3)
         ok = copy[0] < 0 || copy[0] == QUERN_LEDGER_STATES || copy_page(m, copy);

@@ -41,7 +41,7 @@ enum {
     KV_NEXT,
     GROUPS,
     PROJ,
-    ENTRIES,
+    INDEX_PROJ,
     IQ,
     IQ_NEXT,
     IW
@@ -106,7 +106,6 @@ typedef struct v4_step {
     int64_t batch;
     quern_step books;
     quern_tensor position, raw_table, raw_slot; /* i32 [R], [B, columns], [R] */
-    quern_tensor entry_slot[RATIOS];            /* i32 [R / r + B] */
 } v4_step;
 
 typedef struct v4_cache {
@@ -178,27 +177,13 @@ bool session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t 
 bool session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, int64_t *count,
                   float *logits);
 
-/* ops.c */
+/* layer.c, the calls that others make, too. */
 bool op_linear(v4_model *m, const quern_tensor *x, const v4_matrix *w, int64_t groups, const quern_tensor *y);
-bool op_norm(v4_model *m, const quern_tensor *x, const quern_tensor *weight, const quern_tensor *y);
-bool op_rope(v4_model *m, const quern_tensor *x, const quern_tensor *cos_sin, const v4_step *step,
-             const quern_tensor *y);
-bool op_store(v4_model *m, const quern_tensor *x, const quern_tensor *slots, const quern_tensor *pool);
-bool op_append(v4_model *m, int64_t ratio, const v4_step *step, const v4_compressor *c,
-               const quern_tensor *proj, const v4_state *state, const quern_tensor *out);
-bool op_index(v4_model *m, const v4_step *step, const quern_tensor *q, const quern_tensor *weights,
-              const quern_tensor *keys, const quern_tensor *idx, const quern_tensor *count);
-bool op_attend(v4_model *m, const v4_step *step, int64_t ratio, const quern_tensor *sink, const v4_rows *rows,
-               const quern_tensor *q, const quern_tensor *idx, const quern_tensor *count,
-               const quern_tensor *o);
 /* The sub-layer's input h; with its output f the next copies x_new, too. */
 bool op_hyper(v4_model *m, const v4_hyper *w, const quern_tensor *x, const quern_tensor *f,
               const quern_tensor *h, const quern_tensor *x_new);
-bool op_experts(v4_model *m, const v4_layer *layer, const quern_tensor *ids, const quern_tensor *x,
-                const quern_tensor *out);
 bool op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);
-
-/* layer.c: x -> x_new; ids: the tokens. */
+/* x -> x_new; ids: the tokens. */
 bool layer_run(v4_model *m, int64_t number, const v4_step *step, const quern_tensor *ids,
                const quern_tensor *x, const quern_tensor *x_new);
 
