@@ -58,7 +58,7 @@ bench: all
 accept: $(patsubst bench/accept/%.json,accept-%,$(wildcard bench/accept/*.json))
 
 accept-%: all
-	cmake --build build/release --target accept accept_error accept_convert >/dev/null
+	cmake --build build/release --target accept accept_error accept_convert accept_v4 >/dev/null
 	build/release/accept bench/accept/$*.json build/release
 
 # make install PREFIX=/usr/local

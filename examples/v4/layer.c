@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * layer.c - a layer: attention and experts, each between hyper-connections. First the calls of Quern, a function
- * each: its parameters, its tensors, as much workspace as it asks for. Then what a layer makes of them.
+ * layer.c - a layer: attention and experts, each between hyper-connections. First the calls of Quern, a
+ * function each: its parameters, its tensors, as much workspace as it asks for. Then what a layer makes of
+ * them.
  */
 #include "v4.h"
 

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * weights.c - finds the model's tensors in the checkpoint. Projections stay as they are, in the mapped file
- * (on a GPU: copied as they are); the small tensors become f32.
+ * weights.c - finds the model's tensors in the checkpoint. Projections are copied as they are; the small
+ * tensors become f32.
  */
 #include "v4.h"
 
@@ -44,14 +44,15 @@ static bool is_float(const char *name, const quern_tensor *t)
            fail("%s is %s: f32 and bf16 are accepted", name, quern_dtype_name(t->dtype));
 }
 
-/* The same, on the device. */
+/* The same, copied to the device. */
 static bool place(v4_model *m, const char *name, int64_t a, int64_t b, quern_tensor *t)
 {
-    if (!find(m, name, a, b, t) || !m->device.cuda) return t->data != NULL;
-    const quern_tensor host = *t;
+    quern_tensor from = {0};
+    if (!find(m, name, a, b, &from)) return false;
+    *t = from;
     t->data = device_take(&m->device, tensor_bytes(t));
-    t->device = QUERN_CUDA;
-    return t->data != NULL && device_copy(&m->device, t->data, host.data, tensor_bytes(t));
+    t->device = m->device.cuda ? QUERN_CUDA : QUERN_CPU;
+    return t->data != NULL && device_copy(&m->device, t->data, from.data, tensor_bytes(t));
 }
 
 /* A small tensor in f32. */
