@@ -103,7 +103,7 @@ static int dense_error(inputs *in)
     void *workspace = need(malloc(bytes + 1));
     check(quern_attention_forward(in->ctx, NULL, &params, &t, workspace, bytes));
     free(workspace);
-    const oracle_shape shape = {N, N, H, HKV, D, D, 0, 0};
+    const oracle_shape shape = {N, N, H, HKV, D, D, 0, 0, NULL};
     const oracle_range range = {N, N, true, 0, -1};
     double difference = 0, norm = 0, row[D];
     for (int s = 0; s < SAMPLES; s++) {
@@ -148,7 +148,7 @@ static int nsa_error(inputs *in, int64_t tile, quern_nsa_metric metric, const ch
             const int64_t at = sampled_row(s);
             for (int b = 0; b < 3; b++) {
                 const branch_mask mask = {b == 0 ? COMPRESSED : b == 1 ? SELECTED : WINDOW, tile, idx.data};
-                const oracle_shape shape = {N, b == 0 ? N / L : N, H, HKV, D, D, 0, 0};
+                const oracle_shape shape = {N, b == 0 ? N / L : N, H, HKV, D, D, 0, 0, NULL};
                 oracle_attend_row(&shape, branch_sees, &mask, in->q64, b == 0 ? kc : in->k64,
                                   b == 0 ? vc : in->v64, h, at, row);
                 for (int64_t c = 0; c < D; c++) sum[c] = (b == 0 ? 0 : sum[c]) + row[c] / 3;

@@ -26,6 +26,7 @@
 
 #include "select/lists.cuh"
 #include "hopper/ring.cuh"
+#include "hopper/schedule.cuh"
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 #include "common/fold.cuh"
@@ -202,9 +203,7 @@ __device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_p
     while (w.query >= 0) {
         if (index < plan.total) {
             find_lists_of_piece(s, plan, index, &w);
-            index = plan.total;
-            if (plan.taken != NULL && lead) index = (int32_t)gridDim.x + atomicAdd(plan.taken, 1);
-            index = __shfl_sync(~0u, index, 0);
+            index = next_piece(plan);
             if (w.query < 0) { /* varlen: other pieces may be there */
                 w.query = 0;
                 continue;
