@@ -1,0 +1,135 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* launch.cu - the pool_append stage: one launch for both compressors. */
+#include "pool/append/kernel.cuh"
+#include "variants.cuh"
+
+static bool aligned(const quern_tensor &t, int64_t channels)
+{
+    return !present(t) || rows_aligned(t, channels * bytes_of(t.dtype));
+}
+
+/* Whether all rows can be read and written four channels at a time. */
+static bool is_wide(const pool_append_part &p)
+{
+    const int64_t channels = GROUP_CHANNELS;
+    return p.width % channels == 0 && aligned(p.proj, channels) && aligned(p.bias_a, channels) &&
+           aligned(p.bias_b, channels) && aligned(p.state, channels);
+}
+
+static append_part part_of(const pool_append_args *args, const pool_append_part &p, int first)
+{
+    const quern_tensor *const biases[] = {&p.bias_a, &p.bias_b};
+    append_part k = {};
+    k.width = (int)p.width;
+    k.lanes = group_lanes(p.width);
+    k.first = first;
+    k.wide = is_wide(p);
+    k.proj = (const char *)p.proj.data;
+    k.dtype = p.proj.dtype;
+    k.size = (int)bytes_of(p.proj.dtype);
+    k.proj_row = p.proj.strides[0];
+    for (int s = 0; s < 2; s++) {
+        k.bias[s] = (const char *)biases[s]->data;
+        k.bias_dtype[s] = biases[s]->dtype;
+        k.bias_row[s] = biases[s]->strides[0];
+    }
+    k.state = (float *)p.state.data;
+    k.state_row = p.state.strides[0];
+    k.merged = (int32_t *)p.merged.data;
+    k.merged_row = p.merged.strides[0];
+    k.entry = entry_kernel_of(p.entry, p.width, args->ratio);
+    k.pooled = (float *)p.pooled.data;
+    k.pooled_row = p.pooled.strides[0];
+    const int64_t size = bytes_of(p.out.dtype);
+    k.out = (char *)p.out.data;
+    k.out_dtype = p.out.dtype;
+    k.out_row = p.out.strides[0] * size;
+    k.rows = present(p.pooled) ? p.pooled.shape[0] : present(p.table) ? 0 : p.out.shape[0];
+    if (!present(p.table)) return k;
+    k.table = (const int32_t *)p.table.data;
+    k.table_row = p.table.strides[0];
+    k.table_column = p.table.strides[1];
+    k.columns = (uint32_t)p.table.shape[1];
+    k.pages = (uint32_t)p.out.shape[0];
+    k.page = (uint32_t)p.page;
+    k.page_bytes = k.out_row;
+    k.slot_bytes = p.out.ndim == 3 ? p.out.strides[1] * size : entry_data_bytes(p.entry.format, p.width);
+    if (p.out.ndim == 3) return k;
+    k.scales = p.page * k.slot_bytes;
+    k.scale_bytes = p.out.shape[1] / p.page - k.slot_bytes;
+    return k;
+}
+
+/* Of a compressor's group, whose threads begin at a multiple of their number. */
+static int first_thread(const pool_append_args *args, int part)
+{
+    const int lanes = group_lanes(args->part[part].width);
+    return part > 0 ? (group_lanes(args->part[0].width) + lanes - 1) / lanes * lanes : 0;
+}
+
+static int threads_of(const pool_append_args *args)
+{
+    const int last = args->part[1].width > 0 ? 1 : 0;
+    return first_thread(args, last) + group_lanes(args->part[last].width);
+}
+
+static append_kernel kernel_of(const stage_exec *exec, const pool_append_args *args)
+{
+    append_kernel a = {};
+    a.ratio = (uint32_t)args->ratio;
+    a.ring = (uint32_t)args->ring;
+    a.series = args->overlap ? 2 : 1;
+    for (int i = 0; i < POOL_PARTS && args->part[i].width > 0; i++) {
+        a.part[i] = part_of(args, args->part[i], first_thread(args, i));
+        a.careful = a.careful || args->part[i].entry.format != ENTRY_ROWS;
+        a.counts = a.counts || a.part[i].rows > 0;
+        a.parts = i + 1;
+    }
+    a.slots = args->step.slots.data;
+    a.slots_i64 = args->step.slots.dtype == QUERN_I64;
+    a.slots_row = args->step.slots.strides[0];
+    a.positions = (const int32_t *)args->step.positions.data;
+    a.positions_row = args->step.positions.strides[0];
+    a.rows = (const int32_t *)args->step.rows.data;
+    a.rows_row = args->step.rows.strides[0];
+    a.rows_next = args->step.rows.strides[1];
+    a.batch = (int)args->step.slots.shape[0];
+    a.tokens = args->part[0].proj.shape[0];
+    a.states = args->part[0].state.shape[0];
+    if (present(args->fault)) {
+        a.fault = (int32_t *)args->fault.data;
+        a.fault_row = args->fault.strides[0];
+    }
+    a.status = exec->status;
+    return a;
+}
+
+static bool supports(const stage_exec *, const pool_append_args *args, char why[STAGE_WHY_BYTES])
+{
+    enum { WIDTH_MOST = APPEND_THREADS * GROUP_CHANNELS };
+    if (!args->by_slot) {
+        snprintf(why, STAGE_WHY_BYTES, "the cuda backend takes states in slots of a tensor");
+        return false;
+    }
+    for (int i = 0; i < POOL_PARTS; i++) {
+        if (args->part[i].width <= WIDTH_MOST && threads_of(args) <= APPEND_THREADS) continue;
+        snprintf(why, STAGE_WHY_BYTES,
+                 "entries have %lld and %lld channels: the cuda backend takes up to %d of both",
+                 (long long)args->part[0].width, (long long)args->part[1].width, WIDTH_MOST);
+        return false;
+    }
+    return true;
+}
+
+static quern_status run(const stage_exec *exec, const pool_append_args *args, void *)
+{
+    const append_kernel a = kernel_of(exec, args);
+    const int threads = threads_of(args);
+    if (a.batch == 0) return QUERN_OK;
+    pool_append<<<(unsigned)a.batch, threads, threads * GROUP_CHANNELS * sizeof(float),
+                  (cudaStream_t)exec->stream>>>(a);
+    return LAUNCHED("pool_append");
+}
+
+extern const variant<pool_append_args> pool_append_any = {"pool_append_any", supports, NULL, run};
