@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._faces import run, writer
+from ._faces import Short, run
 
 _SETTINGS = ("causal", "window", "scale", "query_offset")
 _INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "sink", "kv_first", "kv_count")
-_write = writer("attention", _SETTINGS, (*_INPUTS, "o"))
+_SHORT = Short("attention", _SETTINGS, (*_INPUTS, "o"))
 
 
 def attention(
@@ -50,8 +50,13 @@ def attention(
     """
     values = causal, window, scale, query_offset
     inputs = q, k, v, cu_seqlens_q, cu_seqlens_kv, sink, kv_first, kv_count
-    if out is not None and not return_lse and _write(values, (None, *inputs, out)):
-        return out
+    if not return_lse:
+        if out is None:
+            made = _SHORT.make(values, (None, *inputs))
+            if made is not None:
+                return made
+        elif _SHORT.write(values, (None, *inputs), out):
+            return out
     settings, tensors = tuple(zip(_SETTINGS, values)), dict(zip(_INPUTS, inputs))
     written = None if out is None else {"o": out}
     results = run("attention", settings, tensors, ("o", "lse") if return_lse else ("o",), out=written)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 from . import _arrays
 from . import _operations as ops
@@ -55,37 +55,76 @@ def cast(name: str, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     return _torch.autocast(_torch.OPERATORS[name], tensors)
 
 
-def writer(
-    name: str, settings: tuple[str, ...], fields: tuple[str, ...]
-) -> Callable[[tuple[Any, ...], tuple[Any, ...]], bool]:
-    """A short way for calls that repeat: write(values of the settings, (None, *tensors of the fields)), the
-    results among them, does what run(out=..) does, or returns False where that has to look closer."""
-    operation = ops.OPERATIONS[name]
-    number, places = operation.number, {field: i + 1 for i, field in enumerate(fields)}
-    slots = operator.itemgetter(*(places.get(field, 0) for field in operation.fields))
-    integers = [place for field, place in places.items() if operation.fields[field].dtype == "i32"]
-    call = ops.library.run
+class Short:
+    """A short way for calls of torch.Tensors that repeat and have no gradient: past torch.ops, straight to
+    the library. settings: the parameters' names; fields: the tensors', the queries first and the result last.
+    It does what run() does, or says that run() has to look closer."""
 
-    @functools.lru_cache(maxsize=1024)
-    def params(*values: Any) -> bytes:
-        return ops.params_of(name, tuple(zip(settings, values)))
+    def __init__(self, name: str, settings: tuple[str, ...], fields: tuple[str, ...]) -> None:
+        operation = ops.OPERATIONS[name]
+        places = {field: i + 1 for i, field in enumerate(fields)}
+        self._number = operation.number
+        self._slots = operator.itemgetter(*(places.get(field, 0) for field in operation.fields))
+        self._integers = [place for field, place in places.items() if operation.fields[field].dtype == "i32"]
+        self._value = places["v"]
+        self._call = ops.library.run
 
-    def write(values: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:
-        torch = sys.modules.get("torch")
-        if torch is None:
-            return False
-        kind, trains = torch.Tensor, torch.is_grad_enabled()
+        @functools.lru_cache(maxsize=1024, typed=True)
+        def params(*values: Any) -> bytes:
+            return ops.params_of(name, tuple(zip(settings, values)))
+
+        self._params = params
+
+    def _takes(self, torch: Any, tensors: tuple[Any, ...]) -> bool:
+        """Whether they are torch's own tensors with data, without a gradient, and no int64."""
+        kind, trains, wide = torch.Tensor, torch.is_grad_enabled(), torch.int64
         for tensor in tensors:
             if tensor is not None and (type(tensor) is not kind or (trains and tensor.requires_grad)):
                 return False
-        wide = any(getattr(tensors[place], "dtype", None) is torch.int64 for place in integers)
-        if wide or tensors[-1].is_meta:
+        for place in self._integers:
+            if tensors[place] is not None and tensors[place].dtype is wide:
+                return False
+        return not tensors[1].is_meta
+
+    def write(self, values: tuple[Any, ...], tensors: tuple[Any, ...], out: Any) -> bool:
+        """run(out=..) of (None, *tensors of the fields but the result); False: run() has to look closer."""
+        torch = sys.modules.get("torch")
+        if torch is None or type(out) is not torch.Tensor or out.is_meta:
+            return False
+        if out.requires_grad or tensors[1] is None or not self._takes(torch, tensors):
             return False
         try:
-            stated = params(*values)
+            stated = self._params(*values)
         except TypeError:  # no number
             return False
-        call(number, 0, stated, *slots(tensors))
+        self._call(self._number, 0, stated, *self._slots((*tensors, out)))
         return True
 
-    return write
+    def make(self, values: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
+        """The result of run() of such tensors, shaped as the queries with the values' channels; None: run()
+        has to look closer, which finds the sentence for what is wrong, too."""
+        torch = sys.modules.get("torch")
+        if torch is None or torch.compiler.is_compiling() or not _alone(torch):
+            return None
+        try:
+            if not self._takes(torch, tensors):
+                return None
+            query = tensors[1]
+            out = query.new_empty((*query.shape[:-1], tensors[self._value].shape[-1]))
+            self._call(self._number, 0, self._params(*values), *self._slots((*tensors, out)))
+        except Exception:
+            return None
+        return out
+
+
+def _alone(torch: Any) -> bool:
+    """Whether nothing looks on: no autocast, mode, tracer or transform of functions."""
+    c = torch._C
+    return not (
+        c._is_any_autocast_enabled()
+        or c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or torch.autograd.forward_ad._current_level >= 0
+        or c._get_tracing_state() is not None
+        or c._functorch.peek_interpreter_stack() is not None
+    )

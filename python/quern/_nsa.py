@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._faces import run
+from ._faces import Short, run
 
 
 def settings_of(
@@ -23,18 +23,36 @@ def settings_of(
     **others: Any,
 ) -> tuple[tuple[str, Any], ...]:
     """The parameters of the operation nsa; the preset comes first."""
-    if gate is not None and gates is not None:
-        raise ValueError("gate and gates are given: one of them is accepted")
     return (
         ("preset", preset),
         ("block_size", block_size),
         ("num_selected", num_selected),
         ("window", window),
         *others.items(),
-        ("gate", "weights" if gate is not None else "given" if gates is not None else "none"),
-        ("selection", "given" if block_idx is not None else "indexed" if q_index is not None else None),
-        ("groups", None if group_idx is None else "given"),
+        *zip(_KINDS, _kinds_of(gate, gates, block_idx, group_idx, q_index)),
     )
+
+
+_KINDS = ("gate", "selection", "groups")
+
+
+def _kinds_of(gate: Any, gates: Any, block_idx: Any, group_idx: Any, q_index: Any) -> tuple[Any, ...]:
+    """How gates, lists of blocks and those of groups come."""
+    if gate is not None and gates is not None:
+        raise ValueError("gate and gates are given: one of them is accepted")
+    return (
+        "weights" if gate is not None else "given" if gates is not None else "none",
+        "given" if block_idx is not None else "indexed" if q_index is not None else None,
+        None if group_idx is None else "given",
+    )
+
+
+_SETTINGS = ("preset", "block_size", "num_selected", "window", "stride", "select_block", "tile", "compress")
+_SETTINGS += ("scope", "metric", "compressed_visibility", "forced_first", "forced_local")
+_SETTINGS += ("max_compressed_groups", "causal", "scale", "branches", *_KINDS)
+_INPUTS = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "k_cmp", "v_cmp", "w_k", "w_v", "pe_k", "pe_v")
+_INPUTS += ("w_gate", "gates", "block_idx", "group_idx", "q_index", "k_index", "cu_seqlens", "cu_seqlens_cmp")
+_SHORT = Short("nsa", _SETTINGS, (*_INPUTS, "o"))
 
 
 def nsa(
@@ -107,52 +125,19 @@ def nsa(
     training forward keeps the statistics, gates, compressed keys and lists; with save_branches also the
     branches' outputs, which the backward otherwise computes again. Selection carries no gradient.
     """
-    settings = settings_of(
-        preset=preset,
-        block_size=block_size,
-        num_selected=num_selected,
-        window=window,
-        stride=stride,
-        select_block=select_block,
-        tile=tile,
-        compress=compress,
-        scope=scope,
-        metric=metric,
-        compressed_visibility=compressed_visibility,
-        forced_first=forced_first,
-        forced_local=forced_local,
-        max_compressed_groups=max_compressed_groups,
-        causal=causal,
-        scale=scale,
-        branches=branches,
-        gate=gate,
-        gates=gates,
-        block_idx=block_idx,
-        group_idx=group_idx,
-        q_index=q_index,
+    values = (
+        *(preset, block_size, num_selected, window, stride, select_block, tile, compress),
+        *(scope, metric, compressed_visibility, forced_first, forced_local),
+        *(max_compressed_groups, causal, scale, branches),
+        *_kinds_of(gate, gates, block_idx, group_idx, q_index),
     )
-    tensors = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "k_slc": k_slc,
-        "v_slc": v_slc,
-        "k_win": k_win,
-        "v_win": v_win,
-        "k_cmp": k_cmp,
-        "v_cmp": v_cmp,
-        "w_k": w_k,
-        "w_v": w_v,
-        "pe_k": pe_k,
-        "pe_v": pe_v,
-        "w_gate": gate,
-        "gates": gates,
-        "block_idx": block_idx,
-        "group_idx": group_idx,
-        "q_index": q_index,
-        "k_index": k_index,
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_cmp": cu_seqlens_cmp,
-    }
+    inputs = (
+        *(q, k, v, k_slc, v_slc, k_win, v_win, k_cmp, v_cmp, w_k, w_v, pe_k, pe_v),
+        *(gate, gates, block_idx, group_idx, q_index, k_index, cu_seqlens, cu_seqlens_cmp),
+    )
+    made = _SHORT.make(values, (None, *inputs))
+    if made is not None:
+        return made
+    settings, tensors = tuple(zip(_SETTINGS, values)), dict(zip(_INPUTS, inputs))
     kept = ("o_cmp", "o_slc", "o_win") if save_branches else ()
     return run("nsa", settings, tensors, ("o",), keep=kept)[0]

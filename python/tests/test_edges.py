@@ -122,6 +122,33 @@ def test_gradients_that_are_not_computed():
         nvfp4.interleave(torch.randn(3, 32, requires_grad=True))
 
 
+@pytest.mark.parametrize("attend", [quern.attention, lambda *t: quern.nsa(*t, **SPARSE)])
+def test_calls_without_gradients_hide_nothing(attend):
+    """They go past torch.ops, unless something looks on or changes what a call means."""
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with torch.no_grad():
+        want = attend(Q, K, V)
+        with Seen():
+            assert torch.equal(attend(Q, K, V), want)
+        assert any(name.startswith("quern.") for name in names)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attend(Q, K, V).dtype == torch.bfloat16
+        traced, other = torch.jit.trace(lambda q: attend(q, K, V), (Q,)), torch.randn_like(Q)
+        assert torch.equal(traced(other), attend(other, K, V))
+        turned = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (Q, K, V)]
+        assert torch.equal(attend(*turned), want)
+        with pytest.raises(ValueError, match="v"):
+            attend(Q, K, V[:, :-1])
+    trained = attend(Q.clone().requires_grad_(), K, V)
+    assert trained.requires_grad and torch.equal(trained.detach(), want)
+
+
 def test_forward_mode():
     """Tangents would come out as zeros."""
     with pytest.raises(NotImplementedError, match="q has a tangent: reverse mode.*accepted"):

@@ -64,6 +64,47 @@ static void random_calls_match_the_oracle(void **state)
     }
 }
 
+/* Long lists of long sequences: more blocks than a list keeps, and in bf16 what Hopper's kernel takes. */
+static void long_sequences_match_the_oracle(void **state)
+{
+    static const struct {
+        int64_t block, k, first, local, lists, d, n, s;
+        bool shared, varlen;
+    } shapes[] = {{128, 16, 0, 1, 4, 128, 70, 6000, true, false},
+                  {64, 40, 1, 2, 3, 64, 50, 5000, true, true},
+                  {256, 5, 2, 0, 2, 72, 260, 4300, false, true},
+                  {64, 16, 0, 1, 2, 128, 600, 1900, false, false},
+                  {128, 64, 0, 3, 6, 40, 30, 9000, true, false}};
+    (void)state;
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int half = 0; half < 2; half++) {
+            char what[80];
+            test_random random = {i + 40};
+            block_index_shape h = {.params = QUERN_NSA_INDEX_PARAMS_INIT,
+                                   .dtype = half ? QUERN_F16 : QUERN_BF16,
+                                   .layout = TEST_CONTIGUOUS,
+                                   .varlen = shapes[i].varlen,
+                                   .shared = shapes[i].shared,
+                                   .batch = 2,
+                                   .lists = shapes[i].lists,
+                                   .d = shapes[i].d,
+                                   .n = {shapes[i].n, 3},
+                                   .s = {shapes[i].s, 700},
+                                   .spare = shapes[i].varlen ? 3 : 0};
+            h.params.select_block = shapes[i].block;
+            h.params.num_selected = shapes[i].k;
+            h.params.forced_first = shapes[i].first;
+            h.params.forced_local = shapes[i].local;
+            block_index_case c = block_index_case_make(&h, &random);
+            quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+            snprintf(what, sizeof what, "shape %zu in %s", i, quern_dtype_name(h.dtype));
+            block_index_case_run(&c, ctx);
+            block_index_case_check(&c, what);
+            quern_context_destroy(ctx);
+            block_index_case_free(&c);
+        }
+}
+
 /* tests/vectors/msa_tiny.safetensors. */
 static void the_golden_vector(void **state)
 {
@@ -344,6 +385,7 @@ static void bad_calls_are_refused(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(random_calls_match_the_oracle),
+                                       cmocka_unit_test(long_sequences_match_the_oracle),
                                        cmocka_unit_test(the_golden_vector),
                                        cmocka_unit_test(nan_and_ties),
                                        cmocka_unit_test(later_tokens_change_no_bit),
