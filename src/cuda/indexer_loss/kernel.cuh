@@ -5,9 +5,9 @@
  *
  * A block has a share of a sequence's queries, one after another, and goes twice through a query's entries,
  * a tile at a time: first for the maxima and sums of every head's scores and of the indexer's; then for T and
- * P, the loss and the gradients. A product's rows are the query's heads; a warp makes squares of 16 x 16 of it,
- * by mma of 16-bit elements and on the f32 cores of floats. Sums over heads and entries go through shared
- * memory in f32, so their order is fixed.
+ * P, the loss and the gradients. A product's rows are the query's heads; a warp makes squares of 16 x 16 of
+ * it, by mma of 16-bit elements and on the f32 cores of floats. Sums over heads and entries go through
+ * shared memory in f32, so their order is fixed.
  *
  *   scores = q keys^T, z = q_index keys_index^T
  *   dz = g w[z > 0],  d_q_index += dz keys_index,  d_keys_index += dz^T q_index
