@@ -40,7 +40,7 @@ bool attention_allocate(const lm_config *c, lm_kind kind, lm_attention *a)
         {&a->v, v4 ? 0 : n * kv},
         {&a->o, n * w},
         {&a->lse[0], n * h},
-        {&a->lse[1], nsa ? n * h : 0},
+        {&a->lse[1], nsa || csa ? n * h : 0},
         {&a->lse[2], nsa ? n * h : 0},
         {&a->o_b[0], nsa ? n * w : 0},
         {&a->o_b[1], nsa ? n * w : 0},
@@ -55,6 +55,8 @@ bool attention_allocate(const lm_config *c, lm_kind kind, lm_attention *a)
         {&a->count, csa ? n : 0},
         {&a->index_q, csa ? n * w : 0},
         {&a->index_k, csa ? entries * (w / h) : 0},
+        {&a->d_index_k, csa ? entries * (w / h) : 0},
+        {&a->d_index_w, csa ? n * h : 0},
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
         if (list[i].size == 0) continue;
@@ -67,10 +69,10 @@ bool attention_allocate(const lm_config *c, lm_kind kind, lm_attention *a)
 
 void attention_free(lm_attention *a)
 {
-    void *const all[] = {a->q_raw,  a->k_raw,  a->inv_q,   a->inv_k,  a->q,      a->k,
-                         a->v,      a->o,      a->lse[0],  a->lse[1], a->lse[2], a->o_b[0],
-                         a->o_b[1], a->o_b[2], a->gates,   a->k_cmp,  a->v_cmp,  a->d_k_cmp,
-                         a->chosen, a->count,  a->index_q, a->index_k};
+    void *const all[] = {a->q_raw,  a->k_raw,  a->inv_q,   a->inv_k,   a->q,         a->k,
+                         a->v,      a->o,      a->lse[0],  a->lse[1],  a->lse[2],    a->o_b[0],
+                         a->o_b[1], a->o_b[2], a->gates,   a->k_cmp,   a->v_cmp,     a->d_k_cmp,
+                         a->chosen, a->count,  a->index_q, a->index_k, a->d_index_k, a->d_index_w};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 

@@ -4,8 +4,9 @@
  * attend_v4.c - window, csa and hca layers through quern_dsv4_*(): one key of all heads, which is value too.
  *
  * Every query sees the last `window` keys. A csa layer also compresses each 4 tokens of its input to an
- * entry. A query sees the `index_top` entries that the indexer scores highest. The indexer stays as it was
- * initialised. An hca layer compresses `ratio` tokens to an entry, and a query sees all that have passed.
+ * entry. A query sees the `index_top` entries that the indexer scores highest. No gradient passes through that
+ * choice: the indexer learns by a loss of its own, to weigh these entries as attention does. An hca layer
+ * compresses `ratio` tokens to an entry, and a query sees all that have passed.
  */
 #include "layer.h"
 
@@ -99,7 +100,8 @@ bool v4_core(lm_model *m, int32_t layer, const v4_rows *rows, const lm_gradients
                        sink = view(sinks->value, QUERN_F32, 1, heads, 0, 0, 0),
                        cos_sin = view(m->rope, QUERN_F32, 2, m->positions, config_rotated(c), 0, 0),
                        o = view(rows->o, QUERN_F32, 4, 1, n, heads, dim),
-                       lse = view(rows->lse, QUERN_F32, 3, 1, heads, n, 0);
+                       lse = view(rows->lse, QUERN_F32, 3, 1, heads, n, 0),
+                       lse_win = view(rows->lse_win, QUERN_F32, 3, 1, heads, n, 0);
     quern_dsv4_attention_params p = QUERN_DSV4_ATTENTION_PARAMS_INIT;
     p.ratio = config_ratio(c, kind);
     p.window = c->window;
@@ -114,6 +116,7 @@ bool v4_core(lm_model *m, int32_t layer, const v4_rows *rows, const lm_gradients
     t.cos_sin = &cos_sin;
     t.o = &o;
     t.lse = rows->lse != NULL ? &lse : NULL;
+    t.lse_win = rows->lse_win != NULL && g == NULL ? &lse_win : NULL;
     size_t bytes;
     if (g == NULL)
         return done(quern_dsv4_attention_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
@@ -132,6 +135,58 @@ bool v4_core(lm_model *m, int32_t layer, const v4_rows *rows, const lm_gradients
            done(quern_dsv4_attention_backward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
 }
 
+/* The indexer's loss over the chosen entries -> the gradients of the indexer's arrays. */
+static bool teach(lm_model *m, int32_t layer, const v4_rows *rows)
+{
+    const lm_config *c = &m->config;
+    const lm_attention *a = &m->layer[layer].attention;
+    const lm_param *queries = layer_param(m, layer, L_INDEX_Q),
+                   *weights = layer_param(m, layer, L_INDEX_HEADS);
+    const int64_t heads = c->heads, w = c->width, dim = w / heads, n = rows->n, s = rows->entries;
+    float loss, *d_index_q = m->scratch[3];
+    const quern_tensor q_index = view(rows->index_q, QUERN_F32, 4, 1, n, heads, dim),
+                       k_index = view(rows->index_k, QUERN_F32, 3, 1, s, dim, 0),
+                       q = view(rows->q, QUERN_F32, 4, 1, n, heads, dim),
+                       kv_cmp = view(rows->kv_cmp, QUERN_F32, 3, 1, s, dim, 0),
+                       lse_win = view(rows->lse_win, QUERN_F32, 3, 1, heads, n, 0),
+                       sink = view(layer_param(m, layer, L_SINK)->value, QUERN_F32, 1, heads, 0, 0, 0),
+                       idx = view(rows->chosen, QUERN_I32, 3, 1, n, c->index_top, 0),
+                       out = view(&loss, QUERN_F32, 0, 0, 0, 0, 0),
+                       d_q = view(d_index_q, QUERN_F32, 4, 1, n, heads, dim),
+                       d_k = view(a->d_index_k, QUERN_F32, 3, 1, s, dim, 0),
+                       d_w = view(a->d_index_w, QUERN_F32, 3, 1, n, heads, 0);
+    quern_tensor w_index = view(weights->value, QUERN_F32, 3, 1, n, heads, 0);
+    w_index.strides[1] = 0; /* every token's heads weigh the same */
+    quern_dsv4_index_loss_params p = QUERN_DSV4_INDEX_LOSS_PARAMS_INIT;
+    p.ratio = config_ratio(c, KIND_CSA);
+    quern_dsv4_index_loss_tensors t = QUERN_DSV4_INDEX_LOSS_TENSORS_INIT;
+    t.q_index = &q_index;
+    t.k_index = &k_index;
+    t.w = &w_index;
+    t.q = &q;
+    t.kv_cmp = &kv_cmp;
+    t.lse_win = &lse_win;
+    t.sink = &sink;
+    t.idx = &idx;
+    t.loss = &out;
+    t.d_q_index = &d_q;
+    t.d_k_index = &d_k;
+    t.d_w = &d_w;
+    size_t bytes;
+    if (!done(quern_dsv4_index_loss_workspace(m->ctx, &p, &t, &bytes)) || !reserve(m, bytes) ||
+        !done(quern_dsv4_index_loss(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes)))
+        return false;
+    m->index_loss += (double)loss;
+    for (int64_t h = 0; h < heads; h++) {
+        weights->grad[h] = 0.0f;
+        for (int64_t i = 0; i < n; i++) weights->grad[h] += a->d_index_w[i * heads + h];
+    }
+    rope_apply(d_index_q, m->rope, n, heads, dim, config_rotated(c), -1.0f);
+    gemm(true, false, w, w, n, m->layer[layer].h1, d_index_q, queries->grad, false);
+    /* what it says of h1 stays unused */
+    return compress(m, layer, (int32_t)n, L_INDEX_CMP, rows->index_k, a->d_index_k, m->scratch[3]);
+}
+
 bool v4_run(lm_model *m, int32_t layer, int32_t n, const lm_gradients *g)
 {
     const lm_attention *a = &m->layer[layer].attention;
@@ -148,10 +203,12 @@ bool v4_run(lm_model *m, int32_t layer, int32_t n, const lm_gradients *g)
                           .chosen = a->chosen,
                           .count = a->count,
                           .o = a->o,
-                          .lse = a->lse[0]};
+                          .lse = a->lse[0],
+                          .lse_win = a->lse[1]};
     if (g != NULL)
         return v4_core(m, layer, &rows, g) &&
-               (entries == 0 || compress(m, layer, n, L_CMP, a->k_cmp, a->d_k_cmp, g->d_h));
+               (entries == 0 || compress(m, layer, n, L_CMP, a->k_cmp, a->d_k_cmp, g->d_h)) &&
+               (entries == 0 || kind != KIND_CSA || teach(m, layer, &rows));
     if (entries > 0 && !compress(m, layer, n, L_CMP, a->k_cmp, NULL, NULL)) return false;
     if (entries > 0 && kind == KIND_CSA &&
         !(compress(m, layer, n, L_INDEX_CMP, a->index_k, NULL, NULL) && v4_index(m, layer, &rows)))

@@ -12,11 +12,13 @@
 /* attend.c: attention of a layer, by its kind. Arrays that the kind has no use for are NULL. */
 typedef struct lm_attention {
     float *q_raw, *k_raw, *inv_q, *inv_k; /* before norm and rope, and 1 / rms */
-    float *q, *k, *v, *o, *lse[3];        /* [context][heads][dim] ...; window, csa, hca: k is value too */
-    float *o_b[3], *gates;                /* nsa */
-    float *k_cmp, *v_cmp, *d_k_cmp;       /* compressed keys and values; csa and hca: both in one */
-    int32_t *chosen, *count;              /* nsa: blocks; csa: entries, and how many */
-    float *index_q, *index_k;             /* csa: the indexer's queries and keys */
+    /* [context][heads][dim] ...; window, csa, hca: k is value too, and lse[1] is of csa's window alone */
+    float *q, *k, *v, *o, *lse[3];
+    float *o_b[3], *gates;          /* nsa */
+    float *k_cmp, *v_cmp, *d_k_cmp; /* compressed keys and values; csa and hca: both in one */
+    int32_t *chosen, *count;        /* nsa: blocks; csa: entries, and how many */
+    float *index_q, *index_k;       /* csa: the indexer's queries and keys */
+    float *d_index_k, *d_index_w;   /* and what its loss says of keys, [context][heads] weights */
 } lm_attention;
 /* The gradients of a backward pass; d_h is added to. */
 typedef struct lm_gradients {
@@ -46,7 +48,7 @@ typedef struct v4_rows {
     int64_t held, entries; /* keys, the last of which is the last query's; compressed entries */
     const float *q, *kv, *kv_cmp, *index_q, *index_k;
     int32_t *chosen, *count;
-    float *o, *lse;
+    float *o, *lse, *lse_win; /* lse, lse_win: NULL in decoding */
 } v4_rows;
 bool v4_index(lm_model *model, int32_t layer, const v4_rows *rows);
 bool v4_core(lm_model *model, int32_t layer, const v4_rows *rows, const lm_gradients *g);

@@ -72,9 +72,8 @@ const char *config_fault(const lm_config *config);
 /* How an array is trained. */
 typedef enum lm_rule {
     RULE_ADAMW,
-    RULE_MUON,    /* a hidden matrix */
-    RULE_BALANCE, /* a step of `rate` against the gradient's sign */
-    RULE_FIXED
+    RULE_MUON,   /* a hidden matrix */
+    RULE_BALANCE /* a step of `rate` against the gradient's sign */
 } lm_rule;
 
 /* One array, with its gradient and optimizer state. An array that the configuration has no use for has
@@ -135,6 +134,7 @@ typedef struct lm_model {
     float *inverse;                              /* 1 / rms of the last norm's rows */
     float *rope;                                 /* [positions][rotated]: cosines, then sines */
     int64_t positions;
+    double index_loss; /* of the last backward pass: the sum of the csa layers' indexers' losses */
     void *workspace;
     size_t workspace_bytes;
     float *scratch[4]; /* [context][inner] and more, see model_create() */

@@ -97,6 +97,7 @@ static bool backward(lm_model *m, const uint8_t *text, int32_t n)
     const int64_t w = c->width;
     float *d_h = m->d_normed, *d_o = m->scratch[0];
     const lm_gradients g = {d_o, m->scratch[1], m->scratch[2], m->scratch[3], d_h};
+    m->index_loss = 0.0;
     gemm(true, false, w, BYTES, n, m->normed, m->logits, m->params[P_HEAD].grad, false);
     gemm(false, true, n, w, BYTES, m->logits, m->params[P_HEAD].value, m->d_normed, false);
     memset(m->d_x, 0, (size_t)(n * w) * 4);

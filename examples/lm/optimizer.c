@@ -84,7 +84,6 @@ bool optimizer_step(lm_model *m, float schedule, lm_rates rates)
             if (!muon(p, schedule * rates.muon)) return false;
             break;
         case RULE_BALANCE: balance(p, schedule * p->rate); break;
-        case RULE_FIXED: break;
         }
     }
     return true;

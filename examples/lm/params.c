@@ -24,11 +24,10 @@ static bool declare(lm_param *p, const spec *s, const char *prefix, uint64_t *se
     const bool adamw = s->rule == RULE_ADAMW, moments = adamw || s->rule == RULE_MUON;
     if (n == 0) return true;
     p->value = malloc(n * 4);
-    p->grad = s->rule != RULE_FIXED ? calloc(n, 4) : NULL;
+    p->grad = calloc(n, 4);
     p->first = moments ? calloc(n, 4) : NULL;
     p->second = adamw ? calloc(n, 4) : NULL;
-    if (!p->value || (s->rule != RULE_FIXED && !p->grad) || (moments && !p->first) || (adamw && !p->second))
-        return false;
+    if (!p->value || !p->grad || (moments && !p->first) || (adamw && !p->second)) return false;
     for (size_t i = 0; i < n; i++)
         p->value[i] = s->spread < 0.0f ? 1.0f : s->spread > 0.0f ? s->spread * random_normal(seed) : 0.0f;
     return true;
@@ -52,12 +51,12 @@ static void attention_specs(const lm_config *c, lm_kind kind, spec s[L_COUNT])
     s[L_CMP_BIAS_A] = (spec){"compress.bias_a", ratio, dim, 1, RULE_ADAMW, 0.3f, 0.0f};
     s[L_CMP_BIAS_B] = (spec){"compress.bias_b", csa ? ratio : 0, dim, 1, RULE_ADAMW, 0.3f, 0.0f};
     s[L_CMP_NORM] = (spec){"compress.norm", compressed, dim, 1, RULE_ADAMW, 0.3f, -1.0f};
-    s[L_INDEX_CMP] = (spec){"index.compress", csa ? w : 0, 4 * dim, 1, RULE_FIXED, 0.0f, in_w};
-    s[L_INDEX_BIAS_A] = (spec){"index.bias_a", csa ? ratio : 0, dim, 1, RULE_FIXED, 0.0f, 0.0f};
-    s[L_INDEX_BIAS_B] = (spec){"index.bias_b", csa ? ratio : 0, dim, 1, RULE_FIXED, 0.0f, 0.0f};
-    s[L_INDEX_NORM] = (spec){"index.norm", csa, dim, 1, RULE_FIXED, 0.0f, -1.0f};
-    s[L_INDEX_Q] = (spec){"index.q", csa ? w : 0, w, 1, RULE_FIXED, 0.0f, in_w};
-    s[L_INDEX_HEADS] = (spec){"index.heads", csa, c->heads, 1, RULE_FIXED, 0.0f, -1.0f};
+    s[L_INDEX_CMP] = (spec){"index.compress", csa ? w : 0, 4 * dim, 1, RULE_MUON, 0.0f, in_w};
+    s[L_INDEX_BIAS_A] = (spec){"index.bias_a", csa ? ratio : 0, dim, 1, RULE_ADAMW, 0.3f, 0.0f};
+    s[L_INDEX_BIAS_B] = (spec){"index.bias_b", csa ? ratio : 0, dim, 1, RULE_ADAMW, 0.3f, 0.0f};
+    s[L_INDEX_NORM] = (spec){"index.norm", csa, dim, 1, RULE_ADAMW, 0.3f, -1.0f};
+    s[L_INDEX_Q] = (spec){"index.q", csa ? w : 0, w, 1, RULE_MUON, 0.0f, in_w};
+    s[L_INDEX_HEADS] = (spec){"index.heads", csa, c->heads, 1, RULE_ADAMW, 0.3f, -1.0f};
 }
 
 static void mlp_specs(const lm_config *c, spec s[L_COUNT])
