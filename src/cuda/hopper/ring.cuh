@@ -68,6 +68,45 @@ template <int STAGES> struct stage_barriers {
     }
 };
 
+/* The same of barriers at OFFSET in shared memory that begins at `base`: for kernels that compute addresses
+ * in 32 bits from there. */
+template <int OFFSET, int STAGES> struct barriers_at {
+    typedef ring_place<STAGES> place;
+    static __device__ __forceinline__ uint32_t barrier(uint32_t base, const place &at)
+    {
+        return base + OFFSET + 8 * at.stage;
+    }
+    static __device__ __forceinline__ void init(uint32_t base, int stage, uint32_t arrivals)
+    {
+        mbar_init(base + OFFSET + 8 * stage, arrivals);
+    }
+    static __device__ __forceinline__ void wait(uint32_t base, const place &at)
+    {
+        mbar_wait(barrier(base, at), at.parity);
+    }
+    static __device__ __forceinline__ bool test(uint32_t base, const place &at)
+    {
+        return mbar_test(barrier(base, at), at.parity);
+    }
+    static __device__ __forceinline__ void wait_before(uint32_t base, const place &at)
+    {
+        mbar_wait(barrier(base, at), at.parity ^ 1);
+    }
+    static __device__ __forceinline__ bool test_before(uint32_t base, const place &at)
+    {
+        return mbar_test(barrier(base, at), at.parity ^ 1);
+    }
+    static __device__ __forceinline__ void arrive(uint32_t base, const place &at)
+    {
+        mbar_arrive(barrier(base, at));
+    }
+    static __device__ __forceinline__ uint32_t expect(uint32_t base, const place &at, uint32_t bytes)
+    {
+        mbar_expect(barrier(base, at), bytes);
+        return barrier(base, at);
+    }
+};
+
 template <int STAGES> struct ring {
     uint64_t full[STAGES], free[STAGES];
 

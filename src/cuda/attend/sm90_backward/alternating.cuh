@@ -142,15 +142,15 @@ __device__ __forceinline__ void walk_alternating(alternating<T, AT> &w, int key,
         if (unclean) restore_keys<T, DK, 256>(w.a, w.b, smem + AT::K);
         w.hand_over(dq, t, unclean);
     };
-    mbar_wait(base + AT::OWN_FULL, 0);
+    AT::own_full::wait(base, {});
     w.nonfinite = search_keys<T, DK>(smem + AT::K, &w.b.nonfinite);
     if (group == 1) named_arrive(TURN, 256);
 #pragma unroll
     for (int c = 0; c < DK; c += 16)
         load_a<KEYS>(own_k[c / 16], base + AT::K, group * 64 + warp * 16, c, lane);
-    mbar_wait(base + AT::FULL, 0);
+    AT::full::wait(base, {});
     start_scores(0);
-    mbar_wait(base + AT::STAT_FULL, 0);
+    AT::stats_full::wait(base, {});
     wg_wait<0>(s);
     wg_wait<0>(dp);
     int part = w.statistics_of(0)->part;
@@ -160,29 +160,29 @@ __device__ __forceinline__ void walk_alternating(alternating<T, AT> &w, int key,
     bool unclean = false;
 #pragma unroll 1
     for (int t = 0; t < w.steps; t++) {
-        const int stage = t % AT::STAGES, next = (t + 1) % AT::STAGES, phase = (t + 1) / AT::STAGES & 1;
+        const auto here = AT::place::of(t), next = AT::place::of(t + 1);
         const bool more = t + 1 < w.steps, gives = t > 0 && !unclean; /* with it, the dQ before */
-        const bool loaded = !more || mbar_test(base + AT::FULL + 8 * next, phase),
-                   fetched = !more || mbar_test(base + AT::STAT_FULL + 8 * next, phase);
+        const bool loaded = !more || AT::full::test(base, next),
+                   fetched = !more || AT::stats_full::test(base, next);
         if (gives) w.wait_for_ds(t - 1);
         else if (t > 0) whole_dq(t - 1, true);
         unclean = w.nonfinite && part != 0;
-        if (!loaded) mbar_wait(base + AT::FULL + 8 * next, phase);
+        if (!loaded) AT::full::wait(base, next);
         named_sync(TURN + group, 256);
         wg_start();
-        keys_by_rows<T, ROWS, DV>(dv, fp, base + AT::DO + stage * AT::DO_BYTES);
-        keys_by_rows<T, ROWS, DK>(dk, fs, base + AT::Q + stage * AT::Q_BYTES);
+        keys_by_rows<T, ROWS, DV>(dv, fp, base + AT::DO + here.stage * AT::DO_BYTES);
+        keys_by_rows<T, ROWS, DK>(dk, fs, base + AT::Q + here.stage * AT::Q_BYTES);
         start_scores(t + 1); /* behind the last step of what the stage holds, and nobody reads them */
         if (more || group == 0) named_arrive(TURN + (group ^ 1), 256);
         w.multiply_ds(dq, t - 1 + AT::DS_BUFFERS); /* nobody reads what it does not give */
-        if (!fetched) mbar_wait(base + AT::STAT_FULL + 8 * next, phase);
+        if (!fetched) AT::stats_full::wait(base, next);
         const bool room = !gives || w.may_put_dq(t - 1);
         const statistics *st = w.statistics_of(t + 1);
         wg_wait<1>(dv);
         wg_wait<1>(dk);
         wg_wait<1>(s);
         wg_wait<1>(dp);
-        mbar_arrive(base + AT::FREE + 8 * stage); /* each lane's, for what it read */
+        AT::free::arrive(base, here); /* each lane's, for what it read */
         part = st->part;
         if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, scale_log2, key);
         else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, scale_log2, key);

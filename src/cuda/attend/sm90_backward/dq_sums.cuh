@@ -12,7 +12,7 @@
 #define QUERN_CUDA_ATTEND_SM90_BACKWARD_DQ_SUMS_CUH
 
 #include "attend/attend.cuh"
-#include "hopper/barrier.cuh"
+#include "hopper/ring.cuh"
 #include "common/mma.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90/attend.cuh"
@@ -132,8 +132,17 @@ template <int DIM, int PAIRS> struct store_memory {
 /* Offsets into it. */
 template <int DIM, int PAIRS> struct store_ring {
     typedef store_memory<DIM, PAIRS> memory;
-    static constexpr int SLOTS = memory::SLOTS, TILE = sizeof(memory::tile[0]), FULL = offsetof(memory, full),
-                         FREE = offsetof(memory, free), OF = offsetof(memory, of), BYTES = sizeof(memory);
+    static constexpr int SLOTS = memory::SLOTS, TILE = sizeof(memory::tile[0]), OF = offsetof(memory, of),
+                         BYTES = sizeof(memory);
+    typedef ring_place<PAIRS * SLOTS> place;
+    typedef barriers_at<offsetof(memory, full), PAIRS * SLOTS> full;
+    typedef barriers_at<offsetof(memory, free), PAIRS * SLOTS> free;
+    /* The place of a pair's use number `use`. */
+    static __device__ __forceinline__ place of(int pair, int use)
+    {
+        const auto within = ring_place<SLOTS>::of(use);
+        return {pair * SLOTS + within.stage, within.parity};
+    }
 };
 
 /* A warp copies tiles that nobody has taken yet into its ring, as they become whole. It takes up to TOGETHER
@@ -167,17 +176,18 @@ __device__ __forceinline__ void fetch_sums(const attend_kernel &a, const sm90_ba
                     if (!done) __nanosleep(100);
                 }
                 const bool unseen = turn == 0, stored = turn >= TILE_STORED;
-                const int slot = pair * ring::SLOTS + (k + i) % ring::SLOTS;
-                const uint32_t full = base + ring::FULL + 8 * slot;
-                mbar_wait(base + ring::FREE + 8 * slot, ((k + i) / ring::SLOTS & 1) ^ 1);
+                const auto at = ring::of(pair, k + i);
+                const uint32_t full = ring::full::barrier(base, at);
+                const int slot = at.stage;
+                ring::free::wait_before(base, at);
                 of[slot].to = tile.to;
                 of[slot].rows = stored && tile.rows > 0 ? 0 : tile.rows;
                 of[slot].unseen = unseen;
                 if (unseen || stored) {
-                    mbar_arrive(full);
+                    ring::full::arrive(base, at);
                 } else {
                     async_fence_global();
-                    mbar_expect(full, ring::TILE);
+                    ring::full::expect(base, at, ring::TILE);
                     bulk_load(base + slot * ring::TILE, tile.sums, ring::TILE, full);
                 }
             }
@@ -215,8 +225,9 @@ __device__ __forceinline__ void store_sums(const attend_kernel &a, const sm90_ba
     const int thread = threadIdx.x & 127, lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
     const stored_rows *const of = (const stored_rows *)(smem + ring::OF);
     for (int k = 0;; k++) {
-        const int slot = pair * ring::SLOTS + k % ring::SLOTS;
-        mbar_wait(base + ring::FULL + 8 * slot, k / ring::SLOTS & 1);
+        const auto at = ring::of(pair, k);
+        const int slot = at.stage;
+        ring::full::wait(base, at);
         const stored_rows tile = of[slot];
         if (tile.rows < 0) break;
         const float *held = (const float *)(smem + slot * ring::TILE) + thread * 4;
@@ -231,7 +242,7 @@ __device__ __forceinline__ void store_sums(const attend_kernel &a, const sm90_ba
                 x[0][i] = tile.unseen ? 0 : pack2<T>(v.x + 0.0f, v.y + 0.0f);
                 x[1][i] = tile.unseen ? 0 : pack2<T>(v.z + 0.0f, v.w + 0.0f);
             }
-            if (half == 1) mbar_arrive(base + ring::FREE + 8 * slot);
+            if (half == 1) ring::free::arrive(base, at);
             store_eights(x, (T *)tile.to, half * EIGHTS, row, tile.rows, a, plan.wide);
         }
     }
@@ -245,8 +256,8 @@ __device__ __forceinline__ void store_tiles(const attend_kernel &a, const sm90_b
     typedef store_ring<DIM, PAIRS> ring;
     if (threadIdx.x == 0) {
         for (int i = 0; i < PAIRS * ring::SLOTS; i++) {
-            mbar_init(base + ring::FULL + 8 * i, 1);
-            mbar_init(base + ring::FREE + 8 * i, 128);
+            ring::full::init(base, i, 1);
+            ring::free::init(base, i, 128);
         }
         mbar_init_done();
     }

@@ -30,14 +30,14 @@ template <typename T, typename AT> struct dq_warpgroup : computing<T, AT> {
     /* Whether step t's dS^T may go where dQ's warpgroup takes it from. */
     __device__ __forceinline__ bool may_put_ds(int t) const
     {
-        return mbar_test(base + AT::DS_FREE + 8 * (t % AT::DS_BUFFERS), (t / AT::DS_BUFFERS & 1) ^ 1);
+        return AT::ds_free::test_before(base, AT::ds_free::place::of(t));
     }
 
     /* Leaves step t's dS^T; `part`: the step's, of its statistics; `room`: may_put_ds() said so. */
     __device__ __forceinline__ void leave_ds(const uint32_t (&f)[NT / 2][4], int t, int part, bool room) const
     {
         const int buffer = t % AT::DS_BUFFERS;
-        if (!room) mbar_wait(base + AT::DS_FREE + 8 * buffer, (t / AT::DS_BUFFERS & 1) ^ 1);
+        if (!room) AT::ds_free::wait_before(base, AT::ds_free::place::of(t));
         if (threadIdx.x == 128) *(int32_t *)(smem + AT::DS_PART + 4 * buffer) = part;
         put_ds(f, t);
         async_fence();
@@ -47,7 +47,7 @@ template <typename T, typename AT> struct dq_warpgroup : computing<T, AT> {
     /* Where something in K is not finite, dQ's warpgroup changes it for a while. */
     __device__ __forceinline__ void wait_for_keys(int t) const
     {
-        if (nonfinite) mbar_wait(base + AT::KEYS_BACK, t & 1);
+        if (nonfinite) AT::keys_back::wait(base, AT::keys_back::place::of(t));
     }
 
     /* Step t where no row sees this warpgroup's keys. */
@@ -56,10 +56,10 @@ template <typename T, typename AT> struct dq_warpgroup : computing<T, AT> {
                                                float (&dv)[OV][4]) const
     {
         const uint32_t none[NT / 2][4] = {};
-        mbar_wait(base + AT::FULL + 8 * (t % AT::STAGES), t / AT::STAGES & 1);
+        AT::full::wait(base, AT::place::of(t));
         if (part & 2) clean(t, rows, dk, dv);
         leave_ds(none, t, part, false);
-        mbar_arrive(base + AT::FREE + 8 * (t % AT::STAGES)); /* each lane's, for what it read */
+        AT::free::arrive(base, AT::place::of(t)); /* each lane's, for what it read */
         wait_for_keys(t);
     }
 };
@@ -78,17 +78,13 @@ __device__ __forceinline__ void compute_with_dq_warpgroup(const attend_kernel &a
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
     w.nonfinite = false;
     if (w.steps > 0) {
-        mbar_wait(base + AT::OWN_FULL, 0);
+        AT::own_full::wait(base, {});
         w.nonfinite = search_keys<T, DK>(smem + AT::K, &b.nonfinite);
     }
     const key_rows rows = find_key_rows(a, sequence_of(b), key_of(b, place));
     int t = 0;
-    auto wait_for_statistics = [&](int step) {
-        mbar_wait(base + AT::STAT_FULL + 8 * (step % AT::STAGES), step / AT::STAGES & 1);
-    };
-    auto wait_for_rows = [&](int step) {
-        mbar_wait(base + AT::FULL + 8 * (step % AT::STAGES), step / AT::STAGES & 1);
-    };
+    auto wait_for_statistics = [&](int step) { AT::stats_full::wait(base, AT::place::of(step)); };
+    auto wait_for_rows = [&](int step) { AT::full::wait(base, AT::place::of(step)); };
     auto rows_of = [&](int step) { return base + AT::Q + step % AT::STAGES * AT::Q_BYTES; };
     /* Whether some rows of step t may see its keys. */
     bool mine = (halves_seen(a, plan, b, 0) >> group & 1) != 0;
@@ -112,8 +108,8 @@ __device__ __forceinline__ void compute_with_dq_warpgroup(const attend_kernel &a
         }
 #pragma unroll 1
         for (; mine; t++) {
-            const int stage = t % AT::STAGES;
-            const uint32_t q = rows_of(t), g = base + AT::DO + stage * AT::DO_BYTES;
+            const auto here = AT::place::of(t);
+            const uint32_t q = rows_of(t), g = base + AT::DO + here.stage * AT::DO_BYTES;
             const statistics *st = w.statistics_of(t);
             float s[NT][4], dp[NT][4];
             rows_by_keys<T, ROWS, KEYS, DV>(dp, av, g);
@@ -126,8 +122,8 @@ __device__ __forceinline__ void compute_with_dq_warpgroup(const attend_kernel &a
             wg_start();
             keys_by_rows<T, ROWS, DV>(dv, p, g);
             const bool room = w.may_put_ds(t), more = t + 1 < w.steps;
-            const int next_stage = (t + 1) % AT::STAGES, next_phase = (t + 1) / AT::STAGES & 1;
-            const bool loaded = !more || mbar_test(base + AT::FULL + 8 * next_stage, next_phase);
+            const auto next = AT::place::of(t + 1);
+            const bool loaded = !more || AT::full::test(base, next);
             wg_wait<0>(dp);
             wg_wait<0>(dv);
             score_gradients_of<T>(p, dp, st, rows);
@@ -135,14 +131,14 @@ __device__ __forceinline__ void compute_with_dq_warpgroup(const attend_kernel &a
             w.wait_for_keys(t);
             /* Behind the last step S^T is of what the stage held before, and so is P^T: nobody reads them. */
             if (!loaded) wait_for_rows(t + 1);
-            const bool fetched = !more || mbar_test(base + AT::STAT_FULL + 8 * next_stage, next_phase);
+            const bool fetched = !more || AT::stats_full::test(base, next);
             wg_start();
             rows_by_keys<T, ROWS, KEYS, DK>(s, ak, rows_of(t + 1));
             keys_by_rows<T, ROWS, DK>(dk, p, q);
             if (!fetched) wait_for_statistics(t + 1);
             wg_wait<0>(s);
             wg_wait<0>(dk);
-            mbar_arrive(base + AT::FREE + 8 * stage); /* each lane's, for what it read */
+            AT::free::arrive(base, here); /* each lane's, for what it read */
             probabilities_of<T>(s, p, w.statistics_of(t + 1), a, rows);
         }
     }
@@ -191,12 +187,12 @@ __device__ __forceinline__ void make_dq(const attend_kernel &a, const sm90_backw
             if (unclean) clean_keys<T, AT::DIM_K, 128>(smem + AT::K);
             halves[half].multiply_ds(dq, t);
             wg_wait<0>(dq);
-            if (half == 1) mbar_arrive(base + AT::DS_FREE + 8 * buffer);
+            if (half == 1) AT::ds_free::arrive(base, AT::ds_free::place::of(t));
             if (unclean) {
                 restore_keys<T, AT::DIM_K, 128>(a, b, smem + AT::K);
                 halves[half].poison(dq, t);
             }
-            if (half == 1 && nonfinite) mbar_arrive(base + AT::KEYS_BACK);
+            if (half == 1 && nonfinite) AT::keys_back::arrive(base, {});
             if (tile < alone_end) store_dq<T, AT::DIM_K / 2>(dq, a, plan, b, tile, head, half);
             else halves[half].put_dq(dq, t);
         }

@@ -8,6 +8,7 @@
 
 #include "attend/backward/params.cuh"
 #include "hopper/nonfinite.cuh"
+#include "hopper/ring.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90_backward/dq_sums.cuh"
 
@@ -241,33 +242,32 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const sm90_backward
     const int steps = b.tiles * a.hs;
     if ((threadIdx.x & 31) != 0 || steps == 0) return;
     const int box = plan.lists.box > 0 ? plan.lists.box : AT::KEYS;
-    mbar_expect(base + AT::OWN_FULL, AT::KEYS * (AT::DIM_K + AT::DIM_V) * 2);
+    AT::own_full::expect(base, {}, AT::KEYS * (AT::DIM_K + AT::DIM_V) * 2);
     for (int r = 0; r < AT::KEYS; r += box) {
         const int first = key_of(b, r), key = first < b.nk ? b.k0 + first : (int)a.sq.n_kv; /* 0 there */
 #pragma unroll
         for (int p = 0; p < AT::DIM_K / 64; p++)
-            tma_load(base + AT::K + p * AT::KEYS * 128 + r * 128, m.k, base + AT::OWN_FULL, p * 64, b.kvh,
-                     key, b.view);
+            tma_load(base + AT::K + p * AT::KEYS * 128 + r * 128, m.k, AT::own_full::barrier(base, {}),
+                     p * 64, b.kvh, key, b.view);
 #pragma unroll
         for (int p = 0; p < AT::DIM_V / 64; p++)
-            tma_load(base + AT::V + p * AT::KEYS * 128 + r * 128, m.v, base + AT::OWN_FULL, p * 64, b.kvh,
-                     key, b.view);
+            tma_load(base + AT::V + p * AT::KEYS * 128 + r * 128, m.v, AT::own_full::barrier(base, {}),
+                     p * 64, b.kvh, key, b.view);
     }
     for (int t = 0; t < steps; t++) {
-        const int stage = t % AT::STAGES;
         int head;
         const int query = b.q0 + tile_at_step(a, plan, b, t, &head) * AT::ROWS;
-        const uint32_t full = base + AT::FULL + 8 * stage;
-        mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
-        mbar_expect(full, AT::Q_BYTES + AT::DO_BYTES);
+        const auto here = AT::place::of(t);
+        AT::free::wait_before(base, here);
+        const uint32_t full = AT::full::expect(base, here, AT::Q_BYTES + AT::DO_BYTES);
 #pragma unroll
         for (int p = 0; p < AT::DIM_K / 64; p++)
-            tma_load(base + AT::Q + stage * AT::Q_BYTES + p * AT::ROWS * 128, m.q, full, p * 64, head, query,
-                     b.view);
+            tma_load(base + AT::Q + here.stage * AT::Q_BYTES + p * AT::ROWS * 128, m.q, full, p * 64, head,
+                     query, b.view);
 #pragma unroll
         for (int p = 0; p < AT::DIM_V / 64; p++)
-            tma_load(base + AT::DO + stage * AT::DO_BYTES + p * AT::ROWS * 128, m.d_o, full, p * 64, head,
-                     query, b.view);
+            tma_load(base + AT::DO + here.stage * AT::DO_BYTES + p * AT::ROWS * 128, m.d_o, full, p * 64,
+                     head, query, b.view);
     }
 }
 
@@ -329,7 +329,7 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
             if (part && !(FINITE_KNOWN && isfinite(lse[i]) && isfinite(delta[i]))) search |= 1u << i;
             parts = parts || part;
         }
-        mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
+        AT::free::wait_before(base, AT::place::of(t));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = lane + i * 32;
@@ -342,7 +342,7 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
         parts = __any_sync(~0u, parts);
         bool nonfinite = false;
         if (__any_sync(~0u, search != 0)) {
-            mbar_wait(base + AT::FULL + 8 * stage, t / AT::STAGES & 1);
+            AT::full::wait(base, AT::place::of(t));
 #pragma unroll 1
             for (int row = lane; search != 0; row += 32, search >>= 1)
                 if (search & 1)
@@ -370,7 +370,7 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
             st->query = query;
             if (AT::HALVES) st->next_halves = halves_seen(a, plan, b, t + 1);
         }
-        mbar_arrive(base + AT::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
+        AT::stats_full::arrive(base, AT::place::of(t)); /* each lane's, for what it wrote */
         if (t + 1 < steps) load_step(t + 1);
     }
 }
@@ -426,7 +426,7 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
             }
             tma_commit();
             tma_wait_read();
-            mbar_arrive(base + AT::DQ_FREE + 8 * buffer);
+            AT::dq_free::arrive(base, {buffer});
             tma_wait_written();
             add_release(turn, stored ? TILE_STORED : tile < b.last_end ? SUMS_WHOLE : 1);
         }

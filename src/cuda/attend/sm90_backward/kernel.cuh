@@ -80,15 +80,20 @@ template <int DK, int DV> struct layout {
                          MAKE_DQ = 64; /* registers a thread */
     static_assert(FEED + GROUPS * COMPUTE + (DQ_WARPGROUP ? MAKE_DQ : 0) <= 512,
                   "more registers than there are");
-    static constexpr int OWN_FULL = offsetof(memory, own_full), FULL = offsetof(memory, full),
-                         FREE = offsetof(memory, free), STAT_FULL = offsetof(memory, stats_full);
-    static constexpr int DQ_FREE = offsetof(memory, dq_free), CLEAN = offsetof(memory, clean),
-                         DS_FREE = offsetof(memory, ds_free), KEYS_BACK = offsetof(memory, keys_back),
-                         DS_PART = offsetof(memory, ds_part), BLOCK = offsetof(memory, block);
+    static constexpr int DS_PART = offsetof(memory, ds_part), BLOCK = offsetof(memory, block);
+    typedef ring_place<STAGES> place;
+    typedef barriers_at<offsetof(memory, own_full), 1> own_full;
+    typedef barriers_at<offsetof(memory, full), STAGES> full;
+    typedef barriers_at<offsetof(memory, free), STAGES> free;
+    typedef barriers_at<offsetof(memory, stats_full), STAGES> stats_full;
+    typedef barriers_at<offsetof(memory, dq_free), BUFFERS> dq_free;
+    typedef barriers_at<offsetof(memory, clean), 1> clean;
+    typedef barriers_at<offsetof(memory, ds_free), DS_BUFFERS> ds_free;
+    typedef barriers_at<offsetof(memory, keys_back), 1> keys_back;
     static constexpr bool RATIO = DQ_WARPGROUP; /* its delta is of rows without row_scale */
     static constexpr bool KEYS_OF_ROWS =
-        !DQ_WARPGROUP;                           /* its first step masks by them, and steps with a part do */
-    static constexpr bool HALVES = DK > 64;      /* at D 64 steps are too short for it to pay */
+        !DQ_WARPGROUP;                          /* its first step masks by them, and steps with a part do */
+    static constexpr bool HALVES = DK > 64;     /* at D 64 steps are too short for it to pay */
     static constexpr bool ALONE = DQ_WARPGROUP; /* dQ's warpgroup stores tiles that no other block comes to */
     static_assert(store_ring<DK, THREADS / 128 - 1>::BYTES <= BLOCK, "the ring reaches into key_block");
     static_assert(sizeof(memory) <= 227 * 1024, "more than a block can have");
@@ -114,15 +119,16 @@ __global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
         }
     }
     if (threadIdx.x == 0) {
-        mbar_init(base + at::OWN_FULL, 1);
+        at::own_full::init(base, 0, 1);
         for (int i = 0; i < at::STAGES; i++) {
-            mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
-            mbar_init(base + at::STAT_FULL + 8 * i, WARP_ARRIVALS);
+            at::full::init(base, i, 1);
+            at::free::init(base, i, 128 * GROUPS);
+            at::stats_full::init(base, i, WARP_ARRIVALS);
         }
-        for (int i = 0; i < BUFFERS; i++) mbar_init(base + at::DQ_FREE + 8 * i, 1);
-        mbar_init(base + at::CLEAN, 128 * GROUPS);
-        for (int i = 0; i < at::DS_BUFFERS; i++) mbar_init(base + at::DS_FREE + 8 * i, at::DQ_THREADS);
-        mbar_init(base + at::KEYS_BACK, at::DQ_THREADS);
+        for (int i = 0; i < BUFFERS; i++) at::dq_free::init(base, i, 1);
+        at::clean::init(base, 0, 128 * GROUPS);
+        for (int i = 0; i < at::DS_BUFFERS; i++) at::ds_free::init(base, i, at::DQ_THREADS);
+        at::keys_back::init(base, 0, at::DQ_THREADS);
         mbar_init_done();
     }
     __syncthreads();

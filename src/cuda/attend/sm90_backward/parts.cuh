@@ -28,16 +28,17 @@ __device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *til
 template <typename T, int ROWS, int DK, int DV, typename F>
 __device__ __forceinline__ void clean_rows(char *q, char *g, uint32_t both, F spread)
 {
+    typedef barriers_at<0, 1> both_groups;
     spread(q, g);
-    mbar_arrive(both);
-    mbar_wait(both, 0);
+    both_groups::arrive(both, {});
+    both_groups::wait(both, {});
 #pragma unroll 1
     for (int i = (int)(threadIdx.x - 128) * 2; i < ROWS * (DK + DV) * 2; i += 512) {
         clear_nonfinite<T>((uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2));
     }
     async_fence();
-    mbar_arrive(both);
-    mbar_wait(both, 1);
+    both_groups::arrive(both, {});
+    both_groups::wait(both, both_groups::place::of(1));
 }
 
 /* Where a gradient of keys goes: its columns follow `before` others in a row of partial sums. */

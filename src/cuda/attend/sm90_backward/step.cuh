@@ -164,12 +164,12 @@ template <typename T, typename AT> struct computing {
                                           float (&dv)[OV][4]) const
     {
         const statistics *st = statistics_of(t);
-        clean_rows<T, ROWS, AT::DIM_K, AT::DIM_V>(smem + AT::Q + t % AT::STAGES * AT::Q_BYTES,
-                                                  smem + AT::DO + t % AT::STAGES * AT::DO_BYTES,
-                                                  base + AT::CLEAN, [&](const char *q, const char *g) {
-                                                      spread_rows<T, ROWS>(dk, q, st, rows, true);
-                                                      spread_rows<T, ROWS>(dv, g, st, rows, false);
-                                                  });
+        clean_rows<T, ROWS, AT::DIM_K, AT::DIM_V>(
+            smem + AT::Q + t % AT::STAGES * AT::Q_BYTES, smem + AT::DO + t % AT::STAGES * AT::DO_BYTES,
+            AT::clean::barrier(base, {}), [&](const char *q, const char *g) {
+                spread_rows<T, ROWS>(dk, q, st, rows, true);
+                spread_rows<T, ROWS>(dv, g, st, rows, false);
+            });
     }
 
     /* Puts step t's dS^T where dQ's products read it. */
@@ -188,12 +188,12 @@ template <typename T, typename AT> struct computing {
     /* Whether step t's dQ may go where TMA takes it from. */
     __device__ __forceinline__ bool may_put_dq(int t) const
     {
-        return mbar_test(base + AT::DQ_FREE + 8 * (t % BUFFERS), (t / BUFFERS & 1) ^ 1);
+        return AT::dq_free::test_before(base, AT::dq_free::place::of(t));
     }
 
     __device__ __forceinline__ void wait_to_put_dq(int t) const
     {
-        mbar_wait(base + AT::DQ_FREE + 8 * (t % BUFFERS), (t / BUFFERS & 1) ^ 1);
+        AT::dq_free::wait_before(base, AT::dq_free::place::of(t));
     }
 
     __device__ __forceinline__ void put_dq(float (&dq)[NQ / 8][4], int t) const

@@ -56,6 +56,11 @@ template <int DK, int DV> struct keys_layout {
     static constexpr int OWN_FULL = offsetof(memory, own_full), FULL = offsetof(memory, full),
                          FREE = offsetof(memory, free), STAT_FULL = offsetof(memory, stats_full),
                          CLEAN = offsetof(memory, clean), BLOCK = offsetof(memory, block);
+    typedef ring_place<STAGES> place;
+    typedef barriers_at<OWN_FULL, 1> own_full;
+    typedef barriers_at<FULL, STAGES> full;
+    typedef barriers_at<FREE, STAGES> free;
+    typedef barriers_at<STAT_FULL, STAGES> stats_full;
     static constexpr bool RATIO = true, /* its delta is of rows without row_scale */
         KEYS_OF_ROWS = false, HALVES = false;
     static_assert(FEED + GROUPS * COMPUTE <= 504,
