@@ -104,53 +104,6 @@ template <int DK, int LIST_ROWS> struct __align__(1024) shared
     }
 };
 
-/* The sum of x over the lanes of a warp. */
-__device__ __forceinline__ int32_t sum_lanes(int32_t x)
-{
-    for (int w = 16; w > 0; w /= 2) x += __shfl_xor_sync(~0u, x, w);
-    return x;
-}
-
-/* Varlen: the sequence and first query of piece `i`, and its first list row; false past the last, with all
- * list rows in list_row. All lanes of the warp call. */
-__device__ __forceinline__ bool find_varlen(const select_kernel &s, int32_t i, int32_t queries, piece *w)
-{
-    const seqs &sq = s.a.sq;
-    const int32_t n_q = (int32_t)sq.n_q, n_kv = (int32_t)sq.n_kv, batch = (int32_t)sq.batch;
-    const int32_t *ck = sq.cu_kv != NULL ? sq.cu_kv : sq.cu_q;
-    const int lane = threadIdx.x & 31;
-    w->list_row = 0;
-    for (int32_t b0 = 0; b0 < batch; b0 += 32) {
-        int32_t n = 0;
-        if (b0 + lane < batch)
-            n = (int32_t)(cu_seqlens_at(sq.cu_q, b0 + lane + 1, n_q) -
-                          cu_seqlens_at(sq.cu_q, b0 + lane, n_q));
-        n = n > 0 ? n : 0;
-        const int32_t mine = (n + queries - 1) / queries, lists = (n + s.a.tile - 1) / s.a.tile;
-        int32_t sum = mine;
-        for (int step = 1; step < 32; step *= 2) {
-            const int32_t left = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += left;
-        }
-        const uint32_t past = __ballot_sync(~0u, i < sum);
-        const int owner = past != 0 ? __ffs((int)past) - 1 : 32, b = b0 + owner;
-        w->list_row += sum_lanes(lane < owner ? lists : 0);
-        if (past != 0) {
-            w->query = (i - __shfl_sync(~0u, sum - mine, owner)) * queries;
-            w->list_row += w->query / s.a.tile;
-            w->view = 0;
-            w->q0 = (int32_t)cu_seqlens_at(sq.cu_q, b, n_q);
-            w->nq = __shfl_sync(~0u, n, owner);
-            w->k0 = (int32_t)cu_seqlens_at(ck, b, n_kv);
-            w->nk = (int32_t)cu_seqlens_at(ck, b + 1, n_kv) - w->k0;
-            w->nk = w->nk > 0 ? w->nk : 0;
-            return true;
-        }
-        i -= __shfl_sync(~0u, sum, 31);
-    }
-    return false;
-}
-
 /* Piece `index`; its query is -1 where a varlen batch has no such piece. All lanes of the warp call. */
 __device__ __forceinline__ void find_lists_of_piece(const select_kernel &s, const sm90_select_plan &plan,
                                                     int32_t index, piece *w)
@@ -160,20 +113,12 @@ __device__ __forceinline__ void find_lists_of_piece(const select_kernel &s, cons
     w->unit = index % a.units;
     w->kvh = a.units == a.heads ? w->unit / a.group : w->unit;
     w->head0 = a.units == a.heads ? w->unit : w->unit * a.group;
-    if (a.sq.cu_q != NULL) {
-        if (!find_varlen(s, i, plan.queries, w)) {
-            w->query = -1;
-            return;
-        }
-    } else {
-        const int32_t per = ((int32_t)a.sq.n_q + plan.queries - 1) / plan.queries;
-        w->view = i / per;
-        w->query = (i - w->view * per) * plan.queries;
-        w->list_row = w->query / a.tile;
-        w->q0 = w->k0 = 0;
-        w->nq = (int32_t)a.sq.n_q;
-        w->nk = (int32_t)a.sq.n_kv;
+    int32_t lists; /* of the sequences before */
+    if (!find_piece(a.sq, i, plan.queries, w, &w->query, a.tile, &lists)) {
+        w->query = -1;
+        return;
     }
+    w->list_row = lists + w->query / a.tile;
     int64_t last = (int64_t)w->query + plan.queries - 1;
     if (last > w->nq - 1) last = w->nq - 1;
     const int64_t end = mask_blocks_seen(a.causal != 0, w->nq, last, s.select_block) * s.s_over_d;
@@ -183,10 +128,15 @@ __device__ __forceinline__ void find_lists_of_piece(const select_kernel &s, cons
 /* Varlen: list rows that no tile has. One warp of each block calls, with all lanes. */
 __device__ __forceinline__ void pad_rest(const select_kernel &s)
 {
-    piece w;
-    if (s.a.sq.cu_q == NULL) return;
-    find_varlen(s, INT32_MAX, 1, &w);
-    for (int64_t row = w.list_row + (int64_t)blockIdx.x; row < s.list_rows; row += gridDim.x)
+    const seqs &sq = s.a.sq;
+    int32_t lists = 0; /* of all sequences */
+    if (sq.cu_q == NULL) return;
+    for (int64_t b = threadIdx.x & 31; b < sq.batch; b += 32) {
+        const int64_t n = cu_seqlens_at(sq.cu_q, b + 1, sq.n_q) - cu_seqlens_at(sq.cu_q, b, sq.n_q);
+        if (n > 0) lists += (int32_t)((n + s.a.tile - 1) / s.a.tile);
+    }
+    lists = (int32_t)__reduce_add_sync(~0u, lists);
+    for (int64_t row = lists + (int64_t)blockIdx.x; row < s.list_rows; row += gridDim.x)
         for (int u = 0; u < s.a.units; u++) pad_lists(s, 0, u, row, row + 1);
 }
 
