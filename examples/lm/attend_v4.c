@@ -4,9 +4,9 @@
  * attend_v4.c - window, csa and hca layers through quern_dsv4_*(): one key of all heads, which is value too.
  *
  * Every query sees the last `window` keys. A csa layer also compresses each 4 tokens of its input to an
- * entry. A query sees the `index_top` entries that the indexer scores highest. No gradient passes through that
- * choice: the indexer learns by a loss of its own, to weigh these entries as attention does. An hca layer
- * compresses `ratio` tokens to an entry, and a query sees all that have passed.
+ * entry. A query sees the `index_top` entries that the indexer scores highest. No gradient passes through
+ * that choice: the indexer learns by a loss of its own, to weigh these entries as attention does. An hca
+ * layer compresses `ratio` tokens to an entry, and a query sees all that have passed.
  */
 #include "layer.h"
 
@@ -143,7 +143,7 @@ static bool teach(lm_model *m, int32_t layer, const v4_rows *rows)
     const lm_param *queries = layer_param(m, layer, L_INDEX_Q),
                    *weights = layer_param(m, layer, L_INDEX_HEADS);
     const int64_t heads = c->heads, w = c->width, dim = w / heads, n = rows->n, s = rows->entries;
-    float loss, *d_index_q = m->scratch[3];
+    float loss = 0.0f, *d_index_q = m->scratch[3];
     const quern_tensor q_index = view(rows->index_q, QUERN_F32, 4, 1, n, heads, dim),
                        k_index = view(rows->index_k, QUERN_F32, 3, 1, s, dim, 0),
                        q = view(rows->q, QUERN_F32, 4, 1, n, heads, dim),
