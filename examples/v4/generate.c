@@ -98,21 +98,12 @@ bool run_logits(const v4_options *o)
     return ok;
 }
 
-/* The likeliest, of equals the lowest; or one drawn by softmax(logits / temperature). */
-static int32_t pick(const float *logits, int64_t n, double temperature, uint64_t *state)
+/* Of equals the lowest. */
+static int32_t likeliest(const float *logits, int64_t n)
 {
     int64_t best = 0;
     for (int64_t i = 1; i < n; i++)
         if (logits[i] > logits[best] || isnan(logits[best])) best = i;
-    if (temperature <= 0.0) return (int32_t)best;
-    double sum = 0.0;
-    for (int64_t i = 0; i < n; i++) sum += exp((double)(logits[i] - logits[best]) / temperature);
-    uint64_t z = *state += 0x9e3779b97f4a7c15u; /* splitmix64 */
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    double at = (double)((z ^ z >> 31) >> 11) * 0x1p-53 * sum;
-    for (int64_t i = 0; i < n; i++)
-        if ((at -= exp((double)(logits[i] - logits[best]) / temperature)) < 0.0) return (int32_t)i;
     return (int32_t)best;
 }
 
@@ -140,27 +131,20 @@ static bool read_all(v4_model *m, const v4_options *o, const prompts *p, float *
     return ok;
 }
 
-/* Appends tokens to every sequence; made [B, max_new], -1 behind a stop. `live`: the sequences that go on. */
-static bool go_on(v4_model *m, const v4_options *o, int64_t batch, float *logits, int32_t *made,
-                  int32_t *live, int32_t *next)
+/* Appends the likeliest tokens to every sequence: made [B, max_new]. */
+static bool go_on(v4_model *m, const v4_options *o, int64_t batch, float *logits, int32_t *made)
 {
-    uint64_t state = (uint64_t)o->seed;
-    int64_t count = batch;
-    for (int32_t b = 0; b < batch; b++) live[b] = b;
-    for (int64_t i = 0; i < o->max_new && count > 0; i++) {
-        int64_t left = 0;
+    int32_t *all = malloc((size_t)(2 * batch) * sizeof *all), *next = all != NULL ? all + batch : NULL;
+    bool ok = all != NULL || fail("no memory for %lld sequences", (long long)batch);
+    for (int32_t b = 0; ok && b < batch; b++) all[b] = b;
+    for (int64_t i = 0; ok && i < o->max_new; i++) {
         note(m, true, "token %lld of %lld", (long long)i, (long long)o->max_new);
-        if (i > 0 && !model_step(m, live, count, next, 1, false, logits)) return false;
-        for (int64_t j = 0; j < count; j++) {
-            const int32_t token = pick(logits + j * m->config.vocab, m->config.vocab, o->temperature, &state);
-            made[live[j] * o->max_new + i] = token;
-            if (token == o->stop) continue;
-            next[left] = token;
-            live[left++] = live[j];
-        }
-        count = left;
+        ok = i == 0 || model_step(m, all, batch, next, 1, false, logits);
+        for (int64_t b = 0; ok && b < batch; b++)
+            made[b * o->max_new + i] = next[b] = likeliest(logits + b * m->config.vocab, m->config.vocab);
     }
-    return true;
+    free(all);
+    return ok;
 }
 
 static void print(const v4_options *o, int64_t batch, const int32_t *made)
@@ -169,8 +153,7 @@ static void print(const v4_options *o, int64_t batch, const int32_t *made)
     if (json) printf("{\"tokens\": %s", several ? "[" : "");
     for (int64_t b = 0; b < batch; b++, made += o->max_new) {
         printf("%s%s", b == 0 ? "" : json ? ", " : "\n", json ? "[" : "");
-        for (int64_t i = 0; i < o->max_new && made[i] >= 0; i++)
-            printf("%s%d", i == 0 ? "" : json ? ", " : " ", made[i]);
+        for (int64_t i = 0; i < o->max_new; i++) printf("%s%d", i == 0 ? "" : json ? ", " : " ", made[i]);
         if (json) putchar(']');
     }
     puts(!json ? "" : several ? "]}" : "}");
@@ -178,24 +161,23 @@ static void print(const v4_options *o, int64_t batch, const int32_t *made)
 
 static bool generate(v4_model *m, const v4_options *o, const prompts *p)
 {
-    const size_t rows = (size_t)p->batch, all = rows * (size_t)o->max_new + 1;
+    const size_t rows = (size_t)p->batch, new = rows *(size_t)o->max_new;
     float *logits = malloc((rows * (size_t)m->config.vocab + 1) * sizeof *logits);
-    int32_t *made = malloc((all + 2 * rows) * sizeof *made), *live = made != NULL ? made + all : NULL;
-    int64_t read = 0, new = 0;
-    bool ok = (logits != NULL && made != NULL) || fail("no memory for %zu rows", rows);
-    if (made != NULL) memset(made, 0xff, all * sizeof *made);
+    int32_t *made = malloc((new + 1) * sizeof *made);
+    int64_t read = 0;
     const double start = seconds();
+    bool ok = logits != NULL && made != NULL;
+    if (!ok) fail("no memory for %zu rows", rows);
     ok = ok && read_all(m, o, p, logits);
     const double middle = seconds();
-    ok = ok && go_on(m, o, p->batch, logits, made, live, live + rows);
+    ok = ok && go_on(m, o, p->batch, logits, made);
     const double end = seconds();
     for (int64_t b = 0; b < p->batch; b++) read += length_of(p, b);
-    for (size_t i = 0; ok && i + 1 < all; i++) new += made[i] >= 0;
     if (ok) {
         print(o, p->batch, made);
         note(m, false,
-             "prompts of %lld tokens in %.2f s (%.1f a second), %lld new ones in %.2f s (%.1f a second)",
-             (long long)read, middle - start, (double)read / (middle - start), (long long)new, end - middle,
+             "prompts of %lld tokens in %.2f s (%.1f a second), %zu new ones in %.2f s (%.1f a second)",
+             (long long)read, middle - start, (double)read / (middle - start), new, end - middle,
              (double)new / (end - middle));
     }
     free(logits);

@@ -19,8 +19,8 @@ bool op_linear(v4_model *m, const quern_tensor *x, const v4_matrix *w, int64_t g
     quern_linear_tensors t = {.size = sizeof t, .x = x, .y = y};
     p.groups = groups;
     p.block = w->block;
-    if (w->codes) t.w_codes = &w->w, t.w_scales = &w->scale, t.w_global = &w->global;
-    else t.w = &w->w, t.w_scale = w->scale.data != NULL ? &w->scale : NULL;
+    t.w = &w->w;
+    t.w_scale = w->scale.data != NULL ? &w->scale : NULL;
     return RUN(m, quern_linear_forward_workspace, quern_linear_forward, &p, &t);
 }
 
@@ -127,9 +127,10 @@ static bool op_attend(v4_model *m, const v4_step *step, int64_t ratio, const que
                                       .start_positions = &step->books.positions,
                                       .sink = sink,
                                       .cos_sin = &m->cos_sin[ratio > 0]};
-    if (ratio > 0)
-        t.kv_cmp = &rows->entries, t.kv_cmp_table = &step->books.tables[1 + cache_ratio(&m->config, ratio)];
-    if (ratio == CSA) t.idx = idx, t.count = count;
+    if (ratio > 0) t.kv_cmp_table = &step->books.tables[1 + cache_ratio(&m->config, ratio)];
+    t.kv_cmp = ratio > 0 ? &rows->entries : NULL;
+    t.idx = ratio == CSA ? idx : NULL;
+    t.count = ratio == CSA ? count : NULL;
     return RUN(m, quern_dsv4_attention_workspace, quern_dsv4_attention, &p, &t);
 }
 
@@ -182,23 +183,6 @@ bool op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scal
 
 /* ---- the layer ---- */
 
-/* Rows first ... first + n - 1 of a projection. FP8 can be cut between its blocks alone. */
-static bool rows_of(const v4_matrix *w, int64_t first, int64_t n, v4_matrix *part)
-{
-    const int64_t block = w->codes ? 1 : w->block;
-    *part = *w;
-    part->w.data = (char *)w->w.data + (size_t)first * (tensor_bytes(&w->w) / (size_t)w->w.shape[0]);
-    part->w.shape[0] = n;
-    if (w->scale.ndim != 2) return true;
-    if (first % block != 0 || (n % block != 0 && first + n < w->w.shape[0]))
-        return fail("a compressor's FP8 scales are of %lld rows, its series of %lld", (long long)block,
-                    (long long)n);
-    const size_t row = tensor_bytes(&w->scale) / (size_t)w->scale.shape[0];
-    part->scale.data = (char *)w->scale.data + (size_t)(first / block) * row;
-    part->scale.shape[0] = (n + block - 1) / block;
-    return true;
-}
-
 /* Values and logits of a compressor: [R, C_a Z_a C_b Z_b], in HCA [R, C Z]. The checkpoint's rows begin with
  * series b. */
 static bool project(v4_model *m, int64_t ratio, const v4_compressor *c, const quern_tensor *h,
@@ -206,13 +190,12 @@ static bool project(v4_model *m, int64_t ratio, const v4_compressor *c, const qu
 {
     const int64_t width = c->norm.shape[0], series = ratio == CSA ? 2 : 1;
     for (int64_t i = 0; i < 2 * series; i++) {
-        v4_matrix w;
+        v4_matrix w = {.w = i % 2 == 0 ? c->kv : c->gate, .block = 128};
         quern_tensor y = *proj;
+        w.w.shape[0] = y.shape[1] = width;
+        w.w.data = (char *)w.w.data + (size_t)(series - 1 - i / 2) * tensor_bytes(&w.w);
         y.data = (char *)proj->data + (size_t)(i * width) * quern_dtype_size(m->act);
-        y.shape[1] = width;
-        if (!rows_of(i % 2 == 0 ? &c->kv : &c->gate, (series - 1 - i / 2) * width, width, &w) ||
-            !op_linear(m, h, &w, 1, &y))
-            return false;
+        if (!op_linear(m, h, &w, 1, &y)) return false;
     }
     return true;
 }

@@ -26,8 +26,7 @@ static const char help[] =
     "  --session FILE           keeps the state after the prompt, or what all of --batch begin with, for "
     "runs\n"
     "                           whose prompts begin with it\n"
-    "  --temperature T          draws tokens, with --seed N; without it the likeliest is taken (--greedy)\n"
-    "  --stop ID                ends a sequence with this token\n"
+    "  --greedy                 takes the likeliest token, of equals the lowest id, as is done without it\n"
     "  --threads N              threads of the CPU (OMP_NUM_THREADS, or all)\n"
     "  --json                   prints {\"tokens\": [...]}, with --batch a list of lists\n"
     "  --quiet                  says nothing of progress and speed\n\n"
@@ -41,7 +40,7 @@ static const char help[] =
 #define AT(member) offsetof(v4_options, member)
 static const struct {
     const char *name, *word; /* word: what turns a flag on; NULL: the option alone does */
-    char kind;               /* text, flag, integer, real */
+    char kind;               /* text, flag, integer */
     size_t at;
     double least, most;
 } table[] = {
@@ -57,9 +56,6 @@ static const struct {
     {"chunk", NULL, 'i', AT(chunk), 1, 1 << 20},
     {"max-new", NULL, 'i', AT(max_new), 0, 1 << 30},
     {"threads", NULL, 'i', AT(threads), 0, 1024},
-    {"stop", NULL, 'i', AT(stop), 0, INT32_MAX},
-    {"seed", NULL, 'i', AT(seed), 0, INT32_MAX},
-    {"temperature", NULL, 'r', AT(temperature), 0, 100},
 };
 #undef AT
 
@@ -89,8 +85,7 @@ static bool set(v4_options *o, const char *name, const char *text, int *used)
     const double x = strtod(text, &end);
     if (end == text || *end != '\0' || !(x >= table[i].least && x <= table[i].most))
         return fail("--%s %s: a number from %g to %g is accepted", name, text, table[i].least, table[i].most);
-    if (table[i].kind == 'r') *(double *)at = x;
-    else *(int64_t *)at = (int64_t)x;
+    *(int64_t *)at = (int64_t)x;
     return true;
 }
 
@@ -103,7 +98,7 @@ static void end(int number)
 int main(int argc, char **argv)
 {
     static const int ending[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
-    v4_options o = {.chunk = 512, .max_new = -1, .stop = -1};
+    v4_options o = {.chunk = 512, .max_new = -1};
     const char *words[4] = {""};
     int given = 0;
     const struct sigaction action = {.sa_handler = end};
@@ -128,7 +123,10 @@ int main(int argc, char **argv)
         return 2 + fail(logits ? "logits takes FOLDER TOKENS OUT, and no --tokens, --batch or --session"
                                : "generate takes FOLDER, --tokens or --batch, and --max-new: see --help");
     o.folder = words[1];
-    if (logits) o.tokens = words[2], o.out = words[3];
+    if (logits) {
+        o.tokens = words[2];
+        o.out = words[3];
+    }
     if (!(logits ? run_logits(&o) : run_generate(&o))) return 3;
     return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 3 + fail("standard output cannot be written");
 }

@@ -67,15 +67,14 @@ typedef struct v4_device {
     size_t owned_count, room_bytes[ROOMS];
 } v4_device;
 
-/* A projection [N, K] as the file has it: floats, FP8 with scales, or NVFP4. data NULL: there is none. */
+/* A projection [N, K] as the file has it: floats, or FP8 with scales (else data NULL) of blocks. */
 typedef struct v4_matrix {
-    quern_tensor w, scale, global;
-    int64_t block; /* of FP8's scales */
-    bool codes;    /* NVFP4 */
+    quern_tensor w, scale;
+    int64_t block;
 } v4_matrix;
 
 typedef struct v4_compressor {
-    v4_matrix kv, gate;      /* [S C, Dm], S = 2 in CSA: rows of series b, then of series a */
+    quern_tensor kv, gate;   /* [S C, Dm], S = 2 in CSA: rows of series b, then of series a */
     quern_tensor bias, norm; /* f32 [r, S C], [C] */
 } v4_compressor;
 
@@ -134,8 +133,7 @@ typedef struct v4_model {
 
 typedef struct v4_options {
     const char *folder, *tokens, *batch, *out, *session, *cache;
-    int64_t chunk, max_new, threads, stop, seed;
-    double temperature;
+    int64_t chunk, max_new, threads;
     bool cuda, bf16, json, quiet, greedy;
 } v4_options;
 

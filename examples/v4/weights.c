@@ -41,7 +41,7 @@ static bool find(const v4_model *m, const char *name, int64_t a, int64_t b, quer
 static bool is_float(const char *name, const quern_tensor *t)
 {
     return t->dtype == QUERN_F32 || t->dtype == QUERN_BF16 ||
-           fail("%s is %s: f32 and bf16 are accepted", name, quern_dtype_name(t->dtype));
+           fail("%s is %s: f32 and bf16 are accepted here", name, quern_dtype_name(t->dtype));
 }
 
 /* The same, copied to the device. */
@@ -70,22 +70,6 @@ static bool small(v4_model *m, const char *name, int64_t a, int64_t b, quern_ten
     return ok;
 }
 
-/* NVFP4 of ModelOpt, or of compressed-tensors, whose global is its reciprocal. */
-static bool find_codes(v4_model *m, const char *module, bool reciprocal, int64_t n, int64_t k, v4_matrix *w)
-{
-    const char *name = join(module, reciprocal ? ".weight_global_scale" : ".weight_scale_2");
-    quern_tensor global = {0};
-    w->codes = true;
-    if (!place(m, join(module, reciprocal ? ".weight_packed" : ".weight"), n, k / 2, &w->w) ||
-        !place(m, join(module, ".weight_scale"), n, k / 16, &w->scale) || !find(m, name, 0, 0, &global))
-        return false;
-    if (global.dtype != QUERN_F32 || tensor_bytes(&global) != 4)
-        return fail("%s is not one number in f32", name);
-    const float g = reciprocal ? 1.0f / number(&global, 0) : number(&global, 0);
-    return make(&m->device, QUERN_F32, 1, 1, 1, 1, &w->global) &&
-           device_copy(&m->device, w->global.data, &g, sizeof g);
-}
-
 /* FP8's scales: one number, or one for each block of 128, or of 32 where there are as many. */
 static bool find_scales(v4_model *m, const char *module, int64_t n, int64_t k, v4_matrix *w)
 {
@@ -102,22 +86,18 @@ static bool find_scales(v4_model *m, const char *module, int64_t n, int64_t k, v
 static bool matrix(v4_model *m, const char *prefix, const char *suffix, int64_t n, int64_t k, v4_matrix *w)
 {
     char module[NAME - 32];
-    *w = (v4_matrix){.block = 128};
     snprintf(module, sizeof module, "%s%s", prefix, suffix);
-    if (quern_checkpoint_find(m->checkpoint, join(module, ".weight_packed")) >= 0)
-        return find_codes(m, module, true, n, k, w);
     const char *name = join(module, ".weight");
-    if (!find(m, name, 0, 0, &w->w)) return false;
-    if (w->w.dtype == QUERN_U8) return find_codes(m, module, false, n, k, w);
-    if (w->w.dtype != QUERN_E4M3) return is_float(name, &w->w) && place(m, name, n, k, &w->w);
-    return place(m, name, n, k, &w->w) && find_scales(m, module, n, k, w);
+    *w = (v4_matrix){.block = 128};
+    return place(m, name, n, k, &w->w) &&
+           (w->w.dtype == QUERN_E4M3 ? find_scales(m, module, n, k, w) : is_float(name, &w->w));
 }
 
 static bool compressor(v4_model *m, const char *prefix, int64_t ratio, int64_t dim, v4_compressor *c)
 {
     const int64_t columns = ratio == CSA ? 2 * dim : dim, width = m->config.width;
-    return matrix(m, prefix, "wkv", columns, width, &c->kv) &&
-           matrix(m, prefix, "wgate", columns, width, &c->gate) &&
+    return place(m, join(prefix, "wkv.weight"), columns, width, &c->kv) && is_float(prefix, &c->kv) &&
+           place(m, join(prefix, "wgate.weight"), columns, width, &c->gate) && is_float(prefix, &c->gate) &&
            small(m, join(prefix, "ape"), ratio, columns, &c->bias) &&
            small(m, join(prefix, "norm.weight"), dim, 0, &c->norm);
 }
