@@ -50,16 +50,21 @@ struct gemm_params {
     bool c_wide; /* rows of c allow 16-byte stores */
 };
 
-/* The first tile of each expert: a tile is TOKENS rows of an expert and PANELS panels. All threads of a block
- * call. */
+/* A tile is TOKENS rows of an expert and PANELS panels. Tiles of whole PANELS come first, then, where panels
+ * are left over, each expert's tiles of these: they take less time, so that blocks end together. first: the
+ * first whole tile of each expert. All threads of a block call. */
 struct tile_list {
     int32_t first[GEMM_MOST_EXPERTS + 1];
+    int32_t across, count; /* whole tiles side by side; all tiles */
 };
 
-__device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p, int tokens, int across)
+/* `all` panels, `panels` of them a tile. */
+__device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p, int tokens, int all,
+                                           int panels)
 {
     if (threadIdx.x < 32) {
         const int lane = threadIdx.x;
+        const int32_t across = max(all / panels, 1);
         int32_t before = 0;
         for (int32_t e = 0; e < p.ends.experts; e += 32) {
             const int64_t rows =
@@ -76,7 +81,11 @@ __device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p
             if (e + lane < p.ends.experts) list.first[e + lane] = before + sum - own;
             before += __shfl_sync(~0u, sum, 31);
         }
-        if (lane == 0) list.first[p.ends.experts] = before;
+        if (lane == 0) {
+            list.first[p.ends.experts] = before;
+            list.across = across;
+            list.count = all > across * panels ? before / across * (across + 1) : before;
+        }
     }
     __syncthreads();
 }
@@ -88,17 +97,18 @@ struct tile_place {
 __device__ __forceinline__ tile_place tile_at(const tile_list &list, const gemm_params &p, int32_t tile,
                                               int tokens, int panels)
 {
+    const int32_t whole = list.first[p.ends.experts], across = list.across,
+                  at = tile < whole ? tile : (tile - whole) * across;
     int32_t low = 0, high = p.ends.experts;
     while (high - low > 1) {
         const int32_t middle = (low + high) / 2;
-        if (list.first[middle] <= tile) low = middle;
+        if (list.first[middle] <= at) low = middle;
         else high = middle;
     }
     const int64_t first = p.ends.first_of(low), rows = p.ends.end_of(low) - first;
-    const int32_t down = (int32_t)((rows + tokens - 1) / tokens), in = tile - list.first[low];
-    const int32_t part = in % down;
-    return {low, in / down * panels, (int32_t)(rows - (int64_t)part * tokens),
-            first + (int64_t)part * tokens};
+    const int32_t down = (int32_t)((rows + tokens - 1) / tokens), in = at - list.first[low];
+    const int32_t part = tile < whole ? in % down : in / across, column = tile < whole ? in / down : across;
+    return {low, column * panels, (int32_t)(rows - (int64_t)part * tokens), first + (int64_t)part * tokens};
 }
 
 __device__ __forceinline__ float load_any(const void *p, quern_dtype dtype, int64_t at)
@@ -148,11 +158,17 @@ __device__ __forceinline__ column_terms column_terms_of(const gemm_params &p, in
     return t;
 }
 
+/* A sum times what its operands stand for. */
+__device__ __forceinline__ float scaled(float sum, float unit, float a_global, float b_global)
+{
+    return __fmul_rn(__fmul_rn(sum, unit), __fmul_rn(a_global, b_global));
+}
+
 /* A sum's result, before SwiGLU. */
 __device__ __forceinline__ float finished(const gemm_params &p, float sum, float unit, float a_global,
                                           const column_terms &t)
 {
-    const float x = __fmul_rn(__fmul_rn(sum, unit), __fmul_rn(a_global, t.global));
+    const float x = scaled(sum, unit, a_global, t.global);
     return p.bias != NULL ? __fadd_rn(x, t.bias) : x;
 }
 

@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any(const __grid_constan
     extern __shared__ __align__(128) char memory[];
     shared &m = *(shared *)memory;
     const int steps = p.parts * p.b.units;
-    make_tiles(m.tiles, p, TOKENS, p.b.panels);
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    make_tiles(m.tiles, p, TOKENS, p.b.panels, 1);
+    const int32_t tiles = m.tiles.count;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, 1);
         float c[TOKEN_TILES][4] = {};

@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any_fp8(const __grid_con
     extern __shared__ __align__(128) char memory[];
     shared &m = *(shared *)memory;
     const gemm_params &p = f.p;
-    make_tiles(m.tiles, p, TOKENS, p.b.panels);
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    make_tiles(m.tiles, p, TOKENS, p.b.panels, 1);
+    const int32_t tiles = m.tiles.count;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, 1);
         const int column = t.panel * UNIT + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;

@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(128) char memory[];
     backward_shared &m = *(backward_shared *)memory;
     const int steps = a.parts * a.b.panels, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    make_tiles(m.tiles, p, TOKENS, a.b.units);
-    const int32_t tiles = m.tiles.first[a.ends.experts];
+    make_tiles(m.tiles, p, TOKENS, a.b.units, 1);
+    const int32_t tiles = m.tiles.count;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, 1); /* its panel is a unit of K */
         float c[TOKEN_TILES][4] = {};

@@ -54,7 +54,7 @@ template <int TOKENS>
 __device__ __forceinline__ void feed_repacked(const gemm_params &p, const CUtensorMap &a, shared<TOKENS> &m)
 {
     ring_place<form<TOKENS>::STAGES> at;
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int32_t tiles = m.tiles.count;
     const int steps = steps_of<TOKENS>(p);
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
@@ -84,7 +84,7 @@ template <int TOKENS>
 __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtensorMap &a, shared<TOKENS> &m)
 {
     ring_place<form<TOKENS>::STAGES> at;
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int32_t tiles = m.tiles.count;
     const int steps = steps_of<TOKENS>(p), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);

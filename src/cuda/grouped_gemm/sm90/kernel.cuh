@@ -136,77 +136,93 @@ struct column_units {
     float low, high;
 };
 
+/* A's globals of the two tokens that a thread has of a tile. */
+__device__ __forceinline__ float2 row_globals(const gemm_params &p, const warp_place &w, int n)
+{
+    const int token = n * 8 + threadIdx.x % 4 * 2;
+    return make_float2(token < w.rows ? a_global_of(p, 0, w.row0 + token) : 1.0f,
+                       token + 1 < w.rows ? a_global_of(p, 0, w.row0 + token + 1) : 1.0f);
+}
+
 /* Sums become results: each thread's columns are lane / 4 and that + 8, which under SwiGLU are a gate and its
- * up, so that the first two of four hold the result. */
-template <int TOKENS>
+ * up, so that the first two of four hold the result. What a call has none of takes one branch a tile: with
+ * one a token its code would not stay in the instruction cache. PLAIN: there is neither bias nor SwiGLU. */
+template <int TOKENS, bool PLAIN>
 __device__ __forceinline__ void finish_sums(float (&c)[TOKENS / 8][4], const gemm_params &p,
                                             const warp_place &w, int first, column_units unit)
 {
     const int lane = threadIdx.x % 32;
     const column_terms low = column_terms_of(p, w.expert, first + lane / 4),
                        high = column_terms_of(p, w.expert, first + lane / 4 + 8);
-    const bool by_row = p.a_global != NULL && p.a_per == QUANTISE_GLOBAL_ROW;
-    const float one = by_row ? 1.0f : a_global_of(p, w.expert, 0);
+    if (p.a_global != NULL && p.a_per == QUANTISE_GLOBAL_ROW) {
 #pragma unroll
-    for (int n = 0; n < TOKENS / 8; n++) {
-        float global[2] = {one, one};
-        if (by_row)
-            for (int i = 0; i < 2; i++) {
-                const int token = n * 8 + lane % 4 * 2 + i;
-                if (token < w.rows) global[i] = a_global_of(p, 0, w.row0 + token);
-            }
+        for (int n = 0; n < TOKENS / 8; n++) {
+            const float2 global = row_globals(p, w, n);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            c[n][i] = finished(p, c[n][i], i < 2 ? unit.low : unit.high, global[i % 2], i < 2 ? low : high);
-        if (p.swiglu) {
-            c[n][0] = swiglu_of(p.rule, c[n][0], c[n][2]);
-            c[n][1] = swiglu_of(p.rule, c[n][1], c[n][3]);
+            for (int i = 0; i < 4; i++)
+                c[n][i] = scaled(c[n][i], i < 2 ? unit.low : unit.high, i % 2 == 0 ? global.x : global.y,
+                                 i < 2 ? low.global : high.global);
         }
+    } else {
+        const float global = a_global_of(p, w.expert, 0);
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                c[n][i] =
+                    scaled(c[n][i], i < 2 ? unit.low : unit.high, global, i < 2 ? low.global : high.global);
+    }
+    if constexpr (PLAIN) return;
+    if (p.bias != NULL) {
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[n][i] = __fadd_rn(c[n][i], i < 2 ? low.bias : high.bias);
+    }
+    if (p.swiglu) {
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) c[n][i] = swiglu_of(p.rule, c[n][i], c[n][i + 2]);
     }
 }
 
-/* Two numbers rounded to C's 16 bits. */
-__device__ __forceinline__ uint32_t pack_as(quern_dtype dtype, float x, float y)
-{
-    return dtype == QUERN_BF16 ? pack2<bf16>(x, y) : pack2<f16>(x, y);
-}
-
-template <int TOKENS>
+template <typename T, int TOKENS>
 __device__ __forceinline__ void store_elements(const float (&c)[TOKENS / 8][4], const gemm_params &p,
                                                const warp_place &w)
 {
-    const int lane = threadIdx.x % 32, column = w.column + lane / 4;
+    const int lane = threadIdx.x % 32, column = w.column + lane / 4, token = lane % 4 * 2;
+    T *row = (T *)p.c + (w.row0 + token) * p.c_stride + column;
+    const int low = column < w.width ? w.rows - token : 0,
+              high = !p.swiglu && column + 8 < w.width ? w.rows - token : 0;
 #pragma unroll
-    for (int n = 0; n < TOKENS / 8; n++)
+    for (int n = 0; n < TOKENS / 8; n++, row += 8 * p.c_stride)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int token = n * 8 + lane % 4 * 2 + i % 2, to = column + i / 2 * 8;
-            if (token >= w.rows || to >= w.width || (p.swiglu && i > 1)) continue;
-            const int64_t at = (w.row0 + token) * p.c_stride + to;
-            if (p.c_dtype == QUERN_F32) ((float *)p.c)[at] = c[n][i];
-            else ((uint16_t *)p.c)[at] = (uint16_t)pack_as(p.c_dtype, c[n][i], 0.0f);
+        for (int i = 0; i < 2; i++) {
+            if (n * 8 + i < low) row[i * p.c_stride] = from_float<T>(c[n][i]);
+            if (n * 8 + i < high) row[i * p.c_stride + 8] = from_float<T>(c[n][i + 2]);
         }
 }
 
 /* 16-bit results through shared memory, which transposes them: of a token 32 bytes a warp, under SwiGLU 16,
  * where the last two of four tiles are written to no use. */
-template <int TOKENS>
+template <typename T, int TOKENS, bool SWIGLU>
 __device__ __forceinline__ void store_rows(const float (&c)[TOKENS / 8][4], const gemm_params &p,
                                            const warp_place &w, char *room)
 {
-    const int lane = threadIdx.x % 32, token = p.swiglu ? lane : lane / 2,
-              part = p.swiglu ? 0 : lane % 2 * 16;
+    const int lane = threadIdx.x % 32, token = SWIGLU ? lane : lane / 2, part = SWIGLU ? 0 : lane % 2 * 16;
     const uint32_t to =
-        smem_address(room) + (p.swiglu ? lane * 16 : (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16);
+        smem_address(room) + (SWIGLU ? lane * 16 : (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16);
     char *row = (char *)p.c + ((w.row0 + token) * p.c_stride + w.column) * 2 + part;
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; n += 2, row += 32 * p.c_stride) {
         const int turn = n / 2 % 2 * (STORE_BYTES / 2);
-        const uint32_t low[2] = {pack_as(p.c_dtype, c[n][0], c[n][1]),
-                                 pack_as(p.c_dtype, c[n + 1][0], c[n + 1][1])},
-                       high[2] = {pack_as(p.c_dtype, c[n][2], c[n][3]),
-                                  pack_as(p.c_dtype, c[n + 1][2], c[n + 1][3])};
-        const uint32_t packed[4] = {low[0], p.swiglu ? low[1] : high[0], low[1], high[1]};
+        const uint32_t low[2] = {pack2<T>(c[n][0], c[n][1]), pack2<T>(c[n + 1][0], c[n + 1][1])};
+        uint32_t packed[4] = {low[0], low[1], low[1], low[1]};
+        if constexpr (!SWIGLU) {
+            packed[1] = pack2<T>(c[n][2], c[n][3]);
+            packed[3] = pack2<T>(c[n + 1][2], c[n + 1][3]);
+        }
         stmatrix4_trans(to + turn, packed);
         __syncwarp();
         if (n * 8 + token < w.rows && token < 16) *(uint4 *)row = *(const uint4 *)(room + turn + lane * 16);
@@ -214,7 +230,20 @@ __device__ __forceinline__ void store_rows(const float (&c)[TOKENS / 8][4], cons
     __syncwarp();
 }
 
-template <int TOKENS>
+/* Results to C in its dtype, as rows where whole warps of aligned ones are there. */
+template <typename T, int TOKENS, bool PLAIN>
+__device__ __forceinline__ void store_as(const float (&c)[TOKENS / 8][4], const gemm_params &p,
+                                         const warp_place &w, bool whole, char *room)
+{
+    if constexpr (TOKENS > 8 && sizeof(T) == 2) {
+        if (whole && !PLAIN && p.swiglu) store_rows<T, TOKENS, true>(c, p, w, room);
+        else if (whole) store_rows<T, TOKENS, false>(c, p, w, room);
+        if (whole) return;
+    }
+    store_elements<T, TOKENS>(c, p, w);
+}
+
+template <int TOKENS, bool PLAIN = false>
 __device__ __forceinline__ void store_tile(float (&c)[TOKENS / 8][4], const gemm_params &p,
                                            const tile_place &t, int group, char *room, column_units unit)
 {
@@ -222,25 +251,23 @@ __device__ __forceinline__ void store_tile(float (&c)[TOKENS / 8][4], const gemm
     if (first >= p.width) return;
     const int half = p.swiglu ? 2 : 1;
     const warp_place w = {t.expert, t.rows, t.row0, first / half, p.width / half};
-    finish_sums<TOKENS>(c, p, w, first, unit);
-    if constexpr (TOKENS > 8)
-        if (first + 16 <= p.width && p.c_wide && p.c_dtype != QUERN_F32) {
-            store_rows<TOKENS>(c, p, w, room);
-            return;
-        }
-    store_elements<TOKENS>(c, p, w);
+    const bool whole = first + 16 <= p.width && p.c_wide;
+    finish_sums<TOKENS, PLAIN>(c, p, w, first, unit);
+    if (p.c_dtype == QUERN_BF16) store_as<bf16, TOKENS, PLAIN>(c, p, w, whole, room);
+    else if (p.c_dtype == QUERN_F16) store_as<f16, TOKENS, PLAIN>(c, p, w, whole, room);
+    else store_as<float, TOKENS, PLAIN>(c, p, w, whole, room);
 }
 
 template <typename T, int TOKENS, bool TURNED>
 __device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m, int group)
 {
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int32_t tiles = m.tiles.count;
     stage_walk<TOKENS> walk;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[TOKENS / 8][4];
         sum_tile<T, TOKENS, TURNED>(c, p, m, walk, group);
-        store_tile<TOKENS>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
-                           m.out[threadIdx.x / 32 - 4], {weight_unit<T>(), weight_unit<T>()});
+        store_tile<TOKENS, TURNED>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
+                                   m.out[threadIdx.x / 32 - 4], {weight_unit<T>(), weight_unit<T>()});
     }
 }
 
@@ -255,7 +282,7 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
         m.stages.init(p.b.repacked != NULL ? 1 : 129, form<TOKENS>::GROUPS * 128);
         mbar_init_done();
     }
-    make_tiles(m.tiles, p, TOKENS, (p.panels + form<TOKENS>::GROUPS - 1) / form<TOKENS>::GROUPS);
+    make_tiles(m.tiles, p, TOKENS, p.panels, form<TOKENS>::GROUPS);
     finish_tail(p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {

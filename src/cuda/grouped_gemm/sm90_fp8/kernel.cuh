@@ -40,7 +40,7 @@ __device__ __forceinline__ void feed(const fp8_params &f, const CUtensorMap &a, 
     const gemm_params &p = f.p;
     ring_place<TOKEN_STAGES> tokens;
     ring_place<UNIT_STAGES> at;
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int32_t tiles = m.tiles.count;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, GROUPS);
         const int panels = min((int)GROUPS, p.panels - t.panel);
@@ -171,7 +171,7 @@ __device__ __forceinline__ bool arrives()
 __device__ __forceinline__ void decode(const fp8_params &f, shared &m, int group)
 {
     const gemm_params &p = f.p;
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int32_t tiles = m.tiles.count;
     const decode_place here = decode_place_here();
     ring_place<UNIT_STAGES> from;
     ring_place<WEIGHT_STAGES> to;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void add_group(float (&c)[TOKENS / 8][4], const float
 __device__ __forceinline__ void multiply(const fp8_params &f, shared &m, int group)
 {
     const gemm_params &p = f.p;
-    const int32_t tiles = m.tiles.first[p.ends.experts];
+    const int32_t tiles = m.tiles.count;
     ring_place<TOKEN_STAGES> tokens;
     ring_place<WEIGHT_STAGES> weights;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         mbar_init_done();
     }
     make_table(m);
-    make_tiles(m.tiles, p, TOKENS, (p.panels + GROUPS - 1) / GROUPS);
+    make_tiles(m.tiles, p, TOKENS, p.panels, GROUPS);
     finish_tail(p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
