@@ -63,6 +63,20 @@ __device__ __forceinline__ int saturated_e4m3(float s)
 #endif
 }
 
+/* The bytes of two numbers, the first the low one. Magnitudes as above; signs stay. */
+__device__ __forceinline__ uint16_t two_e4m3(float x, float y)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t bytes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(y), "f"(x));
+    return bytes;
+#else
+    const uint32_t low = saturated_e4m3(fabsf(x)) | (__float_as_uint(x) >> 24 & 0x80),
+                   high = saturated_e4m3(fabsf(y)) | (__float_as_uint(y) >> 24 & 0x80);
+    return (uint16_t)(low | high << 8);
+#endif
+}
+
 /* a / 6, rounded once, of numbers that are not small: a quotient and its remainder's. */
 __device__ __forceinline__ float sixth_of(float a)
 {

@@ -1,13 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * fp8.cu - operands of the grouped product in e4m3. A: a warp a row and 128 of K, four values a lane, which
- * are divided by their scale and rounded once. Limit: A read and a byte a value written. B: the largest scale
- * of each of 64 columns, a block a panel. Limit: B's scales read, a ninth of its bytes.
+ * fp8.cu - operands of the grouped product in e4m3. A: two warps a row, half a warp 128 of K, eight values a
+ * lane, which are divided by their scale and rounded once. Limit: A read and a byte a value written. B: the
+ * largest scale of each of 64 columns, a block a panel. Limit: B's scales read, a ninth of its bytes.
  */
 #include "grouped_gemm/fp8.cuh"
 
-enum { THREADS = 256, WARPS = THREADS / 32, EACH = 4 };
+enum { THREADS = 256, WARPS = THREADS / 32, EACH = 8, LANES = FP8_GROUP / EACH, ROWS = 4 /* a block */ };
 
 void fp8_room(gemm_plan &plan, arena *room)
 {
@@ -31,95 +31,120 @@ struct rows_params {
     int64_t tokens, a_stride, stride, scale_stride;
     int32_t k, groups; /* k: a multiple of 16 */
     const void *a;
-    quern_dtype dtype;
-    bool wide; /* rows allow loads of four */
+    bool wide; /* rows allow loads of 16 bytes */
     void *out;
     float *scale;
     expert_ends ends;
     int32_t *status;
 };
 
-/* Four e4m3 bytes of numbers that the scale has brought into range. */
-__device__ __forceinline__ uint32_t e4m3_bytes(const float (&x)[EACH])
+/* The e4m3 bytes of eight numbers that the scale has brought into range. */
+__device__ __forceinline__ uint2 e4m3_bytes(const float (&x)[EACH])
 {
-    uint32_t bytes = 0;
+    uint32_t bytes[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-        bytes |= ((uint32_t)saturated_e4m3(fabsf(x[i])) | (__float_as_uint(x[i]) >> 24 & 0x80)) << 8 * i;
-    return bytes;
+    for (int i = 0; i < EACH; i += 2) bytes[i / 4] |= (uint32_t)two_e4m3(x[i], x[i + 1]) << i % 4 * 8;
+    return make_uint2(bytes[0], bytes[1]);
 }
 
-/* Four lanes' words of 16 values in K's order: what each lane of four has of them in that of fp8.cuh. */
-__device__ __forceinline__ uint32_t in_order(uint32_t bytes)
+/* The two halves of 16 values in K's order, of two neighbouring lanes: what each has of them in that of
+ * fp8.cuh. */
+__device__ __forceinline__ uint2 in_order(uint2 bytes)
 {
-    const int lane = threadIdx.x % 32, from = lane / 4 * 4 + lane % 4 / 2;
-    const uint32_t low = __shfl_sync(~0u, bytes, from), high = __shfl_sync(~0u, bytes, from + 2);
-    return __byte_perm(low, high, lane % 2 == 0 ? 0x1504 : 0x3726);
+    const bool second = threadIdx.x % 2 != 0;
+    const uint32_t other = __shfl_xor_sync(~0u, second ? bytes.x : bytes.y, 1),
+                   low = second ? other : bytes.x, high = second ? bytes.y : other;
+    return make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
 }
 
-/* Four values of a row; zeros past the last column. */
-__device__ __forceinline__ void load_four(float (&x)[EACH], const rows_params &a, int64_t row, int k)
+/* Eight values of a row; zeros past the last column. */
+template <typename T>
+__device__ __forceinline__ void load_eight(float (&x)[EACH], const rows_params &a, int64_t row, int k)
 {
-    const int64_t at = row * a.a_stride + k;
+    const T *from = (const T *)a.a + row * a.a_stride + k;
+    alignas(16) T raw[EACH];
     if (a.wide && k < a.k) {
-        if (a.dtype == QUERN_F32) {
-            const float4 v = __ldcs((const float4 *)((const float *)a.a + at));
-            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-            return;
-        }
-        const uint2 v = __ldcs((const uint2 *)((const uint16_t *)a.a + at));
-        const float2 low = a.dtype == QUERN_BF16 ? unpack2<bf16>(v.x) : unpack2<f16>(v.x),
-                     high = a.dtype == QUERN_BF16 ? unpack2<bf16>(v.y) : unpack2<f16>(v.y);
-        x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
-        return;
+#pragma unroll
+        for (unsigned i = 0; i < sizeof raw / sizeof(uint4); i++)
+            ((uint4 *)raw)[i] = __ldcs((const uint4 *)from + i);
+    } else {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) raw[i] = k < a.k ? from[i] : from_float<T>(0.0f);
     }
 #pragma unroll
-    for (int i = 0; i < EACH; i++) x[i] = k < a.k ? load_any(a.a, a.dtype, at + i) : 0.0f;
+    for (int i = 0; i < EACH; i++) x[i] = to_float<T>(raw[i]);
 }
 
-/* A group's four values to what they are in the workspace. */
+/* The bits of the largest magnitude of a group. */
+__device__ __forceinline__ uint32_t largest_of(const float (&x)[EACH])
+{
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) most = max(most, __float_as_uint(fabsf(x[i])));
+#pragma unroll
+    for (int apart = LANES / 2; apart > 0; apart /= 2) most = max(most, __shfl_xor_sync(~0u, most, apart));
+    return most;
+}
+
+/* Each value over the scale, rounded once. With the rounded reciprocal a quotient within a step of the true
+ * one becomes, by its remainder, the rounded one: the first remainder brings it there, the second ends it. A
+ * remainder is exact unless the quotient is below 2^-40, which is 0 in e4m3. */
+__device__ __forceinline__ void divide(float (&x)[EACH], float scale)
+{
+    if (scale < 0x1p-60f) {
+#pragma unroll 1
+        for (int i = 0; i < EACH; i++) x[i] = __fdiv_rn(x[i], scale);
+        return;
+    }
+    const float reciprocal = __frcp_rn(scale);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        float q = __fmul_rn(x[i], reciprocal);
+        q = __fmaf_rn(__fmaf_rn(-q, scale, x[i]), reciprocal, q);
+        x[i] = __fmaf_rn(__fmaf_rn(-q, scale, x[i]), reciprocal, q);
+    }
+}
+
+/* A group's eight values to what they are in the workspace. */
 template <bool BYTES>
 __device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params &a, int64_t row, int64_t at,
                                             int group)
 {
-    const int lane = threadIdx.x % 32, k0 = group * FP8_GROUP + lane * EACH;
-    bool bad = false;
-    uint32_t most = 0;
+    const int lane = threadIdx.x % LANES, k0 = group * FP8_GROUP + lane * EACH;
+    uint32_t most = largest_of(x);
+    if (__any_sync(~0u, most >= INFINITE_BITS)) {
+        if (most >= INFINITE_BITS) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        if (!isfinite(x[i])) {
-            bad = true;
-            x[i] = 0.0f;
-        }
-        most = max(most, __float_as_uint(fabsf(x[i])));
+        for (int i = 0; i < EACH; i++) x[i] = isfinite(x[i]) ? x[i] : 0.0f;
+        most = largest_of(x);
     }
-    most = __reduce_max_sync(~0u, most);
-    if (bad) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
     float scale = __fdiv_rn(__uint_as_float(most), 448.0f);
     if (scale == 0.0f) scale = 1.0f;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) x[i] = __fdiv_rn(x[i], scale);
+    divide(x, scale);
+    const uint2 bytes = e4m3_bytes(x), ordered = BYTES ? in_order(bytes) : bytes;
+    if (group >= a.groups) return;
     if (lane == 0) a.scale[group * a.scale_stride + at] = scale;
-    const uint32_t bytes = e4m3_bytes(x);
-    if constexpr (BYTES) {
-        *(uint32_t *)((uint8_t *)a.out + row * a.stride + k0) = in_order(bytes);
-    } else {
-        const uint2 both = make_uint2(e4m3_bf16x2(bytes, 0), e4m3_bf16x2(bytes, 1));
-        *(uint2 *)((bf16 *)a.out + row * a.stride + k0) = both;
-    }
+    if constexpr (BYTES) *(uint2 *)((uint8_t *)a.out + row * a.stride + k0) = ordered;
+    else
+        *(uint4 *)((bf16 *)a.out + row * a.stride + k0) =
+            make_uint4(e4m3_bf16x2(bytes.x, 0), e4m3_bf16x2(bytes.x, 1), e4m3_bf16x2(bytes.y, 0),
+                       e4m3_bf16x2(bytes.y, 1));
 }
 
-template <bool BYTES>
+template <typename T, bool BYTES>
 __global__ void __launch_bounds__(THREADS) fp8_rows(const __grid_constant__ rows_params a)
 {
-    const int64_t row = blockIdx.x;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    enum { EACH_ROW = THREADS / ROWS, AT_ONCE = EACH_ROW / LANES };
+    const int64_t row = (int64_t)blockIdx.x * ROWS + threadIdx.x / EACH_ROW;
+    if (row >= a.tokens) return;
     const int32_t expert = a.ends.expert_of(row);
     if (expert >= a.ends.experts) return;
     const int64_t at = scales_of(a.ends, expert) + row - a.ends.first_of(expert);
-    for (int group = warp; group < a.groups; group += WARPS) {
+    const int half = threadIdx.x % EACH_ROW / LANES;
+    /* All of a warp go the same way; the second half may have no group left. */
+    for (int group = half; group - half % 2 < a.groups; group += AT_ONCE) {
         float x[EACH];
-        load_four(x, a, row, group * FP8_GROUP + lane * EACH);
+        load_eight<T>(x, a, row, group * FP8_GROUP + threadIdx.x % LANES * EACH);
         round_group<BYTES>(x, a, row, at, group);
     }
 }
@@ -130,10 +155,9 @@ __device__ __forceinline__ float power_of(int byte)
     return byte == 0 ? 1.0f : __uint_as_float((__float_as_uint(least) + 0x7fffff) & 0x7f800000);
 }
 
-/* The largest bytes of a and b, four at once. */
-__device__ __forceinline__ uint32_t largest_of(uint32_t a, uint32_t b)
+__device__ __forceinline__ uint32_t word_at(const uint8_t *at)
 {
-    return __vmaxu4(a, b);
+    return at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
 /* The largest scales of a panel's columns in repacked weights: each thread has two of them, and one unit in
@@ -144,13 +168,14 @@ __device__ __forceinline__ void largest_repacked(const weight_source &w, int32_t
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint8_t *from = w.repacked + expert * w.repacked_expert + (int64_t)panel * w.units * UNIT_BYTES +
                           UNIT_CODES + lane * 8;
+    const bool wide = (uintptr_t)from % 8 == 0;
     uint32_t all = 0;
-    for (int unit = warp; unit < w.units; unit += WARPS)
-        for (int part = 0; part < 2; part++) {
-            const uint8_t *at = from + (int64_t)unit * UNIT_BYTES + part * 4;
-            const uint32_t word = at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24;
-            all = largest_of(all, word);
-        }
+#pragma unroll 4
+    for (int unit = warp; unit < w.units; unit += WARPS) {
+        const uint8_t *at = from + (int64_t)unit * UNIT_BYTES;
+        const uint2 both = wide ? __ldg((const uint2 *)at) : make_uint2(word_at(at), word_at(at + 4));
+        all = __vmaxu4(all, __vmaxu4(both.x, both.y));
+    }
     const int column = lane / 8 * 16 + lane % 8;
     most[warp][column] = max((int)(all & 0xff), (int)(all >> 8 & 0xff));
     most[warp][column + 8] = max((int)(all >> 16 & 0xff), (int)(all >> 24));
@@ -171,6 +196,7 @@ __device__ __forceinline__ void largest_given(const weight_source &w, int32_t ex
     }
 }
 
+/* A block has a panel of an expert. */
 __global__ void __launch_bounds__(THREADS) fp8_powers(const __grid_constant__ gemm_params p, float *power)
 {
     __shared__ int most[WARPS][UNIT];
@@ -186,6 +212,14 @@ __global__ void __launch_bounds__(THREADS) fp8_powers(const __grid_constant__ ge
     }
 }
 
+template <typename T> static quern_status round_rows(const rows_params &a, bool bytes, cudaStream_t stream)
+{
+    const unsigned grid = blocks_for(a.tokens, ROWS);
+    if (bytes) fp8_rows<T, true><<<grid, THREADS, 0, stream>>>(a);
+    else fp8_rows<T, false><<<grid, THREADS, 0, stream>>>(a);
+    return LAUNCHED("grouped_gemm, rows to e4m3");
+}
+
 quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan,
                        bool bytes)
 {
@@ -194,9 +228,8 @@ quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, co
     rows_params a = {};
     a.tokens = args->tokens;
     a.a = args->a.data;
-    a.dtype = args->a.dtype;
     a.a_stride = args->a.strides[0];
-    a.wide = rows_aligned(args->a, 4 * bytes_of(args->a.dtype));
+    a.wide = rows_aligned(args->a, 16);
     a.out = (void *)plan.p.a;
     a.stride = plan.p.a_stride;
     a.scale = plan.row_scale;
@@ -205,11 +238,12 @@ quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, co
     a.groups = f.groups;
     a.ends = plan.p.ends;
     a.status = exec->status;
-    if (f.groups > 0 && bytes) fp8_rows<true><<<(unsigned)args->tokens, THREADS, 0, stream>>>(a);
-    if (f.groups > 0 && !bytes) fp8_rows<false><<<(unsigned)args->tokens, THREADS, 0, stream>>>(a);
-    const quern_status status = LAUNCHED("grouped_gemm, rows to e4m3");
     const int64_t panels = (int64_t)plan.p.ends.experts * plan.p.panels;
-    if (status != QUERN_OK || panels == 0) return status;
+    if (f.groups == 0 || args->tokens == 0 || panels == 0) return QUERN_OK;
+    const quern_status status = args->a.dtype == QUERN_F32    ? round_rows<float>(a, bytes, stream)
+                                : args->a.dtype == QUERN_BF16 ? round_rows<bf16>(a, bytes, stream)
+                                                              : round_rows<f16>(a, bytes, stream);
+    if (status != QUERN_OK) return status;
     fp8_powers<<<(unsigned)panels, THREADS, 0, stream>>>(plan.p, plan.power);
     return LAUNCHED("grouped_gemm, powers of columns");
 }

@@ -4,7 +4,7 @@
  * fp8.cuh - the grouped product of e4m3 operands: how they stand in the workspace.
  *
  * A's rows are rounded by 128 of K, the last group padded with zeros. On Hopper a value is a byte, and
- * each 16 bytes hold 4 L + b of K's 16 as {2 L + 8, 2 L, 2 L + 9, 2 L + 1}[b], as weights are decoded from
+ * each 16 bytes hold 4 L + b of K's 16 as {2 L, 2 L + 8, 2 L + 1, 2 L + 9}[b], as weights are decoded from
  * the layout of weights.cuh. Elsewhere a value is a bf16 number, in K's order.
  *
  * Scales of A stand by group, then by row. An expert's first row is at a multiple of 4, so that 16-byte
@@ -17,7 +17,7 @@
 
 #include "grouped_gemm/params.cuh"
 
-enum { FP8_GROUP = 128, FP8_TILE = 128 /* rows that a copy of scales takes */ };
+enum { FP8_GROUP = 128, FP8_TILE = 256 /* rows that a copy of scales takes, at most */ };
 
 struct fp8_params {
     gemm_params p;

@@ -3,18 +3,20 @@
 /*
  * weights.cuh - NVFP4 weights in the order of the products' fragments, and their decoding in registers.
  *
- * Repacked layout, version 1: for each expert panels of 64 columns, in each panel units of 64 of K, 2304
+ * Repacked layout, version 2: for each expert panels of 64 columns, in each panel units of 64 of K, 2304
  * bytes a unit. The columns of B are the rows of the product's first operand, of which a warp has 16: byte (w
  * * 32 + l) * 16 begins the four words of lane l of warp w, one for each 16 of K. A word holds what mma's A
  * fragment holds of that lane: registers 0 to 3, in each the codes of two neighbours in K. In each half of
  * the word, which is of one neighbour, stand
- *     register   sign  exponent  mantissa
- *     0          15    8..7      6
- *     1          12    5..4      3
- *     2          9     2..1      0
- *     3          10    14..13    11
- * so that a shift and a mask make bf16, over 2^126, of three of them. After the 2048 bytes of codes stand the
- * scales: 8 bytes for rows w * 16 + r and that + 8, as [two of K's 16][row, row + 8][16 of the two].
+ *     register   sign                    exponent  mantissa
+ *     0          9                       2..1      0
+ *     1          3, in the other half    12..11    10
+ *     2          13                      6..5      4
+ *     3          15                      8..7      14
+ * so that a shift, or a rotation, and a mask make bf16, over 2^126, of three of them, and two shifts that of
+ * the last; and so that magnitudes of a column, registers 0 and 2 or 1 and 3, are selectors of a byte
+ * permutation after a shift and a mask. After the 2048 bytes of codes stand the scales: 8 bytes for rows w *
+ * 16 + r and that + 8, as [two of K's 16][row, row + 8][16 of the two].
  *
  * A scale byte that is no number is repacked as 0, and sets its bit of the status.
  */
@@ -77,16 +79,23 @@ __device__ __forceinline__ uint8_t *scale_place(const weight_source &w, int64_t 
            block % 4;
 }
 
-/* Where a register's code stands in half a word. */
-__device__ __forceinline__ uint32_t code_to_half(uint32_t code, int reg)
+/* The bits of a word that are a register's code, of the neighbour `half`. */
+__device__ __forceinline__ uint32_t code_to_word(uint32_t code, int reg, int half)
 {
-    if (reg < 3) return ((code & 8) << 12 | (code & 7) << 6) >> 3 * reg;
-    return (code & 6) << 12 | (code & 1) << 11 | (code & 8) << 7;
+    const uint32_t size = code & 7, sign = code >> 3 & 1;
+    if (reg == 1) return size << 10 << 16 * half | sign << 3 << 16 * (1 - half);
+    const uint32_t bits = reg == 0   ? size | sign << 9
+                          : reg == 2 ? size << 4 | sign << 13
+                                     : (size & 6) << 6 | (size & 1) << 14 | sign << 15;
+    return bits << 16 * half;
 }
-__device__ __forceinline__ uint32_t code_from_half(uint32_t half, int reg)
+__device__ __forceinline__ uint32_t code_from_word(uint32_t word, int reg, int half)
 {
-    if (reg < 3) return (half << 3 * reg >> 12 & 8) | (half << 3 * reg >> 6 & 7);
-    return (half >> 12 & 6) | (half >> 11 & 1) | (half >> 7 & 8);
+    const uint32_t x = word >> 16 * half, other = word >> 16 * (1 - half);
+    if (reg == 0) return (x & 7) | (x >> 6 & 8);
+    if (reg == 1) return (x >> 10 & 7) | (other & 8);
+    if (reg == 2) return (x >> 4 & 7) | (x >> 10 & 8);
+    return (x >> 6 & 6) | (x >> 14 & 1) | (x >> 12 & 8);
 }
 
 /* The column of lane l of warp w for a register, and its pair of K within 16. */
@@ -128,7 +137,7 @@ __device__ __forceinline__ unit_part gather_unit(const weight_source &w, int64_t
     for (int s = 0; s < UNIT_STEPS; s++) {
 #pragma unroll
         for (int reg = 0; reg < 4; reg++)
-            p.codes[s] |= code_to_half(byte[s][reg] & 15, reg) | code_to_half(byte[s][reg] >> 4, reg) << 16;
+            p.codes[s] |= code_to_word(byte[s][reg] & 15, reg, 0) | code_to_word(byte[s][reg] >> 4, reg, 1);
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             bad = bad || !is_scale((int)scale[s][high]);
@@ -177,6 +186,14 @@ template <> __device__ __forceinline__ uint32_t times2<__half>(uint32_t x, uint3
     return *(const uint32_t *)&product;
 }
 
+/* One half of a word in both: as a product's operand it costs nothing. */
+__device__ __forceinline__ uint32_t twice(uint32_t x, bool high)
+{
+    uint32_t both;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(both) : "r"(high ? x >> 16 : x));
+    return both;
+}
+
 template <typename T>
 __device__ __forceinline__ void decode_step(uint32_t (&a)[4], uint32_t word, uint32_t scales, int step)
 {
@@ -188,12 +205,12 @@ __device__ __forceinline__ void decode_step(uint32_t (&a)[4], uint32_t word, uin
         s = (step % 2 == 0 ? scales << 7 : scales >> 1) & 0x3f803f80;
         s = times2<T>(s, 0x78007800); /* 2^15 */
     }
-    const uint32_t low = __byte_perm(s, 0, 0x1010), high = __byte_perm(s, 0, 0x3232);
+    const uint32_t low = twice(s, false), high = twice(s, true);
     uint32_t x[4];
-    x[0] = word & 0x81c081c0;
-    x[1] = word << 3 & 0x81c081c0;
-    x[2] = word << 6 & 0x81c081c0;
-    x[3] = (word >> 6 & 0x01800180) | (word >> 5 & 0x00400040) | (word << 5 & 0x80008000);
+    x[0] = word << 6 & 0x81c081c0;
+    x[1] = __funnelshift_r(word, word, 4) & 0x81c081c0;
+    x[2] = word << 2 & 0x81c081c0;
+    x[3] = (word & 0x81808180) | (word >> 8 & 0x00400040);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if constexpr (!__is_same(T, bf16)) x[i] = (x[i] & 0x80008000) | (x[i] << 3 & 0x0e000e00);

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(128) unpack_units(const __grid_constant__ prep
             const int column = panel * UNIT + column_of(warp, lane, reg), pair = k0 / 2 + pair_of(lane, reg);
             if (column >= w.n) continue;
             w.codes[blockIdx.y * w.codes_expert + pair * w.pair + column * w.column] =
-                (uint8_t)(code_from_half(word & 0xffff, reg) | code_from_half(word >> 16, reg) << 4);
+                (uint8_t)(code_from_word(word, reg, 0) | code_from_word(word, reg, 1) << 4);
             if (lane % 4 == 0 && reg < 2)
                 *scale_place(w, blockIdx.y, k0 / 16, column) = (uint8_t)(scales >> (s % 2 * 8 + reg * 16));
         }

@@ -11,7 +11,7 @@ enum { ALIGNMENT = 16, SHARED_BYTES = 227 * 1024 };
 static bool grouped_gemm_sm90_fp8_supports(const stage_exec *exec, const grouped_gemm_args *args, char *)
 {
     char limits[STAGE_WHY_BYTES];
-    static_assert(sizeof(shared) <= SHARED_BYTES, "a block fits");
+    static_assert(sizeof(shared<1>) <= SHARED_BYTES && sizeof(shared<2>) <= SHARED_BYTES, "blocks fit");
     return args->fp8 && exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && args->k > 0 &&
            gemm_takes(args, limits);
 }
@@ -36,19 +36,29 @@ static quern_tensor a_of(const grouped_gemm_args *args, const gemm_plan &plan)
     return t;
 }
 
+template <int PARTS>
+static quern_status run(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan,
+                        bool bulk)
+{
+    CUtensorMap a;
+    const quern_status status = tma_describe(&a, a_of(args, plan), 1, form<PARTS>::TOKENS);
+    if (status != QUERN_OK) return status;
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90_fp8<PARTS>,
+                         dim3((unsigned)exec->multiprocessors), form<PARTS>::THREADS, sizeof(shared<PARTS>),
+                         "grouped_gemm", fp8_params_of(plan), a, bulk);
+}
+
 static quern_status grouped_gemm_sm90_fp8_run(const stage_exec *exec, const grouped_gemm_args *args,
                                               void *workspace)
 {
     const gemm_plan plan = gemm_plan_of(exec, args, ALIGNMENT, workspace);
     const bool bulk = present(args->b_repacked) && rows_aligned(args->b_repacked, 16);
-    CUtensorMap a;
+    const int64_t experts = present(args->offsets) ? args->offsets.shape[0] : 1;
     if (args->tokens == 0 || args->n == 0) return QUERN_OK;
     quern_status status = fp8_ready(exec, args, plan, true);
-    if (status == QUERN_OK) status = tma_describe(&a, a_of(args, plan), 1, TOKENS);
     if (status == QUERN_OK)
-        status = launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90_fp8,
-                               dim3((unsigned)exec->multiprocessors), THREADS, sizeof(shared), "grouped_gemm",
-                               fp8_params_of(plan), a, bulk);
+        status = bulk && args->tokens > PART * experts ? run<2>(exec, args, plan, bulk)
+                                                       : run<1>(exec, args, plan, bulk);
     return status == QUERN_OK ? gemm_finish(exec, args, plan) : status;
 }
 
