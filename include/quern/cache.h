@@ -11,15 +11,16 @@
  * in a ring of pages. Keys of the block indexer (quern_nsa_index()), where it chooses, stand in a pool whose
  * pages are numbered as those of tokens.
  *
- * The operations of a step (.._step) are functions of tensors: rows, pools, and the i32 tensors of a
- * ledger's step (ledger.h) or of an engine with books of its own. A quern_cache keeps all of this for one
- * layer on the CPU: its calls begin a step, run its operations and commit it.
+ * The operations of a step (.._step) are functions of tensors: rows, pools, and the i32 tensors of a ledger's
+ * step (ledger.h) or of an engine with books of its own; they run on the device of their tensors, and on a
+ * GPU set the bits of the status word that cuda.h lists. A quern_cache keeps all of this for one layer on the
+ * CPU: its calls begin a step, run its operations and commit it.
  *
  * Symbols: S sequences of the cache, B of a call, T tokens of a call (those of the call's first sequence,
  * then of the second, ...), H, Hkv, D, Dv, l, d, W, k, Hs, D_I as in nsa.h; Hi: 1 where the indexer's heads
  * share a key, else Hs.
  *
- * Calls run on the CPU. One call at a time may use a cache. On an error the cache and the outputs are as they
+ * One call at a time may use a cache. On an error the cache and the outputs are as they
  * were.
  */
 #ifndef QUERN_CACHE_H

@@ -67,6 +67,7 @@ template <typename A> struct variants {
 
 /* The stages that others call. */
 extern const variants<attend_args> attend_forward_variants;
+extern const variants<compress_args> compress_forward_variants;
 extern const variants<select_args> select_variants;
 extern const variants<gemm_args> gemm_variants;
 

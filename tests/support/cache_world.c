@@ -9,6 +9,12 @@
 
 enum { Q_INDEX = 7, K_INDEX };
 
+#ifdef QUERN_TEST_GPU
+enum { INDEXER = false };
+#else
+enum { INDEXER = true };
+#endif
+
 static quern_cache_params random_params(test_random *random)
 {
     quern_cache_params p = QUERN_CACHE_PARAMS_INIT;
@@ -20,7 +26,7 @@ static quern_cache_params random_params(test_random *random)
     p.capacity = CAPACITY;
     p.page = test_random_one_in(random, 3) ? 0 : QUERN_CACHE_PAGE;
     if (p.page != 0 && test_random_one_in(random, 2)) p.pages = test_random_int(random, 8, 20);
-    if (test_random_one_in(random, 2)) {
+    if (INDEXER && test_random_one_in(random, 2)) {
         p.index_heads = test_random_one_in(random, 2) ? 1 : p.kv_heads;
         p.index_dim = 8 * test_random_int(random, 1, 4);
     }

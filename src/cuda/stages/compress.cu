@@ -8,12 +8,12 @@ extern const variant<compress_args> compress_forward_cublaslt, compress_forward_
 
 static const variant<compress_args> *const forward_list[] = {&compress_forward_cublaslt,
                                                              &compress_forward_any};
-static const variants<compress_args> forward(forward_list);
+extern const variants<compress_args> compress_forward_variants(forward_list);
 static const variant<compress_args> *const backward_list[] = {&compress_backward_cublaslt,
                                                               &compress_backward_any};
 static const variants<compress_args> backward(backward_list);
 
 static const stage_rows rows([](quern_backend &backend) {
-    offer<compress_args, forward>(backend.compress_forward);
+    offer<compress_args, compress_forward_variants>(backend.compress_forward);
     offer<compress_args, backward>(backend.compress_backward);
 });

@@ -30,6 +30,12 @@ typedef struct player {
     int64_t steps;
 } player;
 
+#ifdef QUERN_TEST_GPU
+enum { WIDEST = 256, INDEXER = false };
+#else
+enum { WIDEST = 512, INDEXER = true };
+#endif
+
 /* The block indexer chooses: for all branches, or for the selected one alone and ungated (preset msa). */
 static void set_indexed(nsa_config *c, test_random *random)
 {
@@ -61,10 +67,10 @@ static nsa_config config_of(test_random *random)
     if (p->compress == QUERN_NSA_COMPRESS_GIVEN) p->compress = QUERN_NSA_COMPRESS_MEAN;
     if (test_random_one_in(random, 8)) { /* the widths of models, and any up to the most */
         c.d = test_random_one_in(random, 2) ? 64 * test_random_int(random, 1, 2)
-                                            : 8 * test_random_int(random, 33, 64);
-        c.dv = test_random_one_in(random, 2) ? c.d : 64 * test_random_int(random, 1, 8);
+                                            : 8 * test_random_int(random, WIDEST / 16 + 1, WIDEST / 8);
+        c.dv = test_random_one_in(random, 2) ? c.d : 64 * test_random_int(random, 1, WIDEST / 64);
     }
-    if (test_random_one_in(random, 3)) set_indexed(&c, random);
+    if (INDEXER && test_random_one_in(random, 3)) set_indexed(&c, random);
     const int64_t least = nsa_least_selected(p);
     if (p->num_selected < least) p->num_selected = least;
     if (!c.varlen) {

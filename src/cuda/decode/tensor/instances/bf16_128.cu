@@ -1,0 +1,9 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bf16_128.cu - bf16, head dims up to 128. */
+#include "decode/tensor/kernel.cuh"
+
+quern_status decode_dense::dense_bf16_128(const stage_exec *, const dense_kernel &a, const launcher &to)
+{
+    return launch_tensor<bf16, 128>(a, to);
+}

@@ -1,0 +1,9 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* f16_128.cu - f16, head dims up to 128. */
+#include "decode/tensor/kernel.cuh"
+
+quern_status decode_dense::dense_f16_128(const stage_exec *, const dense_kernel &a, const launcher &to)
+{
+    return launch_tensor<f16, 128>(a, to);
+}

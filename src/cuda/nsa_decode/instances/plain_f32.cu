@@ -1,0 +1,9 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* plain_f32.cu - f32 on the f32 cores, at any address. */
+#include "nsa_decode/plain.cuh"
+
+quern_status nsa_decode::nsa_plain_f32(const stage_exec *exec, const nsa_kernel &a, const launcher &to)
+{
+    return launch_plain<float>(exec, a, to);
+}
