@@ -31,6 +31,8 @@ const op_family *const quern_families[] = {
     &dsv4_store_family,     /* rows of its caches */
     &dsv4_layer_family,     /* whole layer */
     &dsv4_append_step_family,
+    &dsv4_layer_step_family, /* a step of the layer, and what it keeps of a sequence as bytes */
+    &dsv4_layer_pack_family,
     &dsv4_hyper_family,      /* hyper-connections */
     &dsv4_index_loss_family, /* the indexer's loss */
     &nvfp4_quantize_family,

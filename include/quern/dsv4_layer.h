@@ -14,6 +14,7 @@
 #define QUERN_DSV4_LAYER_H
 
 #include <quern/dsv4.h>
+#include <quern/ledger.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -43,9 +44,9 @@ typedef enum quern_dsv4_layer_kind {
 typedef struct quern_dsv4_layer_params {
     size_t size;
     quern_dsv4_layer_kind kind;
-    int64_t window; /* raw keys of a query, its own among them; 0: 128 */
-    int64_t top_k;  /* CSA: entries chosen, 1 to 2048; 0: 512 */
-    float eps;      /* of every norm; 0: 1e-6 */
+    int64_t window;      /* raw keys of a query, its own among them; 0: 128 */
+    int64_t top_k;       /* CSA: entries chosen, 1 to 2048; 0: 512 */
+    float eps;           /* of every norm; 0: 1e-6 */
     uint8_t reserved[4]; /* 0; later fields stand here */
 } quern_dsv4_layer_params;
 #define QUERN_DSV4_LAYER_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_params)
@@ -125,14 +126,160 @@ QUERN_API quern_status quern_dsv4_layer_backward(quern_context *ctx, const quern
                                                  const quern_dsv4_layer_tensors *tensors, void *workspace,
                                                  size_t workspace_bytes);
 
+/* ---- a step of many sequences ---- */
+
 /*
- * What a layer keeps of its sequences between calls: the last raw rows, all entries, the indexer's keys and
- * the compressors' states. Bookkeeping and states are in `memory`, rows in `rows`; both are the caller's and
- * may not move. One call at a time may use a cache. On an error it is as it was.
+ * What a layer keeps of its sequences between steps stands in tensors of the caller, on any device:
  *
- * With pages, entry s of a sequence and its key stand in slot s % page of the sequence's page number s /
- * page, in one pool of entries and one of keys. The caller gives pages to a sequence before tokens need them
- * (quern_dsv4_layer_cache_add_pages()). Raw rows are as many as the window and have no pages.
+ *   raw      the last raw rows of a sequence, a ring that is one page
+ *   entries  in pages, and in CSA the indexer's keys, in pages of the same numbers
+ *   states   the compressors', in slots (quern_dsv4_append_step())
+ *
+ * A ledger (ledger.h) that keeps the books of such layers has these pools, and states but in window layers.
+ */
+enum { QUERN_DSV4_RAW = 0, QUERN_DSV4_ENTRIES = 1 };
+
+typedef struct quern_dsv4_layer_step_params {
+    size_t size;
+    quern_dsv4_layer_kind kind; /* these four as in the layer's params */
+    int64_t window;
+    int64_t top_k;
+    float eps;
+    quern_dsv4_format format;     /* of raw rows and entries: rows, or row584 (D 512, R 64) */
+    quern_dsv4_format key_format; /* CSA, of the indexer's keys: rows, fp8 (either scale) or fp4 */
+    uint8_t reserved[4];          /* 0; later fields stand here */
+} quern_dsv4_layer_step_params;
+#define QUERN_DSV4_LAYER_STEP_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_step_params)
+
+/*
+ * The weights are those of quern_dsv4_layer_tensors; results are [T, ..] in place of [B, T, ..], q [H, T,
+ * D]. slots ... copies are a step's (ledger.h). All shapes are upper bounds: T may be more than the step's
+ * tokens, n is at most floor(T / r) + B; rows of results behind the step's tokens and entries are 0. Entries
+ * and keys that become whole come sequence after sequence, the first n of them.
+ *
+ *               rows                   bytes
+ *   raw         [pages, R, D]          u8 [pages, R, 584]: a row's scales stand behind its data
+ *   entries     [pages, page, D]       u8 [pages, page * 584]: the data of all slots, then the scales of all
+ *   keys        [pages, page, C_I]     u8 [pages, page * bytes of a row]: likewise
+ *
+ * Rows are f32, f16 or bf16, whatever x has; raw and entries alike. Row p of a sequence stands in slot p % R
+ * of its page. With m the rows that the states' rings hold (0 in window layers), R >= window - 1 + m, or a
+ * sequence has up to R tokens. Entry s and its key stand in slot s % page of page entries_table[b, s / page].
+ */
+typedef struct quern_dsv4_layer_step_tensors {
+    size_t size;
+    const quern_tensor *x; /* act [T, Dm] */
+    const quern_tensor *cos_sin;
+    const quern_tensor *sinks;
+    const quern_tensor *q_a, *q_a_norm, *q_b;
+    const quern_tensor *kv, *kv_norm;
+    const quern_tensor *o_a, *o_b;
+    const quern_tensor *compressor_bias;
+    const quern_tensor *compressor_kv, *compressor_gate;
+    const quern_tensor *compressor_norm;
+    const quern_tensor *indexer_bias;
+    const quern_tensor *indexer_kv, *indexer_gate;
+    const quern_tensor *indexer_norm;
+    const quern_tensor *indexer_q_b, *indexer_heads;
+    const quern_tensor *out; /* act [T, Dm]; written */
+    /* Written, each may be NULL. kv_rows, compressed and idx_k are the rows before they are stored. */
+    const quern_tensor *q_residual, *q, *kv_rows;
+    const quern_tensor *compressed, *idx_k; /* [n, D], [n, C_I] */
+    const quern_tensor *idx_q;
+    /* f32 [T, E], with room for E entries a sequence; columns past those of its sequence stay. */
+    const quern_tensor *idx_score;
+    const quern_tensor *idx_topk;
+    const quern_tensor *core, *core_irope, *o_a_out;
+    const quern_tensor *compressor_fp8, *compressor_fp8_scales;
+    const quern_tensor *compressor_codes, *compressor_scales, *compressor_global;
+    const quern_tensor *indexer_fp8, *indexer_fp8_scales;
+    const quern_tensor *indexer_codes, *indexer_scales, *indexer_global;
+    const quern_tensor *slots, *positions, *cu;          /* i32 [B], [B], [B+1] */
+    const quern_tensor *raw, *raw_table;                 /* updated; i32 [B, 1] */
+    const quern_tensor *entries, *entries_table;         /* updated; i32 [B, columns]; CSA and HCA */
+    const quern_tensor *keys;                            /* updated; CSA */
+    const quern_tensor *states, *merged;                 /* as in quern_dsv4_append_tensors; CSA and HCA */
+    const quern_tensor *indexer_states, *indexer_merged; /* the same of the indexer; CSA */
+    const quern_tensor *copies;                          /* i32 [C, 3]; may be NULL */
+    const quern_tensor *fault; /* i32 [slots]: faults of data, a word a sequence; updated; may be NULL */
+} quern_dsv4_layer_step_tensors;
+#define QUERN_DSV4_LAYER_STEP_TENSORS_INIT QUERN_SIZED(quern_dsv4_layer_step_tensors)
+
+/*
+ * The layer's outputs of a step's tokens, whose rows, entries, keys and states it takes in. However a
+ * sequence is cut into steps, states, keys, entries and choices have the same bits, and outputs are equal
+ * within rounding. Where rows are stored in x's dtype, the bits are those of quern_dsv4_layer() at the same
+ * CPU level. Rows are made in f32 and rounded once, to what is stored, which is what queries read. A step of
+ * up to R - window + 1 tokens a sequence, and with states of up to m, may run twice.
+ *
+ * Refused as in dsv4.h, and: offsets that fall or go past T; a slot outside the states, or of two sequences
+ * that both have tokens; a position that is negative, that cos_sin, the table or idx_score has no room for,
+ * or that is not within merged ... merged + m; a page that is none of the pool's; with a format of bytes a
+ * NaN or Inf in a new row. All but copied pages, rows from a sequence's position on, and results is then as
+ * it was.
+ *
+ * With fault these are no errors, but for the offsets: the sequence concerned takes the bit (QUERN_STATUS_..
+ * of cuda.h) at its slot, its states and raw rows stay, its rows of the results are 0, here and in later
+ * steps, until it begins at position 0 or its word is cleared. The other sequences' bits do not change. The
+ * status word gets every bit. T is then at most the positions that there is room for. CPU alone. The
+ * workspace depends on shapes alone.
+ */
+QUERN_API quern_status quern_dsv4_layer_step_workspace(quern_context *ctx,
+                                                       const quern_dsv4_layer_step_params *params,
+                                                       const quern_dsv4_layer_step_tensors *tensors,
+                                                       size_t *bytes);
+QUERN_API quern_status quern_dsv4_layer_step(quern_context *ctx, const quern_exec *exec,
+                                             const quern_dsv4_layer_step_params *params,
+                                             const quern_dsv4_layer_step_tensors *tensors, void *workspace,
+                                             size_t workspace_bytes);
+
+/* A sequence as bytes: of so many tokens. */
+typedef struct quern_dsv4_layer_pack_params {
+    size_t size;
+    int64_t tokens;
+    int64_t ratio;                        /* r; 0: 4 with keys, else 128 */
+    quern_dsv4_format format, key_format; /* as in the step's params */
+} quern_dsv4_layer_pack_params;
+#define QUERN_DSV4_LAYER_PACK_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_pack_params)
+
+/* Shapes as in quern_dsv4_layer_step_tensors. NULL means absent. Packed are raw rows, the last that the ring
+ * has room for, entries, keys, row after row, data before scales; then, of a sequence that has tokens, states
+ * and merged, of the compressor and of the indexer. */
+typedef struct quern_dsv4_layer_pack_tensors {
+    size_t size;
+    const quern_tensor *raw, *raw_table;         /* i32 [1] */
+    const quern_tensor *entries, *entries_table; /* i32 [columns] */
+    const quern_tensor *keys;
+    const quern_tensor *states, *merged;
+    const quern_tensor *indexer_states, *indexer_merged;
+    const quern_tensor *slot; /* i32 [1]: that of the states */
+    const quern_tensor *packed; /* u8 [bytes] */
+} quern_dsv4_layer_pack_tensors;
+#define QUERN_DSV4_LAYER_PACK_TENSORS_INIT QUERN_SIZED(quern_dsv4_layer_pack_tensors)
+
+/* Copies a sequence out of its pages and slot, and back. Neither needs a workspace. */
+QUERN_API quern_status quern_dsv4_layer_pack_workspace(quern_context *ctx,
+                                                       const quern_dsv4_layer_pack_params *params,
+                                                       const quern_dsv4_layer_pack_tensors *tensors,
+                                                       size_t *bytes);
+QUERN_API quern_status quern_dsv4_layer_pack(quern_context *ctx, const quern_exec *exec,
+                                             const quern_dsv4_layer_pack_params *params,
+                                             const quern_dsv4_layer_pack_tensors *tensors, void *workspace,
+                                             size_t workspace_bytes);
+QUERN_API quern_status quern_dsv4_layer_unpack_workspace(quern_context *ctx,
+                                                         const quern_dsv4_layer_pack_params *params,
+                                                         const quern_dsv4_layer_pack_tensors *tensors,
+                                                         size_t *bytes);
+QUERN_API quern_status quern_dsv4_layer_unpack(quern_context *ctx, const quern_exec *exec,
+                                               const quern_dsv4_layer_pack_params *params,
+                                               const quern_dsv4_layer_pack_tensors *tensors, void *workspace,
+                                               size_t workspace_bytes);
+
+/* ---- a cache of one layer on the CPU ---- */
+
+/*
+ * A ledger and a layer's tensors in memory of the caller: the books are in `memory`, the rest is in `rows`.
+ * Neither may move. One call at a time may use a cache. On an error it is as it was.
  */
 typedef struct quern_dsv4_layer_cache quern_dsv4_layer_cache;
 
@@ -149,11 +296,14 @@ typedef struct quern_dsv4_layer_cache_params {
     int64_t ring;                 /* tokens of a sequence that can be taken back, 0 to 8 */
     quern_dsv4_format format;     /* of raw rows and entries: rows in dtype, or row584 (D 512, R 64) */
     quern_dsv4_format key_format; /* CSA, of the indexer's keys: rows in dtype, fp8 (either scale) or fp4 */
-    int64_t page;                 /* 0: contiguous; CSA and HCA: slots of a page, up to 65536 */
-    int64_t pages;                /* with page: of the pool, 1 ... 2^31 - 1 */
+    int64_t page;                 /* CSA and HCA: slots of a page, up to 65536; 0: 64 */
+    int64_t pages;                /* of entries, 1 ... 2^31 - 1; 0: as many as all sequences can need */
 } quern_dsv4_layer_cache_params;
 #define QUERN_DSV4_LAYER_CACHE_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_cache_params)
 
+/* The ledger that such a cache has, and that other layers of the kind can share. */
+QUERN_API quern_status quern_dsv4_layer_ledger_params(const quern_dsv4_layer_cache_params *params,
+                                                      quern_ledger_params *ledger);
 /* Bytes of the two. */
 QUERN_API quern_status quern_dsv4_layer_cache_size(const quern_dsv4_layer_cache_params *params,
                                                    size_t *memory_bytes, size_t *rows_bytes);
@@ -167,16 +317,14 @@ QUERN_API quern_status quern_dsv4_layer_cache_length(const quern_dsv4_layer_cach
 /* Takes back the last n tokens of a sequence; more than can be is an error. */
 QUERN_API quern_status quern_dsv4_layer_cache_rollback(quern_dsv4_layer_cache *cache, int64_t sequence,
                                                        int64_t n);
-/* Empties a sequence. Other sequences may then take its pages. */
+/* Empties a sequence; its pages are free. */
 QUERN_API quern_status quern_dsv4_layer_cache_reset(quern_dsv4_layer_cache *cache, int64_t sequence);
-/* Gives a sequence more pages, numbers of the pool: the first holds its first entries. Refused are pages that
- * are outside the pool, that a sequence has, or that stand twice; more than its capacity needs. */
-QUERN_API quern_status quern_dsv4_layer_cache_add_pages(quern_dsv4_layer_cache *cache, int64_t sequence,
-                                                        const int32_t *pages, int64_t count);
-/* How many pages a sequence has, and how many it needs for `tokens` tokens. Either may be NULL. */
-QUERN_API quern_status quern_dsv4_layer_cache_pages(const quern_dsv4_layer_cache *cache, int64_t sequence,
-                                                    int64_t tokens, int64_t *held, int64_t *needed);
-/* Makes sequence `to` an independent copy of sequence `from`, in pages that `to` has. */
+/* Pages of entries: how many a sequence needs for `tokens` tokens, and how many no sequence holds. Either may
+ * be NULL. */
+QUERN_API quern_status quern_dsv4_layer_cache_pages(const quern_dsv4_layer_cache *cache, int64_t tokens,
+                                                    int64_t *needed, int64_t *free);
+/* Gives sequence `to`, whatever it held, the tokens of `from`. They share pages until one of them is written:
+ * neither sequence sees what happens to the other. */
 QUERN_API quern_status quern_dsv4_layer_cache_fork(quern_dsv4_layer_cache *cache, int64_t from, int64_t to);
 
 /* Writes a sequence into `to`. *bytes is the room that `to` has, and becomes the length written; too little
@@ -184,49 +332,24 @@ QUERN_API quern_status quern_dsv4_layer_cache_fork(quern_dsv4_layer_cache *cache
  * In two calls:
  *
  *     size_t bytes;
- *     quern_dsv4_layer_cache_save(cache, sequence, NULL, &bytes);
+ *     quern_dsv4_layer_cache_save(ctx, cache, sequence, NULL, &bytes);
  *     void *to = malloc(bytes);
- *     quern_dsv4_layer_cache_save(cache, sequence, to, &bytes);
+ *     quern_dsv4_layer_cache_save(ctx, cache, sequence, to, &bytes);
  *
  * The bytes have the machine's byte order and hold a version and a checksum. */
-QUERN_API quern_status quern_dsv4_layer_cache_save(const quern_dsv4_layer_cache *cache, int64_t sequence,
-                                                   void *to, size_t *bytes);
+QUERN_API quern_status quern_dsv4_layer_cache_save(quern_context *ctx, const quern_dsv4_layer_cache *cache,
+                                                   int64_t sequence, void *to, size_t *bytes);
 /* Gives a sequence, whatever it held, the saved tokens. Refused (QUERN_ERR_FORMAT) are bytes that are damaged
  * or cut off, of a cache of other parameters (sequences, capacity, page and pages may differ), or with more
- * tokens than the capacity. */
-QUERN_API quern_status quern_dsv4_layer_cache_restore(quern_dsv4_layer_cache *cache, int64_t sequence,
-                                                      const void *from, size_t from_bytes);
-
-/* What a cache holds of a sequence, to move it to another cache: rows as the cache stores them, contiguous or
- * not, and states. */
-typedef struct quern_dsv4_layer_rows {
-    size_t size;
-    int64_t tokens;
-    quern_tensor raw;           /* [n, D], or u8 [n, 584]: the rows of the last n tokens */
-    quern_tensor entries, keys; /* [floor(tokens / r), D or 584], [floor(tokens / r), C_I or bytes] */
-    const quern_dsv4_state *main, *index; /* at position `tokens`; NULL where the kind has none */
-} quern_dsv4_layer_rows;
-#define QUERN_DSV4_LAYER_ROWS_INIT QUERN_SIZED(quern_dsv4_layer_rows)
-
-/* Sets *rows to views of the memory of a cache without pages, which hold until the sequence changes. */
-QUERN_API quern_status quern_dsv4_layer_cache_get(const quern_dsv4_layer_cache *cache, int64_t sequence,
-                                                  quern_dsv4_layer_rows *rows);
-/* Makes a sequence of rows and states that are copied. Refused are states of other dims, at another position
- * or that did not begin at 0, and fewer raw rows than window - 1, or all tokens; the sequence is then as it
- * was. */
-QUERN_API quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache, int64_t sequence,
-                                                  const quern_dsv4_layer_rows *rows);
+ * tokens than the capacity; QUERN_ERR_INVALID_ARGUMENT: too few pages are free. */
+QUERN_API quern_status quern_dsv4_layer_cache_restore(quern_context *ctx, quern_dsv4_layer_cache *cache,
+                                                      int64_t sequence, const void *from, size_t from_bytes);
 
 /*
- * The layer's outputs of counts[b] >= 0 new tokens of each of `batch` sequences, which stand in x one
- * sequence after the other; the cache takes them in. However a sequence is cut into calls, states, keys,
- * entries and choices have the same bits, and outputs are equal within rounding. Where the cache has rows in
- * x's dtype, the bits are those of quern_dsv4_layer() at the same CPU level. Rows are made in f32 and rounded
- * once, to what the cache stores, which is what queries read; kv_rows, compressed and idx_k are the rows
- * before that. Refused as in dsv4.h, and: an id outside the cache or twice in a call; more tokens than the
- * capacity, or more entries than the pages hold; a cache of another kind, window or dims; with a format of
- * bytes, a NaN or Inf in a new row. CPU alone. The workspace depends on the cache's parameters, B and the
- * tensors' shapes, not on what sequences hold.
+ * A step of counts[b] >= 0 new tokens of each of `batch` sequences, which stand in x [T, Dm] one sequence
+ * after the other, and of quern_dsv4_layer_step()'s results, which have its shapes. Refused as there, and:
+ * an id outside the cache or twice in a call; more tokens than the capacity; too few free pages; a cache of
+ * another kind, window or dims. The workspace depends on the cache's parameters, B and the tensors' shapes.
  */
 QUERN_API quern_status quern_dsv4_layer_decode_workspace(
     quern_context *ctx, const quern_dsv4_layer_params *params, const quern_dsv4_layer_cache *cache,

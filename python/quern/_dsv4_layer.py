@@ -22,7 +22,7 @@ WEIGHTS = {t.name.removeprefix("w."): field for field, t in _FIELDS.items() if t
 _NAMES = ("kind", "dtype", "sequences", "capacity", "dim", "window", "ratio", "index_dim", "ring")
 _NAMES += ("format", "key_format", "page", "pages")
 _FIELDS_OF = struct.Struct(f"{len(_NAMES)}q")
-_SAVED = b"quern-layer-2"
+_SAVED = b"quern-layer-3"
 FORMATS = ("rows", "fp8", "fp8-power", "fp4", "row584")  # The order of quern_dsv4_format.
 RESULTS = tuple(field for field, t in _FIELDS.items() if t.results[0] and field != "out")
 
@@ -98,8 +98,8 @@ class Cache:
     kind, window, top_k and eps are those of layer(). ring: tokens of a sequence that can be taken back, at
     most 8. format "rows" or "row584": of raw rows and entries; key_format "rows", "fp8", "fp8-power" or
     "fp4": of the indexer's keys. dtype: of rows that have no format, "float32", "bfloat16" or "float16",
-    x's where it is not said. page with `pages`: entries and keys stand in so many pages of `page` slots,
-    which add_pages() gives to sequences; 0: they are contiguous.
+    x's where it is not said. Entries and keys stand in `pages` pages of `page` slots, 64 where that is 0; 0
+    pages: as many as all sequences can need.
 
     However a sequence is cut into calls, its rows are those of layer(), but for the rounding of formats and
     dtype. The first call says the rows' shapes. The CPU alone; without gradients. One thread at a time may
@@ -157,22 +157,17 @@ class Cache:
         self._open(ops.dtype_number(x.dtype) if self._dtype is None else self._dtype, *extents)
 
     def open(self, x: Any, weights: Mapping[str, Any]) -> None:
-        """Makes room for the rows that such tensors make, once; the first append() does it otherwise. With
-        pages it comes first."""
+        """Makes room for the rows that such tensors make, once; the first append() does it otherwise."""
         if not self._handle:
             self._open_for(tensors_of(x, None, weights))
 
-    def add_pages(self, sequence: int, pages: Sequence[int]) -> None:
-        """Gives a sequence more pages, numbers from 0 on, each for one sequence at a time; it needs them
-        before its tokens come, and before fork() and restore(). open() comes first."""
-        self._need(ops.library.layer_cache_add_pages, sequence, numbers_of("pages", pages, "i"))
-
-    def pages(self, sequence: int, tokens: int | None = None) -> tuple[int, int]:
-        """How many pages a sequence has, and how many it needs for `tokens` tokens (None: those that it
-        has)."""
-        wanted = self.length(sequence) if tokens is None else tokens
-        held, needed = struct.unpack("2q", bytes(self._need(ops.library.layer_cache_pages, sequence, wanted)))
-        return held, needed
+    def pages(self, tokens: int) -> tuple[int, int]:
+        """How many pages a sequence of so many tokens needs, and how many no sequence holds."""
+        if not self._handle:
+            raise ValueError("the cache is empty: append comes first")
+        found = bytes(ops.library.layer_cache_pages(self._handle, integer("tokens", tokens)))
+        needed, free = struct.unpack("2q", found)
+        return needed, free
 
     def append(
         self,
@@ -239,7 +234,8 @@ class Cache:
             self._need(ops.library.layer_cache_reset, i)
 
     def fork(self, source: int, to: int) -> None:
-        """Makes sequence `to` an independent copy of sequence `source`."""
+        """Gives sequence `to` the tokens of sequence `source`. They share pages until one of them is
+        written; neither sees what happens to the other."""
         self._need(ops.library.layer_cache_fork, source, integer("to", to))
 
     def save(self, sequence: int) -> bytes:

@@ -8,15 +8,14 @@
  *   layer_cache_create(fields, memory, rows) -> int
  *   layer_cache_length(cache, sequence) -> bytes of two int64: tokens, those that can be taken back
  *   layer_cache_rollback(cache, sequence, n); layer_cache_reset(cache, sequence)
- *   layer_cache_add_pages(cache, sequence, pages)
- *   layer_cache_pages(cache, sequence, tokens) -> bytes of two int64: pages held, pages that so many need
+ *   layer_cache_pages(cache, tokens) -> bytes of two int64: pages that so many need, those that are free
  *   layer_cache_fork(cache, from, to)
  *   layer_cache_save(cache, sequence) -> bytes
  *   layer_cache_restore(cache, sequence, saved)
  *   layer_decode(cache, params, sequences, counts, tensors)
  *
  * fields: "name=number" lines of quern_dsv4_layer_cache_params. params and tensors: of the operation
- * v4-layer. sequences, pages: bytes of int32; counts: bytes of as many int64.
+ * v4-layer. sequences: bytes of int32; counts: bytes of as many int64.
  */
 #include "ffi.h"
 
@@ -110,27 +109,13 @@ FUNCTION(layer_cache_reset)
 
 /* ---- pages ---- */
 
-FUNCTION(layer_cache_add_pages)
-{
-    (void)self;
-    TVMFFIByteArray pages;
-    if (count != 3 || !text_of(&args[2], &pages) || pages.size % sizeof(int32_t) != 0) return refuse();
-    quern_dsv4_layer_cache *cache = cache_of(args, 2, 2);
-    if (cache == NULL) return -1;
-    const quern_status status =
-        quern_dsv4_layer_cache_add_pages(cache, args[1].v_int64, (const int32_t *)(const void *)pages.data,
-                                         (int64_t)(pages.size / sizeof(int32_t)));
-    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
-}
-
 FUNCTION(layer_cache_pages)
 {
     (void)self;
     int64_t pages[2];
-    const quern_dsv4_layer_cache *cache = cache_of(args, count, 3);
+    const quern_dsv4_layer_cache *cache = cache_of(args, count, 2);
     if (cache == NULL) return -1;
-    const quern_status status =
-        quern_dsv4_layer_cache_pages(cache, args[1].v_int64, args[2].v_int64, &pages[0], &pages[1]);
+    const quern_status status = quern_dsv4_layer_cache_pages(cache, args[1].v_int64, &pages[0], &pages[1]);
     return status == QUERN_OK ? give_bytes(pages, sizeof pages, result) : fail_as(status);
 }
 
@@ -149,14 +134,15 @@ FUNCTION(layer_cache_save)
 {
     (void)self;
     size_t bytes = 0;
+    quern_context *context = need_context();
     const quern_dsv4_layer_cache *cache = cache_of(args, count, 2);
-    if (cache == NULL) return -1;
+    if (cache == NULL || context == NULL) return -1;
     const int64_t sequence = args[1].v_int64;
-    quern_status status = quern_dsv4_layer_cache_save(cache, sequence, NULL, &bytes);
+    quern_status status = quern_dsv4_layer_cache_save(context, cache, sequence, NULL, &bytes);
     if (status != QUERN_OK) return fail_as(status);
     void *to = malloc(bytes);
     if (to == NULL) return fail("MemoryError", "no memory for the saved sequence");
-    status = quern_dsv4_layer_cache_save(cache, sequence, to, &bytes);
+    status = quern_dsv4_layer_cache_save(context, cache, sequence, to, &bytes);
     const int code = status == QUERN_OK ? give_bytes(to, bytes, result) : fail_as(status);
     free(to);
     return code;
@@ -167,10 +153,11 @@ FUNCTION(layer_cache_restore)
     (void)self;
     TVMFFIByteArray saved;
     if (count != 3 || !text_of(&args[2], &saved)) return refuse();
+    quern_context *context = need_context();
     quern_dsv4_layer_cache *cache = cache_of(args, 2, 2);
-    if (cache == NULL) return -1;
+    if (cache == NULL || context == NULL) return -1;
     const quern_status status =
-        quern_dsv4_layer_cache_restore(cache, args[1].v_int64, saved.data, saved.size);
+        quern_dsv4_layer_cache_restore(context, cache, args[1].v_int64, saved.data, saved.size);
     return status == QUERN_OK ? give_nothing(result) : fail_as(status);
 }
 

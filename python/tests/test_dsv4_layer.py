@@ -83,7 +83,7 @@ def test_save_and_restore(golden, close, kind, cut):
         out = other.append(hidden[1, cut:], table, weights, sequences=[0], counts=[45 - cut])
         close(out, file.torch("out")[1, cut:], V4)
         assert other.length() == 45
-        with pytest.raises(RuntimeError, match="capacity of 8"):
+        with pytest.raises(RuntimeError, match="capacity 8"):
             dsv4.Cache(**settings, sequences=1, capacity=8, ring=4).restore(0, other.save(0))
     held = other.length(0)
     for i in (0, 20, len(saved) // 2, len(saved) - 1):
@@ -140,12 +140,9 @@ def test_stored_formats(near, case):
     near(decoded(made.make_cache(2, 48, **stored), made, x, table, [17, 1, 22]), got, 2e-6)
     paged = made.make_cache(2, 48, **stored, page=4, pages=6)
     paged.open(x, made.state_dict())
-    paged.add_pages(0, [5, 0, 3])
-    paged.add_pages(1, [1])
-    paged.add_pages(1, [4, 2])
-    assert paged.pages(0, 48) == (3, 3) and paged.pages(1) == (3, 0)
+    assert paged.pages(48) == (3, 6) and paged.pages(0) == (0, 6)
     near(decoded(paged, made, x, table, [17, 1, 22]), got, 2e-6)
-    assert paged.pages(1) == (3, 3) and paged.length(1) == 40
+    assert paged.pages(40) == (3, 0) and paged.length(1) == 40
     other = made.make_cache(1, 48, **stored)
     other.restore(0, paged.save(1))
     more = torch.randn(1, 3, 64)
@@ -162,15 +159,13 @@ def test_sentences_of_stored_formats():
         made.make_cache(1, 8, dtype="float128")
     with pytest.raises(ValueError, match="format"):
         made.make_cache(1, 8, format="fp4").open(x, made.state_dict())
-    paged = made.make_cache(2, 48, page=4, pages=6)
+    paged = made.make_cache(2, 48, page=4, pages=5)
     with pytest.raises(ValueError, match="empty"):
-        paged.add_pages(0, [1])
+        paged.pages(1)
     paged.open(x, made.state_dict())
-    for pages in ([6], [2, 2], [-1], [0, 1, 2, 3]):
-        with pytest.raises(ValueError, match="pages|count"):
-            paged.add_pages(0, pages)
-    assert paged.pages(0) == (0, 0)
-    with pytest.raises(ValueError, match="page"):
+    with pytest.raises(ValueError, match="tokens is 49"):
+        paged.pages(49)
+    with pytest.raises(ValueError, match="lacks 1 pages"):
         decoded(paged, made, x, table, [40])
     assert paged.length() == 0
 

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import quern  # noqa: E402
 from quern import _operations as ops  # noqa: E402
 from quern import dsv4, moe, nvfp4, reference  # noqa: E402
+from quern._dsv4_layer import tensors_of  # noqa: E402
 from quern._faces import run  # noqa: E402
 
 BOUND = 2e-6
@@ -331,6 +332,68 @@ def v4_layer(near, exact):
     got, idx = dsv4.layer(x, table, weights, window=8, top_k=4, results=("idx_topk",))
     exact_weights = {name: t.double() for name, t in weights.items()}
     near(got, exact(*wide(x, table), exact_weights, window=8, top_k=4, idx=idx), 5e-6)
+
+
+def kept(width=32, ring=2):
+    """What a layer of heads of 32 channels keeps: 3 pages of raw rows and of entries, 3 slots of states."""
+    floats = (3 + 2 * ring) * width
+    return {
+        "raw": torch.randn(3, 9, width), "raw_table": torch.tensor([[2], [0]]).int(),
+        "entries": torch.randn(5, 3, width), "entries_table": torch.tensor([[4, 1], [0, 3]]).int(),
+        "states": torch.randn(3, floats), "merged": torch.tensor([5, 6, 7]).int(),
+    }  # fmt: skip
+
+
+@case("v4-layer-step")
+def v4_layer_step(near, exact):
+    from quern.nn import HeavilyCompressedAttention
+
+    torch.manual_seed(6)
+    made = HeavilyCompressedAttention(64, 4, 32, q_lora=24, groups=2, o_lora=16, ratio=4, window=8)
+    table, pools = dsv4.rope_table(64, 8, like=torch.empty(0)), kept()
+    weights = {name: t.detach() for name, t in made.named_parameters()}
+    before = [torch.zeros(0, 64), torch.zeros(0, 64)]
+    for counts in ((11, 3), (1, 6), (2, 0)):
+        cu = torch.tensor([0, counts[0], sum(counts)]).int()
+        step = {"slots": torch.tensor([1, 2]).int(), "cu": cu}
+        step["positions"] = torch.tensor([len(old) for old in before]).int()
+        x = torch.randn(sum(counts), 64)
+        given = tensors_of(x, table, weights)
+        (out,) = run("v4-layer-step", lines(kind="hca", window=8), {**given, **step, **pools}, ("out",))
+        wide_weights = {name: t.double() for name, t in weights.items()}
+        old = [t.double() for t in before]
+        want = exact(x.double(), cu, table.double(), wide_weights, old, kind="hca", window=8)
+        near(out, want, BOUND)
+        before = [torch.cat((old, new)) for old, new in zip(before, x.split(counts))]
+
+
+@case("v4-layer-pack")
+def v4_layer_pack(near, exact):
+    pools = kept()
+    tables = {"raw_table": pools["raw_table"][1], "entries_table": pools["entries_table"][1]}
+    given = {**pools, **tables, "slot": torch.tensor([2]).int()}
+    (packed,) = run("v4-layer-pack", lines(tokens=21, ratio=4), given, ("packed",))
+    states = (pools["states"], pools["merged"])
+    want = exact(
+        pools["raw"], tables["raw_table"], 21, 4, (pools["entries"],), tables["entries_table"], states, 2
+    )
+    assert torch.equal(packed, want)
+
+
+@case("v4-layer-unpack")
+def v4_layer_unpack(near, exact):
+    pools, other = kept(), kept()
+    tables = {"raw_table": pools["raw_table"][1], "entries_table": pools["entries_table"][1]}
+    at = (tables["raw_table"], 21, 4)
+    packed = reference.dsv4.layer_pack(
+        other["raw"], *at, (other["entries"],), tables["entries_table"], (other["states"], other["merged"]), 2
+    )
+    want = {name: t.clone() for name, t in pools.items()}
+    states = (want["states"], want["merged"])
+    exact(packed, want["raw"], *at, (want["entries"],), tables["entries_table"], states, 2)
+    given = {**pools, **tables, "slot": torch.tensor([2]).int(), "packed": packed}
+    run("v4-layer-unpack", lines(tokens=21, ratio=4), given, ())
+    assert all(torch.equal(pools[name], want[name]) for name in pools)
 
 
 @case("v4-store")

@@ -163,28 +163,6 @@ static void build(op_build *b)
     }
 }
 
-/* That the tables name pages of the pools. */
-static quern_status check_data(const op_call *call, void *const *data)
-{
-    const op_step *step = op_program_steps(call);
-    for (int32_t i = 0; i < call->program.steps; i++, step = op_step_next(step)) {
-        const pack_rows_args *args = op_step_args(step);
-        int64_t offset;
-        const int32_t table = op_pointed(call, args->table.data, &offset);
-        const int64_t rows = args->first + args->count,
-                      pages = rows / CACHE_BLOCK + (rows % CACHE_BLOCK != 0),
-                      needed = args->ring > 0 && pages > args->ring ? args->ring : pages;
-        for (int64_t c = 0; c < needed; c++) {
-            const int32_t page = ((const int32_t *)data[table])[c * args->table.strides[0]];
-            if (page < 0 || page >= args->pages.shape[0])
-                return error_set(
-                    QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d: a page of the pool, 0 to %lld, is accepted",
-                    tensors[table].field, (long long)c, page, (long long)args->pages.shape[0] - 1);
-        }
-    }
-    return QUERN_OK;
-}
-
 static const char *const operations[] = {"cache_pack", "cache_unpack"};
 static const op_entry ops[] = {
     {.name = "cache-pack",
@@ -206,7 +184,7 @@ const op_family cache_pack_family = {
     .roles = roles,
     .refuse = refuse,
     .derive = derive,
-    .check_data = check_data,
+    .check_data = step_check_packed,
     .build = build,
 };
 

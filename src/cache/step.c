@@ -265,3 +265,23 @@ quern_status step_check_table(const step_data *s, const cache_plane *plane, int3
     }
     return QUERN_OK;
 }
+
+quern_status step_check_packed(const op_call *call, void *const *data)
+{
+    const op_step *step = op_program_steps(call);
+    for (int32_t i = 0; i < call->program.steps; i++, step = op_step_next(step)) {
+        const pack_rows_args *args = op_step_args(step);
+        int64_t offset;
+        const int32_t table = op_pointed(call, args->table.data, &offset);
+        const int64_t rows = args->first + args->count, pages = rows / args->page + (rows % args->page != 0),
+                      needed = args->ring > 0 && pages > args->ring ? args->ring : pages;
+        for (int64_t c = 0; c < needed; c++) {
+            const int32_t page = ((const int32_t *)data[table])[c * args->table.strides[0]];
+            if (page < 0 || page >= args->pages.shape[0])
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "%s[%" PRId64 "] is %d: a page of the pool, 0 to %" PRId64 ", is accepted",
+                                 call->family->tensors[table].field, c, page, args->pages.shape[0] - 1);
+        }
+    }
+    return QUERN_OK;
+}

@@ -127,5 +127,7 @@ quern_status step_check_numbers(const stage_step *step, const int32_t *cu, const
                                 int64_t batch, int64_t tokens);
 /* A table of the step: that the pages of each sequence's rows of a kind are the pool's. */
 quern_status step_check_table(const step_data *s, const cache_plane *plane, int32_t table, bool entries);
+/* Of a call of pack_rows steps alone: that the tables name pages of the pools, before any is written. */
+quern_status step_check_packed(const op_call *call, void *const *data);
 
 #endif

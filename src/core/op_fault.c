@@ -55,6 +55,8 @@ static quern_status say_offset(const char *name, int64_t shown, const stage_faul
 {
     const quern_status bad = QUERN_ERR_INVALID_ARGUMENT;
     const long long given = (long long)integer_at(fault->tensor, fault->index);
+    const quern_tensor *t = fault->tensor;
+    if (t->ndim == 2 && t->strides[0] == t->strides[1]) shown = shown / 2 + shown % 2; /* offsets as ranges */
     if (fault->multiple > 1)
         return error_set(bad, "%s[%lld] is %lld: a multiple of %lld from %lld to %lld is accepted", name,
                          (long long)shown, given, (long long)fault->multiple, (long long)fault->least,

@@ -7,6 +7,7 @@
 #include "dsv4/weights.h"
 
 #include <quern/dsv4_layer.h>
+#include <quern/ledger.h>
 
 typedef enum dsv4_layer_op { DSV4_LAYER, DSV4_LAYER_BACKWARD, DSV4_LAYER_OPS } dsv4_layer_op;
 
@@ -37,53 +38,25 @@ typedef enum dsv4_layer_symbol {
     LS_P,
     LS_ROPE,
     LS_PROJ, /* 2mD */
-    LS_4CI
+    LS_4CI,
+    LS_B, /* these of a step */
+    LS_B1,
+    LS_1,
+    LS_SLOTS,
+    LS_COLUMNS,
+    LS_FLOATS,
+    LS_INDEX_FLOATS
 } dsv4_layer_symbol;
-enum { LL_TOKENS = OP_LEAD, LL_BATCH = OP_LEAD + 1 }; /* B T, or T; B, or nothing */
-
-/* A sequence of a cache. */
-typedef struct layer_sequence {
-    int64_t tokens, held; /* how many of the last ones can be taken back */
-    int64_t raw;          /* raw rows that are there, the last of the tokens */
-    int64_t pages;        /* that its entries may take */
-    quern_dsv4_state *main, *index;
-} layer_sequence;
-
-/* Rows of a sequence. Entries and keys may stand in pages. */
-typedef enum layer_area { LAYER_RAW, LAYER_ENTRIES, LAYER_KEYS, LAYER_AREAS } layer_area;
-
-/* How the rows of an area are stored. */
-typedef struct layer_plane {
-    quern_dsv4_format format;
-    quern_dtype dtype; /* u8 where the format is bytes */
-    int64_t width;     /* channels */
-    int64_t columns;   /* elements of a row */
-    size_t row, data;  /* bytes of a row, and of its part before the scales */
-    bool paged;
-    char *base; /* contiguous: sequence after sequence, `sequence` bytes each; or the pool */
-    size_t sequence;
-} layer_plane;
-
-struct quern_dsv4_layer_cache {
-    uint64_t magic;
-    quern_dsv4_layer_cache_params params; /* resolved */
-    int64_t kept, entries;                /* most raw rows and entries of a sequence */
-    int64_t columns;                      /* most pages of a sequence */
-    layer_plane plane[LAYER_AREAS];       /* of width 0: there are no such rows */
-    char *states;                         /* memory of all sequences */
-    size_t state_bytes[2];                /* of the compressor's and the indexer's state */
-    int32_t *table;                       /* [sequences, columns]: the pages of a sequence's entries */
-    int32_t *owner;                       /* [pages]: the sequence that has a page, or -1 */
-    layer_sequence sequence[];
+/* B T, or T; B, or nothing; of a step's pools, and its copies. */
+enum {
+    LL_TOKENS = OP_LEAD,
+    LL_BATCH,
+    LL_RAW,
+    LL_ENTRIES,
+    LL_KEYS,
+    LL_COPIES,
 };
-
-/* The sequences that a decoding call is about. */
-typedef struct layer_batch {
-    quern_dsv4_layer_cache *cache;
-    const int32_t *sequences;
-    const int64_t *counts;
-    int64_t batch;
-} layer_batch;
+#define LEAD_OF(lead) ((lead)-OP_LEAD)
 
 typedef struct dsv4_layer_call {
     op_call head;
@@ -103,41 +76,61 @@ typedef struct layer_whole_call {
     _Alignas(op_step) char program[LAYER_PROGRAM_BYTES];
 } layer_whole_call;
 
-/* What the cache's books say of a step, in the workspace. */
-typedef struct layer_step {
-    quern_tensor slots, copies;          /* i64 [B]: rows of the cache's states, and of copies of them */
-    quern_tensor positions, merged[2];   /* i32 [B]; merged: of the compressor's, the indexer's state */
-    quern_tensor cu, cu_raw;             /* i32 [B + 1]: tokens; raw rows, old ones before new ones */
-    quern_tensor at;                     /* i32 [T]: the tokens' positions */
-    quern_tensor raw_slots, entry_slots; /* i64 [T], [S]: of the new rows among the raw ones, in the cache */
-    quern_tensor table;                  /* i32 [B, columns]: pages of entries and keys */
-    /* i64 [B, 3]: runs of raw rows from the cache and back, of states to their copies and back */
-    quern_tensor old, kept, copied, returned;
-} layer_step;
-
-/* A call of dsv4_layer_decode_family; CSA with weights in FP8 or NVFP4 has most steps. What the caller's
- * structs do not say stands behind what is cleared when the call begins. */
+/* A call of dsv4_layer_step_family; CSA with weights in FP8 or NVFP4 has most steps. */
 enum {
-    LAYER_DECODE_BYTES = 15 * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES + 9 * OP_STEP_BYTES(permute) +
-                         5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
-                         6 * OP_STEP_BYTES(copy_rows) + 3 * OP_STEP_BYTES(store_rows) +
-                         2 * OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) + OP_STEP_BYTES(attend_mqa) +
-                         3 * sizeof(int64_t) /* by which views of a product move */
+    LAYER_STEP_BYTES = 15 * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES + 9 * OP_STEP_BYTES(permute) +
+                       5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
+                       10 * OP_STEP_BYTES(copy_rows) + 7 * OP_STEP_BYTES(copy_pages) +
+                       3 * OP_STEP_BYTES(store_rows) + OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) +
+                       OP_STEP_BYTES(attend_mqa) + OP_STEP_BYTES(step_tokens) + OP_STEP_BYTES(step_places) +
+                       10 * OP_STEP_BYTES(clear_rows) +
+                       3 * sizeof(int64_t) /* by which views of a product move */
 };
-typedef struct layer_decode_call {
+typedef struct layer_step_call {
     dsv4_layer_call call;
-    _Alignas(op_step) char program[LAYER_DECODE_BYTES];
-    layer_batch batch;
-    layer_step step;
-} layer_decode_call;
+    quern_dsv4_layer_step_params params; /* the caller's; what the layer's parts read is in `call` */
+    _Alignas(op_step) char program[LAYER_STEP_BYTES];
+} layer_step_call;
 
-static inline const layer_batch *layer_batch_of(const op_call *call)
-{
-    return &((const layer_decode_call *)call)->batch;
-}
+/* A step's tensor by its field; x ... o_a_out are DL(..), too. */
+#define DLS(field) OP_TENSOR(quern_dsv4_layer_step_tensors, field)
+#define DLP(field) OP_TENSOR(quern_dsv4_layer_pack_tensors, field)
 
-extern const op_family dsv4_layer_family, dsv4_layer_decode_family;
-extern const dsv4_weight_row layer_weights[2];
+extern const op_family dsv4_layer_family, dsv4_layer_step_family, dsv4_layer_pack_family;
+extern const char *const layer_kinds[];
+
+/* ---- in layer_schema.c: what both kinds of calls share ---- */
+
+void layer_resolve(quern_dsv4_layer_params *p);
+/* Where the compressor's and the indexer's weights stand among a call's tensors. */
+const dsv4_weight_row *layer_weights(const op_call *call);
+extern const dsv4_weight_row layer_step_weights[2];
+/* Of x, weights and results of a forward call. */
+void layer_roles(op_call *call);
+quern_status layer_refuse(const op_call *call, int32_t tensor);
+/* The extents that follow from x and the weights. */
+quern_status layer_derive(op_call *call);
+quern_status layer_check_data(const op_call *call, void *const *data);
+
+/* ---- pools of a step ---- */
+
+/* In layer_step_schema.c. Check a pool's tensor, whose rows have `width` channels, and set the extents that
+ * it is to have: of raw rows [pages, R, row]; of entries. */
+quern_status layer_derive_raw(op_call *call, int32_t tensor, quern_dsv4_format format, int64_t width);
+quern_status layer_derive_pool(op_call *call, int32_t tensor, quern_dsv4_format format, int64_t width,
+                               op_extents *extents);
+/* The extents of a pool of pages; slots of a page by them. */
+void layer_set_pool(op_extents *extents, int64_t pages, int64_t page, quern_dsv4_format format,
+                    int64_t width);
+int64_t layer_page_of(const op_extents *extents, quern_dsv4_format format, int64_t width);
+/* Elements of a stored row. */
+int64_t layer_row_of(quern_dsv4_format format, int64_t width);
+/* Tokens of a sequence that positions, table and scores have room for. */
+int64_t layer_step_room(const op_call *call);
+/* Entries that the step's tokens complete, at most. */
+int64_t layer_step_entries(const op_call *call);
+/* Rows of the ring of a state of so many floats. */
+int64_t layer_ring_of(bool csa, int64_t width, int64_t floats);
 
 /* ---- views ---- */
 
@@ -217,39 +210,7 @@ layer_states layer_compute(op_build *b, const layer_parts *parts, bool lse);
 attend_mqa_args layer_states_core(const op_build *b, const layer_states *states);
 void layer_build(op_build *b);          /* layer.c */
 void layer_build_backward(op_build *b); /* layer_backward.c */
-/* layer_decode.c */
-void layer_build_decode(op_build *b);
-void layer_begin_decode(const op_call *call, const op_frame *frame);
-
-/* ---- caches ---- */
-
-/* In layer_cache.c. Checks a decoding call's ids and counts; sets the sums of tokens and of the entries
- * that become whole, and the entries and tokens of the longest sequence. */
-quern_status layer_check_batch(const layer_batch *d, int64_t *tokens, int64_t *entries, int64_t *most,
-                               int64_t *last);
-/* Whether a pointer is a cache. */
-quern_status layer_check_cache(const quern_dsv4_layer_cache *cache);
-/* The same, and that it has such a sequence. */
-quern_status layer_check_sequence(const quern_dsv4_layer_cache *cache, const char *name, int64_t sequence);
-quern_status layer_in_range(const char *name, int64_t value, int64_t least, int64_t most);
-/* That a sequence has pages for so many entries. */
-quern_status layer_check_pages(const quern_dsv4_layer_cache *cache, int64_t sequence, int64_t entries);
-/* Entries before a position. */
-int64_t layer_entries_at(const quern_dsv4_layer_cache *cache, int64_t position);
-/* Memory of the compressor's (0) or the indexer's (1) state. */
-char *layer_state_memory(const quern_dsv4_layer_cache *cache, int64_t sequence, int which);
-/* The parameters of the states. */
-quern_dsv4_compress_params layer_state_params(const quern_dsv4_layer_cache_params *p);
-
-/* In layer_rows.c: where a row's data and scales stand. */
-typedef struct layer_place {
-    char *data, *scales;
-} layer_place;
-layer_place layer_row_at(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t row);
-/* Copies the first rows of a sequence's area to rows `step` bytes apart or, in, from them. */
-void layer_move_rows(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
-                     char *rows, int64_t step, bool in);
-/* Rows that a sequence has in an area. */
-int64_t layer_rows_of(const quern_dsv4_layer_cache *cache, const layer_sequence *s, layer_area area);
+/* layer_step.c */
+void layer_step_build(op_build *b);
 
 #endif

@@ -78,7 +78,8 @@ static quern_tensor f32_product(op_build *b, const quern_tensor *x, int32_t weig
 static quern_tensor project_packed(op_build *b, const quern_tensor *x, const dsv4_weight_given *given,
                                    quern_tensor *w)
 {
-    const bool floats = w != NULL && b->call->operation == DSV4_LAYER_BACKWARD;
+    const bool floats =
+        w != NULL && b->call->family == &dsv4_layer_family && b->call->operation == DSV4_LAYER_BACKWARD;
     const dsv4_weight weight = dsv4_weight_add(b, x, given, floats);
     if (w != NULL) *w = weight.w;
     if (weight.proj.ndim > 0) return weight.proj;
@@ -156,7 +157,7 @@ layer_parts layer_project(op_build *b)
                                                      .out = layer_heads(&parts.residual, 1, 1)};
     parts.q_in = f32_product(b, &parts.residual, DL(q_b));
     parts.kv_in = f32_product(b, &parts.x, DL(kv));
-    for (int i = 0; i < 2; i++) c->weights[i] = dsv4_weight_views(b->call, &layer_weights[i]);
+    for (int i = 0; i < 2; i++) c->weights[i] = dsv4_weight_views(b->call, &layer_weights(b->call)[i]);
     if (kind != QUERN_DSV4_LAYER_SWA)
         parts.main = project_series(b, &parts.x, DL(compressor_bias), &c->weights[0], s[LS_D], &parts.main_w);
     if (kind != QUERN_DSV4_LAYER_CSA) return parts;

@@ -5,67 +5,27 @@
 #include "core/view.h"
 #include "dsv4/dsv4.h"
 #include "dsv4/layer.h"
+#include "dsv4/layer_tensors.h"
 #include "dsv4/weights.h"
 
-enum { ROW584_ROPE = 64 };
-
-/* The weights with gradients, in the order of the struct: field, name in files, extents. */
-#define TRAINED(ROW)                                                                                         \
-    ROW(sinks, "sinks", LS_H)                                                                                \
-    ROW(q_a, "q_a_proj.weight", LS_Q_LORA, LS_IN)                                                            \
-    ROW(q_a_norm, "q_a_norm.weight", LS_Q_LORA)                                                              \
-    ROW(q_b, "q_b_proj.weight", LS_HD, LS_Q_LORA)                                                            \
-    ROW(kv, "kv_proj.weight", LS_D, LS_IN)                                                                   \
-    ROW(kv_norm, "kv_norm.weight", LS_D)                                                                     \
-    ROW(o_a, "o_a_proj.weight", LS_GO, LS_GROUP)                                                             \
-    ROW(o_b, "o_b_proj.weight", LS_IN, LS_GO)                                                                \
-    ROW(compressor_bias, "compressor.position_bias", LS_R, LS_SERIES)                                        \
-    ROW(compressor_kv, "compressor.kv_proj.weight", LS_SERIES, LS_IN)                                        \
-    ROW(compressor_gate, "compressor.gate_proj.weight", LS_SERIES, LS_IN)                                    \
-    ROW(compressor_norm, "compressor.kv_norm.weight", LS_D)
-/* The indexer's, which have none. */
-#define CHOOSING(ROW)                                                                                        \
-    ROW(indexer_bias, "compressor.indexer.position_bias", LS_R, LS_2CI)                                      \
-    ROW(indexer_kv, "compressor.indexer.kv_proj.weight", LS_2CI, LS_IN)                                      \
-    ROW(indexer_gate, "compressor.indexer.gate_proj.weight", LS_2CI, LS_IN)                                  \
-    ROW(indexer_norm, "compressor.indexer.kv_norm.weight", LS_CI)                                            \
-    ROW(indexer_q_b, "compressor.indexer.q_b_proj.weight", LS_HICI, LS_Q_LORA)                               \
-    ROW(indexer_heads, "compressor.indexer.scorer.weights_proj.weight", LS_HI, LS_IN)
-#define WEIGHT(field, name, ...) {#field, "w." name, OP_FLOAT, OP_NONE, {__VA_ARGS__}, {0}},
 #define GRADIENT(field, name, ...) {"d_" #field, "dw." name, OP_F32, DL(field), {__VA_ARGS__}, {0}},
 
 static const op_tensor tensors[] = {
-    {"x", "X", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
-    {"cos_sin", "cos_sin", OP_FLOAT, OP_NONE, {LS_P, LS_ROPE}, {0}},
-    TRAINED(WEIGHT)  /* sinks ... compressor_norm */
-    CHOOSING(WEIGHT) /* indexer_bias ... indexer_heads */
-    {"out", "out", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
-    {"q_residual", "q_residual", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_Q_LORA}, {0}},
-    {"q", "q", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_H, LS_T, LS_D}, {0}},
-    {"kv_rows", "kv", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_D}, {0}},
-    {"compressed", "compressed", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_D}, {0}},
-    {"idx_k", "idx.k", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_CI}, {0}},
-    {"idx_q", "idx.q", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_HI, LS_CI}, {0}},
-    {"idx_score", "idx.score", OP_F32, OP_NONE, {LL_TOKENS, LS_SCORES}, {0}},
-    {"idx_topk", "idx.topk", OP_I32, OP_NONE, {LL_TOKENS, LS_K}, {0}},
-    {"core", "core", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},
-    {"core_irope", "core_irope", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},
-    {"o_a_out", "o_a", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_G, LS_O_LORA}, {0}},
-    {"d_out", "d_out", OP_ACTIVATION, DL(out), {LL_TOKENS, LS_IN}, {0}},
+    LAYER_INPUTS LAYER_RESULTS{"d_out", "d_out", OP_ACTIVATION, DL(out), {LL_TOKENS, LS_IN}, {0}},
     {"d_x", "dX", OP_ACTIVATION, DL(x), {LL_TOKENS, LS_IN}, {0}},
-    TRAINED(GRADIENT) /* d_sinks ... d_compressor_norm */
+    LAYER_TRAINED(GRADIENT) /* d_sinks ... d_compressor_norm */
     DSV4_WEIGHT_TENSORS("compressor", "w.compressor.", LS_IN, LS_PROJ)
         DSV4_WEIGHT_TENSORS("indexer", "w.compressor.indexer.", LS_IN, LS_4CI)};
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
                "a row a tensor");
 
-const dsv4_weight_row layer_weights[2] = {{{DL(compressor_kv), DL(compressor_gate)}, DL(compressor_fp8)},
-                                          {{DL(indexer_kv), DL(indexer_gate)}, DL(indexer_fp8)}};
+static const dsv4_weight_row weights[2] = {{{DL(compressor_kv), DL(compressor_gate)}, DL(compressor_fp8)},
+                                           {{DL(indexer_kv), DL(indexer_gate)}, DL(indexer_fp8)}};
 
-static const char *const kinds[] = {"csa", "hca", "swa", NULL};
+const char *const layer_kinds[] = {"csa", "hca", "swa", NULL};
 #define AT(member) offsetof(quern_dsv4_layer_params, member)
 static const op_param params[] = {
-    {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, kinds,
+    {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, layer_kinds,
      "entries that an indexer chooses, all entries, or the window alone"},
     {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
     {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
@@ -73,33 +33,9 @@ static const op_param params[] = {
 };
 #undef AT
 static const quern_dsv4_layer_params defaults = QUERN_DSV4_LAYER_PARAMS_INIT;
-static const char *const operations[] = {"dsv4_layer", "dsv4_layer_backward"}, *const decoding[] = {
-                                                                                   "dsv4_layer_decode"};
-static const char *const symbols[] = {"",
-                                      [LS_T] = "T",
-                                      [LS_IN] = "Dm",
-                                      [LS_Q_LORA] = "q_lora",
-                                      [LS_H] = "H",
-                                      [LS_D] = "D",
-                                      [LS_HD] = "HD",
-                                      [LS_G] = "G",
-                                      [LS_GROUP] = "HD/G",
-                                      [LS_O_LORA] = "o_lora",
-                                      [LS_GO] = "G*o_lora",
-                                      [LS_R] = "r",
-                                      [LS_SERIES] = "2D|D",
-                                      [LS_S] = "S",
-                                      [LS_HI] = "Hi",
-                                      [LS_CI] = "C_I",
-                                      [LS_2CI] = "2C_I",
-                                      [LS_HICI] = "Hi*C_I",
-                                      [LS_SCORES] = "S",
-                                      [LS_K] = "k",
-                                      [LS_P] = "P",
-                                      [LS_ROPE] = "R",
-                                      [LS_PROJ] = "4D|2D",
-                                      [LS_4CI] = "4C_I",
-                                      NULL};
+static const char *const operations[] = {"dsv4_layer", "dsv4_layer_backward"};
+/* Of a step's tensors there are more. */
+static const char *const symbols[] = {LAYER_SYMBOLS, NULL};
 static const char *const leads[] = {"B T", "B", NULL};
 static const op_entry ops[] = {
     {.name = "v4-layer",
@@ -109,23 +45,27 @@ static const op_entry ops[] = {
      .backward = DSV4_LAYER_BACKWARD},
 };
 
-static quern_dsv4_layer_params *params_of(op_call *call)
+static quern_dsv4_layer_params *params_of(const op_call *call)
 {
-    return &((dsv4_layer_call *)call)->params;
+    return &((dsv4_layer_call *)(uintptr_t)call)->params;
 }
 
-static bool decodes(const op_call *call)
+void layer_resolve(quern_dsv4_layer_params *p)
 {
-    return call->family == &dsv4_layer_decode_family;
+    if (p->window == 0) p->window = DSV4_WINDOW;
+    if (p->top_k == 0) p->top_k = DSV4_TOP_K;
+    if (p->eps == 0.0f) p->eps = 1e-6f;
 }
 
 static quern_status check_params(op_call *call)
 {
-    quern_dsv4_layer_params *p = params_of(call);
-    if (p->window == 0) p->window = DSV4_WINDOW;
-    if (p->top_k == 0) p->top_k = DSV4_TOP_K;
-    if (p->eps == 0.0f) p->eps = 1e-6f;
+    layer_resolve(params_of(call));
     return QUERN_OK;
+}
+
+const dsv4_weight_row *layer_weights(const op_call *call)
+{
+    return call->family == &dsv4_layer_family ? weights : layer_step_weights;
 }
 
 /* A compressor, of which the first tensor is `first`. */
@@ -135,22 +75,29 @@ static void compressor_roles(op_call *call, bool has, int first, const dsv4_weig
     dsv4_weight_roles(call, weight, has);
 }
 
-static void roles(op_call *call)
+void layer_roles(op_call *call)
 {
     const quern_dsv4_layer_kind kind = params_of(call)->kind;
-    const bool csa = kind == QUERN_DSV4_LAYER_CSA, entries = kind != QUERN_DSV4_LAYER_SWA,
-               backward = !decodes(call) && call->operation == DSV4_LAYER_BACKWARD;
+    const bool csa = kind == QUERN_DSV4_LAYER_CSA, entries = kind != QUERN_DSV4_LAYER_SWA;
     uint8_t *r = call->role;
     for (int i = DL(x); i <= DL(o_b); i++) r[i] = OP_NEEDED;
     r[DL(sinks)] = OP_OPTIONAL;
-    compressor_roles(call, entries, DL(compressor_bias), &layer_weights[0]);
-    compressor_roles(call, csa, DL(indexer_bias), &layer_weights[1]);
+    compressor_roles(call, entries, DL(compressor_bias), &layer_weights(call)[0]);
+    compressor_roles(call, csa, DL(indexer_bias), &layer_weights(call)[1]);
     r[DL(indexer_q_b)] = r[DL(indexer_heads)] = csa ? OP_NEEDED : OP_REFUSED;
-    r[DL(out)] = backward ? OP_UNUSED : OP_RESULT;
+    r[DL(out)] = OP_RESULT;
     for (int i = DL(q_residual); i <= DL(o_a_out); i++) {
         const bool has = i == DL(compressed) ? entries : i < DL(idx_k) || i > DL(idx_topk) || csa;
-        r[i] = backward ? OP_UNUSED : has ? OP_OPTIONAL_RESULT : OP_REFUSED;
+        r[i] = has ? OP_OPTIONAL_RESULT : OP_REFUSED;
     }
+}
+
+static void roles(op_call *call)
+{
+    const bool backward = call->operation == DSV4_LAYER_BACKWARD;
+    uint8_t *r = call->role;
+    layer_roles(call);
+    for (int i = DL(out); i <= DL(o_a_out) && backward; i++) r[i] = OP_UNUSED;
     r[DL(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
     for (int i = DL(d_x); i <= DL(d_compressor_norm); i++)
         r[i] = !backward                                     ? OP_UNUSED
@@ -159,15 +106,15 @@ static void roles(op_call *call)
                                                              : OP_OPTIONAL_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+quern_status layer_refuse(const op_call *call, int32_t tensor)
 {
     const quern_dsv4_layer_kind kind = ((const dsv4_layer_call *)call)->params.kind;
+    const dsv4_weight_row *weight = layer_weights(call);
     for (int i = 0; i < 2; i++)
-        if (dsv4_weight_has(&layer_weights[i], tensor) &&
-            call->role[layer_weights[i].floats[0]] != OP_REFUSED)
-            return dsv4_weight_refuse(call, &layer_weights[i], tensor);
+        if (dsv4_weight_has(&weight[i], tensor) && call->role[weight[i].floats[0]] != OP_REFUSED)
+            return dsv4_weight_refuse(call, &weight[i], tensor);
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: a layer of kind %s has no %s",
-                     tensors[tensor].field, kinds[kind],
+                     call->family->tensors[tensor].field, layer_kinds[kind],
                      kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
 }
 
@@ -179,7 +126,7 @@ static quern_status check_sized(const op_call *call)
     } sized[] = {{DL(cos_sin), 2},      {DL(q_a), 2},          {DL(q_b), 2},
                  {DL(kv), 2},           {DL(o_a), 2},          {DL(compressor_bias), 2},
                  {DL(indexer_norm), 1}, {DL(indexer_heads), 2}};
-    quern_status status = op_check_activation(call, DL(x), decodes(call) ? 2 : 3);
+    quern_status status = op_check_activation(call, DL(x), call->family == &dsv4_layer_family ? 3 : 2);
     for (size_t i = 0; i < sizeof sized / sizeof *sized && status == QUERN_OK; i++)
         if (call->role[sized[i].tensor] == OP_NEEDED)
             status = op_check_kind(call, sized[i].tensor, sized[i].ndim);
@@ -260,73 +207,25 @@ static quern_status derive_entries(op_call *call)
     return QUERN_OK;
 }
 
-/* A cache is of the layer's kind, window and extents, and its format takes the rotated channels. */
-static quern_status check_cache(const op_call *call)
-{
-    const dsv4_layer_call *c = (const dsv4_layer_call *)call;
-    const quern_dsv4_layer_cache_params *have = &layer_batch_of(call)->cache->params;
-    const int64_t *s = call->symbol;
-    const struct {
-        const char *name;
-        int64_t have, wanted;
-    } same[] = {
-        {"kind", have->kind, c->params.kind},
-        {"window", have->window, c->params.window},
-        {"dim", have->dim, s[LS_D]},
-        {"ratio", have->ratio, c->params.kind == QUERN_DSV4_LAYER_SWA ? have->ratio : s[LS_R]},
-        {"index_dim", have->index_dim, c->params.kind == QUERN_DSV4_LAYER_CSA ? s[LS_CI] : have->index_dim}};
-    for (size_t i = 0; i < sizeof same / sizeof *same; i++)
-        if (same[i].have != same[i].wanted)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "the cache has %s %lld: the layer's, %lld, is accepted", same[i].name,
-                             (long long)same[i].have, (long long)same[i].wanted);
-    if (have->format == QUERN_DSV4_ROW584 && s[LS_ROPE] != ROW584_ROPE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "cos_sin has %lld columns: a cache of format row584 takes %d", (long long)s[LS_ROPE],
-                         ROW584_ROPE);
-    return QUERN_OK;
-}
-
-static quern_status derive_decode(op_call *call)
-{
-    const layer_batch *d = layer_batch_of(call);
-    const quern_tensor *scores = op_uses(call, DL(idx_score)) ? call->given[DL(idx_score)] : NULL;
-    int64_t *s = call->symbol, tokens, most, last;
-    quern_status status = check_cache(call);
-    if (status != QUERN_OK) return status;
-    if ((status = layer_check_batch(d, &tokens, &s[LS_S], &most, &last)) != QUERN_OK) return status;
-    s[LS_T] = call->like.shape[0];
-    if (s[LS_T] != tokens)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld tokens: the %lld of the counts are accepted",
-                         (long long)s[LS_T], (long long)tokens);
-    if (last > s[LS_P])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "the call comes to position %lld: cos_sin has positions 0 to %lld",
-                         (long long)last - 1, (long long)s[LS_P] - 1);
-    s[LS_SCORES] = scores != NULL && scores->ndim == 2 ? scores->shape[1] : most;
-    if (s[LS_SCORES] < most)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "idx_score has %lld columns: at least the %lld entries of the longest sequence are "
-                         "accepted",
-                         (long long)s[LS_SCORES], (long long)most);
-    call->lead[0].count = 1;
-    call->lead[0].extent[0] = s[LS_T];
-    call->lead[1].count = 0;
-    return QUERN_OK;
-}
-
-static quern_status derive(op_call *call)
+quern_status layer_derive(op_call *call)
 {
     const quern_tensor *x = call->given[DL(x)];
-    int64_t *s = call->symbol;
     if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
     call->like = *x;
     quern_status status = check_sized(call);
     if (status == QUERN_OK) status = derive_heads(call);
     if (status == QUERN_OK) status = derive_entries(call);
     for (int i = 0; i < 2 && status == QUERN_OK; i++)
-        status = dsv4_weight_check(call, &layer_weights[i], s[LS_IN]);
-    if (status != QUERN_OK || decodes(call)) return status == QUERN_OK ? derive_decode(call) : status;
+        status = dsv4_weight_check(call, &layer_weights(call)[i], call->symbol[LS_IN]);
+    return status;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *x = call->given[DL(x)];
+    int64_t *s = call->symbol;
+    const quern_status status = layer_derive(call);
+    if (status != QUERN_OK) return status;
     s[LS_T] = x->shape[1];
     s[LS_S] = s[LS_SCORES] = s[LS_R] > 0 ? s[LS_T] / s[LS_R] : 0;
     call->lead[0].count = 2;
@@ -339,11 +238,12 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-static quern_status check_data(const op_call *call, void *const *data)
+quern_status layer_check_data(const op_call *call, void *const *data)
 {
     const dsv4_weight_given *given = ((const dsv4_layer_call *)call)->weights;
-    const quern_status status = dsv4_weight_check_data(call, &layer_weights[0], &given[0], data);
-    return status == QUERN_OK ? dsv4_weight_check_data(call, &layer_weights[1], &given[1], data) : status;
+    const dsv4_weight_row *weight = layer_weights(call);
+    const quern_status status = dsv4_weight_check_data(call, &weight[0], &given[0], data);
+    return status == QUERN_OK ? dsv4_weight_check_data(call, &weight[1], &given[1], data) : status;
 }
 
 const op_family dsv4_layer_family = {
@@ -368,35 +268,8 @@ const op_family dsv4_layer_family = {
     .program_at = offsetof(layer_whole_call, program),
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
+    .refuse = layer_refuse,
     .derive = derive,
-    .check_data = check_data,
+    .check_data = layer_check_data,
     .build = layer_build,
-};
-
-/* Not in the list of families: a plan or a file has no cache. */
-const op_family dsv4_layer_decode_family = {
-    .operations = decoding,
-    .operation_count = 1,
-    .tensors = tensors,
-    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
-    .varlen_by = OP_NONE,
-    .params = params,
-    .param_count = sizeof params / sizeof *params,
-    .defaults = &defaults,
-    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT",
-    .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",
-    .symbols = symbols,
-    .leads = leads,
-    .group = "v4-layer",
-    .call_size = offsetof(layer_decode_call, batch),
-    .params_at = offsetof(dsv4_layer_call, params),
-    .program_at = offsetof(layer_decode_call, program),
-    .check_params = check_params,
-    .roles = roles,
-    .refuse = refuse,
-    .derive = derive,
-    .check_data = check_data,
-    .build = layer_build_decode,
-    .begin = layer_begin_decode,
 };

@@ -72,9 +72,10 @@ STAGE_DECLARE(pool);
     IN(start_tokens)                                                                                         \
     IN(start_positions)                                                                                      \
     IN(block_counts)                                                                                         \
-    IN(has_prev) IN(proj) IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) IN(cu_entries)      \
-        OUT(pooled) OUT(out) IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b) GRAD(d_bias_a)        \
-            GRAD(d_bias_b) GRAD(d_norm_weight)
+    IN(has_prev)                                                                                             \
+    IN(proj) IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) IN(cu_entries) OUT(pooled)       \
+        OUT(out) IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b) GRAD(d_bias_a) GRAD(d_bias_b)     \
+            GRAD(d_norm_weight)
 #define POOL_VALUES(F)                                                                                       \
     F(ratio)                                                                                                 \
     F(width)                                                                                                 \

@@ -11,9 +11,9 @@
  * positions[b] on are rows[b, 0] ... rows[b, 1] - 1 of the call's tensors. A view of cu_seqlens [B + 1]
  * with one stride for both extents is such rows. On the call's device. */
 typedef struct stage_step {
-    quern_tensor slots;            /* i32 or i64 [B] */
-    quern_tensor positions;        /* i32 [B] */
-    quern_tensor rows;             /* i32 [B, 2] */
+    quern_tensor slots;     /* i32 or i64 [B] */
+    quern_tensor positions; /* i32 [B] */
+    quern_tensor rows;      /* i32 [B, 2] */
 } stage_step;
 #define STAGE_STEP_TENSORS(F) F(step.slots) F(step.positions) F(step.rows)
 
@@ -55,8 +55,7 @@ STAGE_DECLARE(step_tokens);
     IN(table)                                                                                                \
     OUT(fault)                                                                                               \
     OUT(cu) OUT(slots) OUT(positions) OUT(starts) OUT(pages_of) OUT(raw_of) OUT(at) OUT(own) OUT(copied)
-#define STEP_TOKENS_VALUES(F)                                                                                \
-    F(ratio) F(page) F(pages) F(ring) F(raw_pages) F(rollback) F(most) F(slot_count)
+#define STEP_TOKENS_VALUES(F) F(ratio) F(page) F(pages) F(ring) F(raw_pages) F(rollback) F(most) F(slot_count)
 
 /*
  * Where the rows of a step go. The call has its raw rows side by side: of each sequence up to `window` - 1
@@ -66,17 +65,17 @@ STAGE_DECLARE(step_tokens);
  */
 typedef struct step_places_args {
     int64_t ratio, page, ring, window;
-    stage_step step;              /* step_tokens': slots, positions */
+    stage_step step; /* step_tokens': slots, positions */
     quern_tensor raw_of, pages_of;
     quern_tensor rows, entries, keys; /* f32 [T, D], [n, D], [n, C]: to be checked; or absent */
-    quern_tensor fault;           /* i32 [slots], updated; present where rows are checked */
+    quern_tensor fault;               /* i32 [slots], updated; present where rows are checked */
     /* written */
-    quern_tensor slots;           /* i32 [B]: those of the step, -1 for sequences that have stopped */
-    quern_tensor cu_raw;          /* i32 [B + 1]: of the call's raw rows */
-    quern_tensor raw_slots;       /* i64 [T]: a token's row among these; -1: none */
-    quern_tensor entry_slots;     /* i64 [n]: page * `page` + slot, or -1; absent without entries */
-    quern_tensor old, kept;       /* i64 [2 B, 3]: runs of copy_rows from the rings, and back to them */
-    quern_tensor returned;        /* i64 [B, 3]: of states, from row b to the slot; or absent */
+    quern_tensor slots;       /* i32 [B]: those of the step, -1 for sequences that have stopped */
+    quern_tensor cu_raw;      /* i32 [B + 1]: of the call's raw rows */
+    quern_tensor raw_slots;   /* i64 [T]: a token's row among these; -1: none */
+    quern_tensor entry_slots; /* i64 [n]: page * `page` + slot, or -1; absent without entries */
+    quern_tensor old, kept;   /* i64 [2 B, 3]: runs of copy_rows from the rings, and back to them */
+    quern_tensor returned;    /* i64 [B, 3]: of states, from row b to the slot; or absent */
 } step_places_args;
 STAGE_DECLARE(step_places);
 #define STEP_PLACES_TENSORS(IN, OUT, GRAD)                                                                   \
@@ -92,7 +91,7 @@ STAGE_DECLARE(step_places);
 /* Writes 0 to rows of a step's results that belong to no sequence that runs: those of the others, and those
  * behind the last. */
 typedef struct clear_rows_args {
-    int64_t ratio;         /* 0: a row a token; else a row an entry that becomes whole */
+    int64_t ratio; /* 0: a row a token; else a row an entry that becomes whole */
     stage_step step;
     quern_tensor out; /* [rows, heads, C] */
 } clear_rows_args;

@@ -51,7 +51,10 @@ int main(void)
     CHECK(quern_dsv4_layer_params, QUERN_DSV4_LAYER_PARAMS_INIT);
     CHECK(quern_dsv4_layer_tensors, QUERN_DSV4_LAYER_TENSORS_INIT);
     CHECK(quern_dsv4_layer_cache_params, QUERN_DSV4_LAYER_CACHE_PARAMS_INIT);
-    CHECK(quern_dsv4_layer_rows, QUERN_DSV4_LAYER_ROWS_INIT);
+    CHECK(quern_dsv4_layer_step_params, QUERN_DSV4_LAYER_STEP_PARAMS_INIT);
+    CHECK(quern_dsv4_layer_step_tensors, QUERN_DSV4_LAYER_STEP_TENSORS_INIT);
+    CHECK(quern_dsv4_layer_pack_params, QUERN_DSV4_LAYER_PACK_PARAMS_INIT);
+    CHECK(quern_dsv4_layer_pack_tensors, QUERN_DSV4_LAYER_PACK_TENSORS_INIT);
     CHECK(quern_dsv4_index_loss_params, QUERN_DSV4_INDEX_LOSS_PARAMS_INIT);
     CHECK(quern_dsv4_index_loss_tensors, QUERN_DSV4_INDEX_LOSS_TENSORS_INIT);
     CHECK(quern_dsv4_hyper_params, QUERN_DSV4_HYPER_PARAMS_INIT);

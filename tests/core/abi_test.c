@@ -17,6 +17,17 @@
 
 #include <string.h>
 
+static void steps_of_layers_are_pinned(void **state)
+{
+    (void)state;
+    assert_int_equal(QUERN_OP_DSV4_APPEND_STEP, 56);
+    assert_int_equal(QUERN_OP_DSV4_LAYER_STEP, 57);
+    assert_int_equal(QUERN_OP_DSV4_LAYER_PACK, 58);
+    assert_int_equal(QUERN_OP_DSV4_LAYER_UNPACK, 59);
+    assert_int_equal(QUERN_DSV4_RAW, 0);
+    assert_int_equal(QUERN_DSV4_ENTRIES, 1);
+}
+
 static void enum_values_are_pinned(void **unused)
 {
     (void)unused;
@@ -177,7 +188,10 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_dsv4_layer_tensors, d_out), 264);
     assert_int_equal(offsetof(quern_dsv4_layer_tensors, compressor_fp8), 376);
     assert_int_equal(sizeof(quern_dsv4_layer_cache_params), 96);
-    assert_int_equal(sizeof(quern_dsv4_layer_rows), 392);
+    assert_int_equal(sizeof(quern_dsv4_layer_step_params), 48);
+    assert_int_equal(sizeof(quern_dsv4_layer_step_tensors), 456);
+    assert_int_equal(sizeof(quern_dsv4_layer_pack_params), 32);
+    assert_int_equal(sizeof(quern_dsv4_layer_pack_tensors), 96);
     const quern_dsv4_attention_params core = QUERN_DSV4_ATTENTION_PARAMS_INIT;
     assert_int_equal(core.size, sizeof core);
     assert_int_equal(core.start_abs_pos, -1);
@@ -257,6 +271,8 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_dsv4_index_loss_params, reserved);
     ENDS(quern_dsv4_hyper_params, reserved);
     ENDS(quern_dsv4_layer_cache_params, pages);
+    ENDS(quern_dsv4_layer_step_params, reserved);
+    ENDS(quern_dsv4_layer_pack_params, key_format);
     ENDS(quern_nvfp4_quantize_params, reserved);
     ENDS(quern_nvfp4_dequantize_params, reserved);
     ENDS(quern_nvfp4_fused_quantize_params, granularity);
@@ -298,6 +314,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(enum_values_are_pinned),
+        cmocka_unit_test(steps_of_layers_are_pinned),
         cmocka_unit_test(faults_are_pinned_and_have_names),
         cmocka_unit_test(structs_keep_their_layout),
         cmocka_unit_test(the_last_field_ends_a_struct),

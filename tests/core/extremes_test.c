@@ -332,9 +332,8 @@ static void numbers_of_calls_on_caches(void **state)
         assert_int_not_equal(quern_dsv4_layer_cache_rollback(layer, 0, x), QUERN_OK);
         assert_int_not_equal(quern_dsv4_layer_cache_reset(layer, x), QUERN_OK);
         assert_int_not_equal(quern_dsv4_layer_cache_fork(layer, 0, x), QUERN_OK);
-        assert_int_not_equal(quern_dsv4_layer_cache_save(layer, x, NULL, &bytes), QUERN_OK);
-        assert_int_not_equal(quern_dsv4_layer_cache_add_pages(layer, 0, &zero, x), QUERN_OK);
-        assert_int_not_equal(quern_dsv4_layer_cache_pages(layer, 0, x, NULL, NULL), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_save(ctx, layer, x, NULL, &bytes), QUERN_OK);
+        assert_int_not_equal(quern_dsv4_layer_cache_pages(layer, x, NULL, NULL), QUERN_OK);
         for (int n = 0; n < 2; n++)
             assert_int_equal(
                 quern_nvfp4_repacked_bytes(ctx, QUERN_CPU, 0, n > 0 ? x : 16, n > 0 ? 16 : x, &repacked),
@@ -353,18 +352,18 @@ static void numbers_of_saved_sequences(void **state)
     assert_int_equal(quern_dsv4_layer_cache_size(&p, &memory_bytes, &rows_bytes), QUERN_OK);
     void *memory = malloc(memory_bytes), *rows = malloc(rows_bytes + 1);
     assert_int_equal(quern_dsv4_layer_cache_create(&p, memory, memory_bytes, rows, rows_bytes, &c), QUERN_OK);
-    assert_int_equal(quern_dsv4_layer_cache_save(c, 0, NULL, &bytes), QUERN_OK);
+    assert_int_equal(quern_dsv4_layer_cache_save(ctx, c, 0, NULL, &bytes), QUERN_OK);
     char *saved = malloc(bytes);
-    assert_int_equal(quern_dsv4_layer_cache_save(c, 0, saved, &bytes), QUERN_OK);
+    assert_int_equal(quern_dsv4_layer_cache_save(ctx, c, 0, saved, &bytes), QUERN_OK);
     for (size_t at = 0; at + sizeof(int64_t) <= bytes; at += sizeof(int32_t))
         for (size_t i = 0; i < COUNT(wide); i++) {
             char before[sizeof(int64_t)];
             memcpy(before, saved + at, sizeof before);
             memcpy(saved + at, &wide[i], sizeof before);
-            assert_int_equal(quern_dsv4_layer_cache_restore(c, 0, saved, bytes), QUERN_ERR_FORMAT);
+            assert_int_equal(quern_dsv4_layer_cache_restore(ctx, c, 0, saved, bytes), QUERN_ERR_FORMAT);
             memcpy(saved + at, before, sizeof before);
         }
-    assert_int_equal(quern_dsv4_layer_cache_restore(c, 0, saved, bytes), QUERN_OK);
+    assert_int_equal(quern_dsv4_layer_cache_restore(ctx, c, 0, saved, bytes), QUERN_OK);
     free(saved), free(memory), free(rows);
 }
 

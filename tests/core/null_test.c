@@ -443,7 +443,7 @@ static quern_status layer_caches(void)
 {
     quern_dsv4_layer_cache_params p = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
     quern_dsv4_layer_cache *made = NULL;
-    quern_dsv4_layer_rows r = QUERN_DSV4_LAYER_ROWS_INIT;
+    quern_ledger_params l = QUERN_LEDGER_PARAMS_INIT;
     int64_t a, b;
     p.kind = QUERN_DSV4_LAYER_SWA, p.sequences = 2, p.capacity = 8, p.dim = 8, p.window = 4;
     (void)quern_dsv4_layer_cache_size(at(0, &p), at(1, &memory_bytes), at(2, &rows_bytes));
@@ -454,14 +454,25 @@ static quern_status layer_caches(void)
     (void)quern_dsv4_layer_cache_length(at(7, layer), 0, at(8, &a), at(9, &b));
     (void)quern_dsv4_layer_cache_rollback(at(10, layer), 0, 0);
     (void)quern_dsv4_layer_cache_reset(at(11, layer), 0);
-    (void)quern_dsv4_layer_cache_add_pages(at(12, layer), 0, at(13, ids), 1);
-    (void)quern_dsv4_layer_cache_pages(at(14, layer), 0, 3, at(15, &a), at(16, &b));
+    (void)quern_dsv4_layer_ledger_params(at(12, &p), at(13, &l));
+    (void)quern_dsv4_layer_cache_pages(at(14, layer), 3, at(15, &a), at(16, &b));
     (void)quern_dsv4_layer_cache_fork(at(17, layer), 0, 1);
     bytes = sizeof saved;
-    (void)quern_dsv4_layer_cache_save(at(18, layer), 0, at(19, saved), at(20, &bytes));
-    (void)quern_dsv4_layer_cache_restore(at(21, layer), 0, at(22, saved), bytes);
-    (void)quern_dsv4_layer_cache_get(at(23, layer), 0, at(24, &r));
-    return quern_dsv4_layer_cache_set(at(25, layer), 0, at(26, &r));
+    (void)quern_dsv4_layer_cache_save(at(18, ctx), at(19, layer), 0, at(20, saved), at(21, &bytes));
+    return quern_dsv4_layer_cache_restore(at(22, ctx), at(23, layer), 0, at(24, saved), bytes);
+}
+static quern_status layer_steps(void)
+{
+    const quern_dsv4_layer_step_params p = QUERN_DSV4_LAYER_STEP_PARAMS_INIT;
+    const quern_dsv4_layer_step_tensors t = {.size = sizeof t, .x = at(0, &view), .out = at(1, &view)};
+    const quern_dsv4_layer_pack_params q = QUERN_DSV4_LAYER_PACK_PARAMS_INIT;
+    const quern_dsv4_layer_pack_tensors s = {.size = sizeof s, .raw = at(2, &view), .packed = at(3, &view)};
+    (void)quern_dsv4_layer_step_workspace(at(4, ctx), at(5, &p), at(6, &t), at(7, &bytes));
+    (void)quern_dsv4_layer_step(at(8, ctx), NULL, at(9, &p), at(10, &t), at(11, saved), sizeof saved);
+    (void)quern_dsv4_layer_pack_workspace(at(12, ctx), at(13, &q), at(14, &s), at(15, &bytes));
+    (void)quern_dsv4_layer_pack(at(16, ctx), NULL, at(17, &q), at(18, &s), at(19, saved), sizeof saved);
+    (void)quern_dsv4_layer_unpack_workspace(at(20, ctx), at(21, &q), at(22, &s), at(23, &bytes));
+    return quern_dsv4_layer_unpack(at(24, ctx), NULL, at(25, &q), at(26, &s), at(27, saved), sizeof saved);
 }
 static quern_status layer_decodes(void)
 {
@@ -475,9 +486,9 @@ static quern_status layer_decodes(void)
 
 static void caches(void **state)
 {
-    static quern_status (*const calls[])(void) = {cache_make,  cache_use,  cache_calls,  states,
-                                                  appends,     tables,     layer_caches, layer_decodes,
-                                                  ledger_make, ledger_use, step_calls};
+    static quern_status (*const calls[])(void) = {cache_make,  cache_use,   cache_calls,  states,
+                                                  appends,     tables,      layer_caches, layer_decodes,
+                                                  layer_steps, ledger_make, ledger_use,   step_calls};
     static quern_tensor absent_view;
     (void)state;
     const int64_t shape[] = {1, 1, 8};

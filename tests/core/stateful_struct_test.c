@@ -62,7 +62,6 @@ static const quern_tensor key = {rows, QUERN_F32, QUERN_CPU, 0, 3, {3, 1, 16}, {
                           entries = {more, QUERN_F32, QUERN_CPU, 0, 2, {0, 8}, {8, 1}};
 static quern_cache *cache;
 static quern_dsv4_state *a_state;
-static quern_dsv4_layer_cache *layer_cache;
 static const quern_cache_batch batch = {sizeof batch, 1, ids, counts};
 static const quern_cache_tensors tensors = {.size = sizeof tensors, .k = &key, .v = &key};
 static const quern_decode_tensors decode_tensors = {.size = sizeof decode_tensors, .q = &query, .o = &query};
@@ -91,10 +90,6 @@ static int open_all(void **state)
     free(workspace);
     assert_int_equal(quern_dsv4_state_size(&compress_params, 8, 2, &bytes), QUERN_OK);
     assert_int_equal(quern_dsv4_state_create(&compress_params, 8, 2, memory_of(bytes), bytes, &a_state),
-                     QUERN_OK);
-    assert_int_equal(quern_dsv4_layer_cache_size(&layer_params, &bytes, &row_bytes), QUERN_OK);
-    assert_int_equal(quern_dsv4_layer_cache_create(&layer_params, memory_of(bytes), bytes,
-                                                   memory_of(row_bytes), row_bytes, &layer_cache),
                      QUERN_OK);
     return 0;
 }
@@ -183,16 +178,16 @@ static outcome layer_cache_size(void *given)
     return (outcome){status, {(int64_t)bytes[0], (int64_t)bytes[1]}};
 }
 
-static outcome layer_cache_get(void *given)
+static outcome layer_ledger(void *given)
 {
-    return (outcome){quern_dsv4_layer_cache_get(layer_cache, 0, given), {0}};
+    quern_ledger_params l = QUERN_LEDGER_PARAMS_INIT;
+    const quern_status status = quern_dsv4_layer_ledger_params(given, &l);
+    return (outcome){status, {l.sequences, l.pools[QUERN_DSV4_RAW].page}};
 }
 
-static outcome layer_cache_set(void *given)
+static outcome ledger_of_layer(void *given)
 {
-    outcome out = {quern_dsv4_layer_cache_set(layer_cache, 1, given), {0}};
-    (void)quern_dsv4_layer_cache_length(layer_cache, 1, &out.value[0], &out.value[1]);
-    return out;
+    return (outcome){quern_dsv4_layer_ledger_params(&layer_params, given), {0}};
 }
 
 static outcome device(void *given)
@@ -276,8 +271,6 @@ static void structs_may_be_older_or_newer(void **state)
                                                 .beta_fast = 32,
                                                 .beta_slow = 1};
     const quern_cuda_device info = QUERN_CUDA_DEVICE_INIT;
-    quern_dsv4_layer_rows none = QUERN_DSV4_LAYER_ROWS_INIT;
-    assert_int_equal(quern_dsv4_layer_cache_get(layer_cache, 0, &none), QUERN_OK);
     SUBJECT("params", quern_cache_params, QUERN_CACHE_PARAMS_INIT, &sparse_params, cache_size)
     SUBJECT("ledger", quern_ledger_params, QUERN_LEDGER_PARAMS_INIT, &no_ledger, cache_ledger)
     SUBJECT("params", quern_ledger_params, QUERN_LEDGER_PARAMS_INIT, &ledger, ledger_size)
@@ -293,8 +286,9 @@ static void structs_may_be_older_or_newer(void **state)
     SUBJECT("params", quern_dsv4_rope_params, QUERN_DSV4_ROPE_PARAMS_INIT, &rope_params, rope)
     SUBJECT("params", quern_dsv4_layer_cache_params, QUERN_DSV4_LAYER_CACHE_PARAMS_INIT, &layer_params,
             layer_cache_size)
-    SUBJECT("rows", quern_dsv4_layer_rows, QUERN_DSV4_LAYER_ROWS_INIT, &none, layer_cache_get)
-    SUBJECT("rows", quern_dsv4_layer_rows, QUERN_DSV4_LAYER_ROWS_INIT, &none, layer_cache_set)
+    SUBJECT("params", quern_dsv4_layer_cache_params, QUERN_DSV4_LAYER_CACHE_PARAMS_INIT, &layer_params,
+            layer_ledger)
+    SUBJECT("ledger", quern_ledger_params, QUERN_LEDGER_PARAMS_INIT, &no_ledger, ledger_of_layer)
     SUBJECT("info", quern_cuda_device, QUERN_CUDA_DEVICE_INIT, &info, device)
 }
 

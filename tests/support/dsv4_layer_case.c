@@ -336,17 +336,13 @@ quern_dsv4_layer_cache_params layer_store_params(const layer_case *c, int64_t se
 layer_store layer_store_open(const quern_dsv4_layer_cache_params *params)
 {
     layer_store s = {.params = *params};
-    quern_dsv4_layer_cache_params *p = &s.params;
     size_t memory, rows;
-    if (p->page > 0 && p->pages == 0)
-        p->pages = p->sequences * ((p->capacity / p->ratio + p->page - 1) / p->page) + 3;
-    if (quern_dsv4_layer_cache_size(p, &memory, &rows) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
+    if (quern_dsv4_layer_cache_size(params, &memory, &rows) != QUERN_OK)
+        fail_msg("%s", quern_last_error(NULL));
     s.memory = test_workspace_make(memory);
     s.rows = test_workspace_make(rows);
-    if (quern_dsv4_layer_cache_create(p, s.memory.data, memory, s.rows.data, rows, &s.cache) != QUERN_OK)
+    if (quern_dsv4_layer_cache_create(params, s.memory.data, memory, s.rows.data, rows, &s.cache) != QUERN_OK)
         fail_msg("%s", quern_last_error(NULL));
-    s.owner = malloc((size_t)(p->pages + 1) * sizeof *s.owner);
-    for (int64_t i = 0; i < p->pages; i++) s.owner[i] = -1;
     return s;
 }
 
@@ -359,29 +355,6 @@ layer_store layer_store_make(const layer_case *c, int64_t sequences, int64_t rin
 void layer_store_close(layer_store *s)
 {
     test_workspace_close(&s->memory), test_workspace_close(&s->rows);
-    free(s->owner);
-}
-
-void layer_store_grow(const layer_store *s, int64_t sequence, int64_t tokens)
-{
-    int64_t held, needed;
-    if (s->params.page == 0) return;
-    if (quern_dsv4_layer_cache_pages(s->cache, sequence, tokens, &held, &needed) != QUERN_OK)
-        fail_msg("%s", quern_last_error(NULL));
-    for (; held < needed; held++) {
-        int32_t at = (int32_t)((5 * held + 3 * sequence + 2) % s->params.pages);
-        while (s->owner[at] >= 0) at = (at + 1) % (int32_t)s->params.pages;
-        if (quern_dsv4_layer_cache_add_pages(s->cache, sequence, &at, 1) != QUERN_OK)
-            fail_msg("%s", quern_last_error(NULL));
-        s->owner[at] = (int32_t)sequence;
-    }
-}
-
-void layer_store_reset(const layer_store *s, int64_t sequence)
-{
-    assert_int_equal(quern_dsv4_layer_cache_reset(s->cache, sequence), QUERN_OK);
-    for (int64_t i = 0; i < s->params.pages; i++)
-        if (s->owner[i] == sequence) s->owner[i] = -1;
 }
 
 static void narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
@@ -427,7 +400,6 @@ void layer_case_append(const layer_case *c, quern_context *ctx, const layer_stor
         given[i] = &views[i];
     }
     memcpy((char *)&t + sizeof t.size, given, sizeof given);
-    layer_store_grow(s, id, first + count);
     if (quern_dsv4_layer_decode_workspace(ctx, &p, s->cache, &sequence, &count, 1, &t, &bytes) != QUERN_OK)
         fail_msg("%s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);

@@ -65,24 +65,17 @@ quern_dsv4_layer_tensors layer_case_tensors(const layer_case *c);
 void layer_case_forward(const layer_case *c, quern_context *ctx);
 void layer_case_backward(const layer_case *c, quern_context *ctx);
 
-/* A cache for the case's sequences, all of them empty. With pages, sequences are given them as they grow, in
- * no order. */
+/* A cache for the case's sequences, all of them empty. */
 typedef struct layer_store {
     quern_dsv4_layer_cache *cache;
     quern_dsv4_layer_cache_params params;
     test_workspace memory, rows;
-    int32_t *owner; /* [pages]: the sequence that has a page, or -1 */
 } layer_store;
-/* Rows in the case's dtype, contiguous. */
+/* Rows in the case's dtype. */
 quern_dsv4_layer_cache_params layer_store_params(const layer_case *c, int64_t sequences, int64_t ring);
-/* params.pages 0 with a page: enough for all sequences, and some more. */
 layer_store layer_store_open(const quern_dsv4_layer_cache_params *params);
 layer_store layer_store_make(const layer_case *c, int64_t sequences, int64_t ring);
 void layer_store_close(layer_store *s);
-/* Gives a sequence the pages that it lacks for so many tokens. */
-void layer_store_grow(const layer_store *s, int64_t sequence, int64_t tokens);
-/* Empties a sequence. */
-void layer_store_reset(const layer_store *s, int64_t sequence);
 /* Rows [first, first + count) of sequence b of the case into sequence `id` of the cache, and to the case's
  * results. */
 void layer_case_append(const layer_case *c, quern_context *ctx, const layer_store *s, int64_t id, int64_t b,

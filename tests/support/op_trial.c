@@ -138,7 +138,7 @@ static void choose_presence(op_trial *t)
     for (int32_t i = 0; i < s->info.tensor_count; i++) {
         const quern_op_tensor *d = &s->tensors[i];
         const bool wanted = d->needed || d->result[t->pass] || (t->pass != QUERN_OP_FORWARD && d->trigger);
-        t->tensors.t[i] = wanted || below(t->random, 3) == 0 ? &t->view[i] : NULL;
+        t->tensors.t[i] = wanted || below(t->random, t->tame ? 9 : 3) == 0 ? &t->view[i] : NULL;
     }
     for (int round = 0; round < 3; round++) {
         (void)quern_op_follow(s->op, &t->params, &t->tensors);

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_layer.c - v4-layer: new tokens of a batch of sequences through a whole attention layer of
- * DeepSeek-V4, from a cache of random rows. */
+/* bench_layer.c - v4-layer: a step of a batch of sequences through a whole attention layer of DeepSeek-V4,
+ * from pages of random rows. */
 #include "bench.h"
 
 #include "command.h"
@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROPE = 64, RING = 8, FEW_TOKENS = 64, VIEWS = 36, BUFFERS = VIEWS + 10 };
+enum { ROPE = 64, RING = 8, FEW_TOKENS = 64, PAGE = 64, VIEWS = 42, BUFFERS = VIEWS + 10 };
 
 /* The subject's options. */
 typedef struct layer_sizes {
@@ -49,22 +49,22 @@ static layer_sizes sizes_of(const bench_case *c)
     return o;
 }
 
-/* A layer, a cache that holds all but the new tokens, and a call. */
+/* A layer, what it keeps of all but the new tokens, and a call. */
 typedef struct layer_data {
     layer_sizes sizes;
-    int64_t n, ratio, tokens; /* tokens: of a call */
-    quern_dsv4_layer_params params;
-    quern_dsv4_layer_tensors t;
-    quern_dsv4_layer_cache *cache;
-    quern_dsv4_layer_rows content; /* of every sequence */
+    int64_t n, ratio, tokens, had; /* tokens: of a call; had: of a sequence before it */
+    quern_dsv4_layer_step_params params;
+    quern_dsv4_layer_step_tensors t;
+    quern_ledger *ledger;
+    quern_step step;
     quern_tensor view[VIEWS];
     void *memory[BUFFERS];
     int used, owned;
     double weight_bytes, weight_count;
     int32_t *ids;
     int64_t *counts;
-    void *workspace;
-    size_t bytes;
+    void *block, *workspace;
+    size_t block_bytes, bytes;
 } layer_data;
 
 static void *own(layer_data *d, size_t bytes)
@@ -95,7 +95,7 @@ static bool make_weights(layer_data *d)
     const layer_sizes *o = &d->sizes;
     const quern_dtype f = (quern_dtype)o->dtype;
     const int64_t hd = o->heads * o->width, m = o->kind == QUERN_DSV4_LAYER_CSA ? 2 : 1, c = o->index_width;
-    quern_dsv4_layer_tensors *t = &d->t;
+    quern_dsv4_layer_step_tensors *t = &d->t;
     t->sinks = make(d, QUERN_F32, o->heads, 0, true);
     t->q_a = make(d, f, o->q_lora, o->hidden, true);
     t->q_a_norm = make(d, f, o->q_lora, 0, true);
@@ -122,86 +122,6 @@ static bool make_weights(layer_data *d)
            t->indexer_q_b && t->indexer_heads;
 }
 
-/* Appends `tokens` tokens to a compressor's state: the same random ones again and again. */
-static quern_status feed_state(layer_data *d, quern_context *ctx, const quern_dsv4_compress_params *p,
-                               int64_t width, int64_t tokens, quern_dsv4_state *state)
-{
-    enum { CALL = 1024 };
-    const bool csa = p->kind == QUERN_DSV4_CSA;
-    quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
-    const quern_tensor *proj = make(d, QUERN_F32, CALL, (csa ? 4 : 2) * width, false),
-                       *bias = make(d, QUERN_F32, p->ratio, width, false),
-                       *out = make(d, QUERN_F32, CALL / p->ratio + 1, width, false);
-    if (proj == NULL || bias == NULL || out == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    quern_tensor piece = *proj, entries = *out;
-    t.proj = &piece;
-    t.b_a = bias;
-    t.b_b = csa ? bias : NULL;
-    t.out = &entries;
-    size_t most = 0;
-    quern_status status = quern_dsv4_append_entries(&state, &piece.shape[0], 1, &entries.shape[0]);
-    if (status == QUERN_OK)
-        status = quern_dsv4_append_workspace(ctx, p, &state, &piece.shape[0], 1, &t, &most);
-    void *workspace = status == QUERN_OK ? malloc(most + 1) : NULL;
-    if (status == QUERN_OK && workspace == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
-    for (int64_t left = tokens; left > 0 && status == QUERN_OK; left -= piece.shape[0]) {
-        piece.shape[0] = left < CALL ? left : CALL;
-        status = quern_dsv4_append_entries(&state, &piece.shape[0], 1, &entries.shape[0]);
-        if (status == QUERN_OK)
-            status = quern_dsv4_append(ctx, NULL, p, &state, &piece.shape[0], 1, &t, workspace, most);
-    }
-    free(workspace);
-    return status;
-}
-
-/* A compressor's state after `tokens` tokens. */
-static quern_status make_state(layer_data *d, quern_context *ctx, int64_t tokens, int64_t width,
-                               const quern_dsv4_state **state)
-{
-    quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
-    quern_dsv4_state *made = NULL;
-    size_t bytes;
-    p.kind = d->sizes.kind == QUERN_DSV4_LAYER_CSA ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
-    p.ratio = d->ratio;
-    quern_status status = quern_dsv4_state_size(&p, width, RING, &bytes);
-    if (status != QUERN_OK) return status;
-    void *memory = own(d, bytes);
-    if (memory == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    status = quern_dsv4_state_create(&p, width, RING, memory, bytes, &made);
-    if (status == QUERN_OK) status = feed_state(d, ctx, &p, width, tokens, made);
-    *state = made;
-    return status;
-}
-
-/* Random rows as a cache of this format stores them. */
-static quern_status make_rows(layer_data *d, quern_context *ctx, quern_dsv4_format format, int64_t n,
-                              int64_t width, int64_t row_bytes, quern_tensor *to)
-{
-    const quern_tensor *made = make(d, (quern_dtype)d->sizes.dtype, n, width, false);
-    if (made == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    *to = *made;
-    if (format == QUERN_DSV4_ROWS) return QUERN_OK;
-    const int64_t shape[] = {n, row_bytes};
-    quern_dsv4_store_params p = QUERN_DSV4_STORE_PARAMS_INIT;
-    quern_dsv4_store_tensors t = QUERN_DSV4_STORE_TENSORS_INIT;
-    int32_t *slots = malloc((size_t)(n + 1) * sizeof *slots);
-    void *workspace = NULL;
-    size_t bytes = 0;
-    *to = quern_tensor_contiguous(own(d, (size_t)(n * row_bytes)), QUERN_U8, 2, shape);
-    for (int64_t i = 0; slots != NULL && i < n; i++) slots[i] = (int32_t)i;
-    const quern_tensor places = quern_tensor_contiguous(slots, QUERN_I32, 1, &n);
-    p.format = format;
-    t.x = made;
-    t.slots = &places;
-    t.cache = to;
-    quern_status status = quern_dsv4_store_workspace(ctx, &p, &t, &bytes);
-    if (status == QUERN_OK && (slots == NULL || to->data == NULL || (workspace = malloc(bytes + 1)) == NULL))
-        status = QUERN_ERR_OUT_OF_MEMORY;
-    if (status == QUERN_OK) status = quern_dsv4_store(ctx, NULL, &p, &t, workspace, bytes);
-    free(slots), free(workspace);
-    return status;
-}
-
 static quern_dsv4_format row_format(const layer_sizes *o)
 {
     return o->format != 0 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
@@ -221,78 +141,141 @@ static int64_t key_bytes(const layer_sizes *o)
                                              : c + 4;
 }
 
-/* Random rows of a sequence of d->n less a call's tokens, cut to whole blocks. */
-static quern_status make_content(layer_data *d, quern_context *ctx)
+/* A pool of random rows, as the layer stores them: raw rows in one page a sequence, others in pages. */
+static quern_status make_pool(layer_data *d, quern_context *ctx, quern_dsv4_format format, bool raw,
+                              const int64_t shape[3], int64_t row, const quern_tensor **to)
 {
-    const layer_sizes *o = &d->sizes;
-    const int64_t had = (d->n - o->queries) / d->ratio * d->ratio,
-                  raw = had < o->window - 1 + RING ? had : o->window - 1 + RING;
-    const bool entries = o->kind != QUERN_DSV4_LAYER_SWA, csa = o->kind == QUERN_DSV4_LAYER_CSA;
-    d->content = (quern_dsv4_layer_rows)QUERN_DSV4_LAYER_ROWS_INIT;
-    d->content.tokens = had;
-    const int64_t whole = entries ? had / d->ratio : 0;
-    quern_status status = make_rows(d, ctx, row_format(o), raw, o->width, row_bytes(o), &d->content.raw);
-    if (status == QUERN_OK)
-        status = make_rows(d, ctx, row_format(o), whole, o->width, row_bytes(o), &d->content.entries);
-    if (status == QUERN_OK)
-        status = make_rows(d, ctx, csa ? (quern_dsv4_format)o->key_format : QUERN_DSV4_ROWS, csa ? whole : 0,
-                           o->index_width, key_bytes(o), &d->content.keys);
-    if (status != QUERN_OK) return status;
-    if (entries) status = make_state(d, ctx, had, o->width, &d->content.main);
-    if (csa && status == QUERN_OK) status = make_state(d, ctx, had, o->index_width, &d->content.index);
+    const bool bytes = format != QUERN_DSV4_ROWS;
+    const int64_t flat[] = {shape[0], shape[1] * row}, whole[] = {shape[0], shape[1], bytes ? row : shape[2]};
+    const quern_dtype dtype = bytes ? QUERN_U8 : (quern_dtype)d->sizes.dtype;
+    const quern_tensor *made = make(d, (quern_dtype)d->sizes.dtype, shape[1], shape[2], false);
+    quern_tensor *pool = &d->view[d->used++];
+    *pool = quern_tensor_contiguous(NULL, dtype, bytes && !raw ? 2 : 3, bytes && !raw ? flat : whole);
+    const size_t page = (size_t)whole[1] * (size_t)whole[2] * quern_dtype_size(dtype);
+    pool->data = own(d, (size_t)shape[0] * page);
+    *to = pool;
+    if (made == NULL || pool->data == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    for (int64_t i = 0; i < shape[0] && !bytes; i++)
+        memcpy((char *)pool->data + (size_t)i * page, made->data, page);
+    if (!bytes || shape[0] == 0) return QUERN_OK;
+    quern_dsv4_store_params p = QUERN_DSV4_STORE_PARAMS_INIT;
+    quern_dsv4_store_tensors t = QUERN_DSV4_STORE_TENSORS_INIT;
+    int32_t *slots = own(d, (size_t)shape[1] * sizeof *slots);
+    if (slots == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    for (int64_t i = 0; i < shape[1]; i++) slots[i] = (int32_t)i;
+    const int64_t rows[] = {shape[1], row}, one[] = {1, shape[1] * row};
+    const quern_tensor places = quern_tensor_contiguous(slots, QUERN_I32, 1, &shape[1]),
+                       first = quern_tensor_contiguous(pool->data, QUERN_U8, 2, raw ? rows : one);
+    size_t need;
+    p.format = format;
+    p.page = raw ? 0 : shape[1];
+    t.x = made, t.slots = &places, t.cache = &first;
+    quern_status status = quern_dsv4_store_workspace(ctx, &p, &t, &need);
+    void *workspace = status == QUERN_OK ? own(d, need) : NULL;
+    if (status == QUERN_OK && workspace == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK) status = quern_dsv4_store(ctx, NULL, &p, &t, workspace, need);
+    for (int64_t i = 1; i < shape[0]; i++) memcpy((char *)pool->data + (size_t)i * page, pool->data, page);
     return status;
 }
 
-static quern_status fill_sequences(layer_data *d)
+/* States whose numbers are all finite. */
+static bool make_states(layer_data *d, int64_t slots, int64_t width, const quern_tensor **states,
+                        const quern_tensor **merged)
 {
-    quern_status status = QUERN_OK;
-    for (int64_t b = 0; b < d->sizes.batch && status == QUERN_OK; b++)
-        status = quern_dsv4_layer_cache_set(d->cache, b, &d->content);
+    const bool csa = d->sizes.kind == QUERN_DSV4_LAYER_CSA;
+    const int64_t floats = ((csa ? 6 : 3) + RING * (csa ? 4 : 2)) * width, shape[] = {slots, floats};
+    float *data = own(d, (size_t)(slots * floats) * sizeof *data);
+    int32_t *numbers = own(d, (size_t)slots * sizeof *numbers);
+    quern_tensor *at = &d->view[d->used];
+    d->used += 2;
+    at[0] = quern_tensor_contiguous(data, QUERN_F32, 2, shape);
+    at[1] = quern_tensor_contiguous(numbers, QUERN_I32, 1, shape);
+    *states = &at[0], *merged = &at[1];
+    for (int64_t i = 0; data != NULL && i < slots * floats; i++) data[i] = 0.5f;
+    return data != NULL && numbers != NULL;
+}
+
+/* The states have taken in all tokens but those that can be taken back. */
+static void set_merged(const layer_data *d)
+{
+    const quern_tensor *const all[] = {d->t.merged, d->t.indexer_merged};
+    for (int i = 0; i < 2; i++)
+        for (int64_t s = 0; all[i] != NULL && s < all[i]->shape[0]; s++)
+            ((int32_t *)all[i]->data)[s] = (int32_t)(d->had > RING ? d->had - RING : 0);
+}
+
+/* The books of sequences of d->had tokens. */
+static quern_status make_ledger(layer_data *d, const quern_ledger_params *p)
+{
+    size_t bytes = 0;
+    int64_t *had = own(d, (size_t)d->sizes.batch * sizeof *had);
+    quern_status status = quern_ledger_size(p, &bytes);
+    if (status != QUERN_OK) return status;
+    void *memory = own(d, bytes);
+    if (memory == NULL || had == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    for (int64_t b = 0; b < d->sizes.batch; b++) had[b] = d->had;
+    status = quern_ledger_create(p, memory, bytes, &d->ledger);
+    if (status == QUERN_OK) status = quern_ledger_block_bytes(d->ledger, d->sizes.batch, &d->block_bytes);
+    if (status == QUERN_OK && (d->block = own(d, d->block_bytes)) == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK)
+        status = quern_ledger_begin(d->ledger, d->ids, had, d->sizes.batch, d->block, d->block_bytes);
+    if (status == QUERN_OK) status = quern_ledger_commit(d->ledger);
+    d->step = (quern_step)QUERN_STEP_INIT;
+    if (status == QUERN_OK)
+        status = quern_ledger_step(d->ledger, d->sizes.batch, d->block, QUERN_CPU, 0, &d->step);
     return status;
 }
 
-static quern_status make_cache(layer_data *d, quern_context *ctx)
+static quern_status make_pools(layer_data *d, quern_context *ctx)
 {
     const layer_sizes *o = &d->sizes;
-    quern_dsv4_layer_cache_params p = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
-    size_t memory, bytes;
-    p.kind = (quern_dsv4_layer_kind)o->kind;
-    p.dtype = (quern_dtype)o->dtype;
-    p.sequences = o->batch;
-    p.capacity = d->n;
-    p.dim = o->width;
-    p.window = o->window;
-    p.ratio = d->ratio;
-    p.index_dim = o->index_width;
-    p.ring = RING;
-    p.format = row_format(o);
-    p.key_format = o->kind == QUERN_DSV4_LAYER_CSA ? (quern_dsv4_format)o->key_format : QUERN_DSV4_ROWS;
-    p.page = o->page;
-    if (p.page > 0) p.pages = o->batch * (d->n / d->ratio / p.page + 1);
-    quern_status status = quern_dsv4_layer_cache_size(&p, &memory, &bytes);
-    if (status != QUERN_OK) return status;
-    void *at[] = {own(d, memory), own(d, bytes)};
-    if (at[0] == NULL || at[1] == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    status = quern_dsv4_layer_cache_create(&p, at[0], memory, at[1], bytes, &d->cache);
-    int64_t needed = 0;
-    if (status == QUERN_OK) status = quern_dsv4_layer_cache_pages(d->cache, 0, d->n, NULL, &needed);
-    for (int64_t i = 0; i < o->batch * needed && status == QUERN_OK; i++) {
-        const int32_t page = (int32_t)(p.pages - 1 - i);
-        status = quern_dsv4_layer_cache_add_pages(d->cache, i / needed, &page, 1);
-    }
-    if (status == QUERN_OK) status = make_content(d, ctx);
-    return status == QUERN_OK ? fill_sequences(d) : status;
+    const bool csa = o->kind == QUERN_DSV4_LAYER_CSA;
+    quern_dsv4_layer_cache_params c = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
+    quern_ledger_params p = QUERN_LEDGER_PARAMS_INIT;
+    c.kind = (quern_dsv4_layer_kind)o->kind;
+    c.dtype = (quern_dtype)o->dtype;
+    c.sequences = o->batch, c.capacity = d->n, c.dim = o->width, c.window = o->window, c.ratio = d->ratio;
+    c.index_dim = o->index_width, c.ring = RING, c.format = d->params.format, c.page = o->page;
+    c.key_format = d->params.key_format;
+    int64_t raw = 0, pages = 0, slots = 0;
+    quern_status status = quern_dsv4_layer_ledger_params(&c, &p);
+    if (status == QUERN_OK) status = quern_ledger_pages(&p, QUERN_DSV4_RAW, 0, NULL, &raw);
+    if (status == QUERN_OK) status = quern_ledger_pages(&p, QUERN_DSV4_ENTRIES, 0, NULL, &pages);
+    if (status == QUERN_OK) status = quern_ledger_pages(&p, QUERN_LEDGER_STATES, 0, NULL, &slots);
+    if (status == QUERN_OK) status = make_ledger(d, &p);
+    const int64_t rings[] = {raw, p.pools[QUERN_DSV4_RAW].page, o->width},
+                  page = o->page > 0 ? o->page : PAGE, entries[] = {pages, page, o->width},
+                  keys[] = {pages, page, o->index_width};
+    if (status == QUERN_OK)
+        status = make_pool(d, ctx, d->params.format, true, rings, row_bytes(o), &d->t.raw);
+    d->t.slots = &d->step.slots, d->t.positions = &d->step.positions, d->t.cu = &d->step.cu;
+    d->t.raw_table = &d->step.tables[QUERN_DSV4_RAW], d->t.copies = &d->step.copies;
+    if (status != QUERN_OK || o->kind == QUERN_DSV4_LAYER_SWA) return status;
+    d->t.entries_table = &d->step.tables[QUERN_DSV4_ENTRIES];
+    status = make_pool(d, ctx, d->params.format, false, entries, row_bytes(o), &d->t.entries);
+    if (status == QUERN_OK && !make_states(d, slots, o->width, &d->t.states, &d->t.merged))
+        status = QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK && csa)
+        status = make_pool(d, ctx, d->params.key_format, false, keys, key_bytes(o), &d->t.keys);
+    if (status == QUERN_OK && csa &&
+        !make_states(d, slots, o->index_width, &d->t.indexer_states, &d->t.indexer_merged))
+        status = QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK) set_merged(d);
+    return status;
 }
 
 static quern_status open_data(layer_data *d, quern_context *ctx)
 {
     const layer_sizes *o = &d->sizes;
     const quern_dtype f = (quern_dtype)o->dtype;
-    d->params = (quern_dsv4_layer_params)QUERN_DSV4_LAYER_PARAMS_INIT;
+    d->params = (quern_dsv4_layer_step_params)QUERN_DSV4_LAYER_STEP_PARAMS_INIT;
     d->params.kind = (quern_dsv4_layer_kind)o->kind;
     d->params.window = o->window;
     d->params.top_k = o->top_k;
-    d->t = (quern_dsv4_layer_tensors)QUERN_DSV4_LAYER_TENSORS_INIT;
+    d->params.format = row_format(o);
+    if (o->kind == QUERN_DSV4_LAYER_CSA) d->params.key_format = (quern_dsv4_format)o->key_format;
+    d->had = (d->n - o->queries) / d->ratio * d->ratio;
+    d->t = (quern_dsv4_layer_step_tensors)QUERN_DSV4_LAYER_STEP_TENSORS_INIT;
     d->t.x = make(d, f, d->tokens, o->hidden, false);
     d->t.out = make(d, f, d->tokens, o->hidden, false);
     d->t.cos_sin = make(d, QUERN_F32, d->n, ROPE < o->index_width ? ROPE : o->index_width / 2 * 2, false);
@@ -305,10 +288,8 @@ static quern_status open_data(layer_data *d, quern_context *ctx)
         d->ids[b] = (int32_t)b;
         d->counts[b] = o->queries;
     }
-    quern_status status = make_cache(d, ctx);
-    if (status == QUERN_OK)
-        status = quern_dsv4_layer_decode_workspace(ctx, &d->params, d->cache, d->ids, d->counts, o->batch,
-                                                   &d->t, &d->bytes);
+    quern_status status = make_pools(d, ctx);
+    if (status == QUERN_OK) status = quern_dsv4_layer_step_workspace(ctx, &d->params, &d->t, &d->bytes);
     if (status == QUERN_OK && (d->workspace = bench_allocate(d->bytes + 1)) == NULL)
         status = QUERN_ERR_OUT_OF_MEMORY;
     return status;
@@ -322,19 +303,18 @@ static void close_data(bench_run *r)
     free(d);
 }
 
-/* A call, after which the sequences are what they were. */
+/* A step, after which the sequences are what they were. */
 static int run_call(bench_run *r, quern_context *ctx, double ms[2])
 {
     layer_data *d = r->data;
-    const layer_sizes *o = &d->sizes;
     const double start = now_ms();
-    quern_status status = quern_dsv4_layer_decode(ctx, NULL, &d->params, d->cache, d->ids, d->counts,
-                                                  o->batch, &d->t, d->workspace, d->bytes);
+    quern_status status =
+        quern_ledger_begin(d->ledger, d->ids, d->counts, d->sizes.batch, d->block, d->block_bytes);
+    if (status == QUERN_OK)
+        status = quern_dsv4_layer_step(ctx, NULL, &d->params, &d->t, d->workspace, d->bytes);
+    if (status == QUERN_OK) status = quern_ledger_abort(d->ledger); /* as commit, in the other direction */
     ms[0] = now_ms() - start;
-    if (status == QUERN_OK && o->queries > RING) status = fill_sequences(d);
-    else
-        for (int64_t b = 0; b < o->batch && status == QUERN_OK; b++)
-            status = quern_dsv4_layer_cache_rollback(d->cache, b, o->queries);
+    set_merged(d);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
@@ -345,7 +325,7 @@ static void count_work(const layer_data *d, formula_symbols *to)
 {
     const layer_sizes *o = &d->sizes;
     const bool csa = o->kind == QUERN_DSV4_LAYER_CSA;
-    const int64_t whole = d->content.tokens / d->ratio;
+    const int64_t whole = d->had / d->ratio;
     const double seen = (double)whole, chosen = (double)o->top_k < seen ? (double)o->top_k : seen,
                  entries = o->kind == QUERN_DSV4_LAYER_SWA ? 0
                            : csa                           ? chosen

@@ -30,8 +30,7 @@ static const option_row rows[] = {
      "with --chunks: of the cache's raw rows and entries; input: in X's dtype"},
     {"key-format", OPTION_CHOICE, AT(key_format), key_choices,
      "with --chunks: of the indexer's keys; input: in the rows' dtype"},
-    {"page", OPTION_INT, AT(page), NULL,
-     "with --chunks: slots of a page of entries and keys; 0: they are contiguous"},
+    {"page", OPTION_INT, AT(page), NULL, "with --chunks: slots of a page of entries and keys; 0: 64"},
 };
 #undef AT
 enum { CHUNKS_MAX = 65536 };
@@ -49,18 +48,6 @@ static quern_dsv4_layer_tensors tensors_of(const job *j)
     quern_dsv4_layer_tensors t;
     memcpy(&t, &j->tensors, sizeof t);
     return t;
-}
-
-/* Gives every sequence its pages, the last ones of the pool first. */
-static quern_status give_pages(quern_dsv4_layer_cache *cache, const quern_dsv4_layer_cache_params *c)
-{
-    int64_t needed;
-    quern_status status = quern_dsv4_layer_cache_pages(cache, 0, c->capacity, NULL, &needed);
-    for (int64_t i = 0; i < c->sequences * needed && status == QUERN_OK; i++) {
-        const int32_t page = (int32_t)(c->pages - 1 - i);
-        status = quern_dsv4_layer_cache_add_pages(cache, i / needed, &page, 1);
-    }
-    return status;
 }
 
 static quern_status make_cache(const job *j, void *memory[2], quern_dsv4_layer_cache **cache)
@@ -82,13 +69,11 @@ static quern_status make_cache(const job *j, void *memory[2], quern_dsv4_layer_c
     c.format = options.format == FORMAT_ROW584 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
     c.key_format = (quern_dsv4_format)options.key_format; /* in the order of the choices */
     c.page = options.page;
-    if (c.page > 0 && c.ratio > 0) c.pages = c.sequences * (c.capacity / c.ratio / c.page + 1);
     quern_status status = quern_dsv4_layer_cache_size(&c, &bytes[0], &bytes[1]);
     if (status != QUERN_OK) return status;
     for (int i = 0; i < 2; i++)
         if ((memory[i] = malloc(bytes[i])) == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    status = quern_dsv4_layer_cache_create(&c, memory[0], bytes[0], memory[1], bytes[1], cache);
-    return status == QUERN_OK && c.page > 0 ? give_pages(*cache, &c) : status;
+    return quern_dsv4_layer_cache_create(&c, memory[0], bytes[0], memory[1], bytes[1], cache);
 }
 
 /* The dimension of a shape such as "B H T D" that counts tokens, or entries where none does. */

@@ -55,6 +55,9 @@ OPERATIONS = {
     "v4-index": dsv4.index,
     "v4-index-loss": dsv4.index_loss,
     "v4-layer": dsv4.layer,
+    "v4-layer-pack": dsv4.layer_pack,
+    "v4-layer-step": dsv4.layer_step,
+    "v4-layer-unpack": dsv4.layer_unpack,
     "v4-store": dsv4.write_slots,
 }
 

@@ -9,7 +9,7 @@ store(), load(), write_slots() and gather_pages() are the caches' rows.
 from __future__ import annotations
 
 import math
-from typing import Mapping
+from typing import Any, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ __all__ = [
     "index",
     "index_loss",
     "layer",
+    "layer_pack",
+    "layer_step",
+    "layer_unpack",
     "load",
     "rotate",
     "store",
@@ -372,3 +375,70 @@ def layer(
         "btgc,goc->btgo", o.reshape(batch, tokens, groups, -1), o_a.unflatten(0, (groups, -1))
     )
     return mixed.flatten(-2) @ weights["o_b_proj.weight"].T
+
+
+def layer_step(
+    x: Tensor,
+    cu: Tensor,
+    cos_sin: Tensor,
+    weights: Mapping[str, Tensor],
+    before: Sequence[Tensor],
+    **settings: Any,
+) -> Tensor:
+    """A step's rows x [T, Dm], sequence after sequence by cu [B + 1], behind the tokens [n, Dm] that each
+    sequence has: the rows of the whole sequences."""
+    made = []
+    for old, first, last in zip(before, cu[:-1].tolist(), cu[1:].tolist()):
+        whole = torch.cat((old, x[first:last]))[None]
+        made.append(layer(whole, cos_sin, weights, **settings)[0, len(old) :])
+    return torch.cat(made)
+
+
+def _kept(
+    tokens: int, ratio: int, raw: Tensor, raw_table: Tensor, pools: Sequence[Tensor], table: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Where a sequence's rows stand: pool, page, slot; raw rows first."""
+    row = torch.arange(max(0, tokens - raw.shape[1]), tokens)
+    yield raw, raw_table[0].expand(len(row)).long(), row % raw.shape[1]
+    for pool in pools:
+        entry, page = torch.arange(tokens // ratio), pool.shape[1]
+        yield pool, table[entry // page].long(), entry % page
+
+
+def layer_pack(
+    raw: Tensor,
+    raw_table: Tensor,
+    tokens: int,
+    ratio: int = 1,
+    pools: Sequence[Tensor] = (),
+    table: Tensor | None = None,
+    states: Sequence[Tensor] = (),
+    slot: int = 0,
+) -> Tensor:
+    """What a layer keeps of a sequence, as bytes. pools: entries and keys, as rows; states: states, merged,
+    and those of the indexer."""
+    rows = [pool[page, at] for pool, page, at in _kept(tokens, ratio, raw, raw_table, pools, table)]
+    rows += [t[slot : slot + 1] for t in states if tokens]
+    return torch.cat([t.contiguous().flatten().view(torch.uint8) for t in rows])
+
+
+def layer_unpack(
+    packed: Tensor,
+    raw: Tensor,
+    raw_table: Tensor,
+    tokens: int,
+    ratio: int = 1,
+    pools: Sequence[Tensor] = (),
+    table: Tensor | None = None,
+    states: Sequence[Tensor] = (),
+    slot: int = 0,
+) -> None:
+    """The reverse: writes such bytes into the tensors."""
+    for pool, page, at in _kept(tokens, ratio, raw, raw_table, pools, table):
+        size = len(at) * pool.shape[2] * pool.element_size()
+        pool[page, at] = packed[:size].clone().view(pool.dtype).view(len(at), pool.shape[2])
+        packed = packed[size:]
+    for t in states if tokens else ():
+        size = t[slot].numel() * t.element_size()
+        t[slot] = packed[:size].clone().view(t.dtype).view(t[slot].shape)
+        packed = packed[size:]

@@ -13,8 +13,8 @@
 typedef struct place {
     step_run run;
     bool live;
-    int64_t count, end;          /* rows of the call, with those of a sequence that does not run */
-    int64_t entry, whole, made;  /* its first entry in the call; entries before; those that become whole */
+    int64_t count, end;         /* rows of the call, with those of a sequence that does not run */
+    int64_t entry, whole, made; /* its first entry in the call; entries before; those that become whole */
 } place;
 
 /* Sets p to sequence b, behind what it was: {0} before the first. */
@@ -48,8 +48,8 @@ static void ring_runs(const step_places_args *a, const quern_tensor *runs, const
                       int64_t n, int64_t row, bool from_ring)
 {
     const int64_t b = p->run.b, page = i32_at(&a->raw_of, b, 0) * a->ring, slot = first % a->ring,
-                  one = n < a->ring - slot ? n : a->ring - slot,
-                  at[] = {page + slot, page}, to[] = {row, row + one}, count[] = {one, n - one};
+                  one = n < a->ring - slot ? n : a->ring - slot, at[] = {page + slot, page},
+                  to[] = {row, row + one}, count[] = {one, n - one};
     for (int i = 0; i < 2; i++)
         set_run(runs, 2 * b + i, from_ring ? at[i] : to[i], from_ring ? to[i] : at[i], count[i]);
 }
@@ -57,11 +57,12 @@ static void ring_runs(const step_places_args *a, const quern_tensor *runs, const
 static int64_t put_raw(const step_places_args *a, const place *p, int64_t row)
 {
     const int64_t window = a->window - 1, count = p->live ? p->count : 0,
-                  old = !p->live ? 0 : p->run.first < window ? p->run.first : window,
+                  old = !p->live                ? 0
+                        : p->run.first < window ? p->run.first
+                                                : window,
                   last = count < a->ring ? count : a->ring;
     int64_t *slots = a->raw_slots.data;
-    for (int64_t i = 0; i < p->count; i++)
-        slots[p->run.row + i] = p->live ? row + old + i : -1;
+    for (int64_t i = 0; i < p->count; i++) slots[p->run.row + i] = p->live ? row + old + i : -1;
     ring_runs(a, &a->old, p, p->run.first - old, old, row, true);
     ring_runs(a, &a->kept, p, p->end - last, last, row + old + count - last, false);
     return row + old + count;
@@ -74,8 +75,7 @@ static void put_entries(const step_places_args *a, const place *p)
     int64_t *slots = a->entry_slots.data;
     for (int64_t i = 0; i < p->made; i++) {
         const int64_t s = p->whole + i;
-        slots[p->entry + i] =
-            p->live ? pages[s / a->page * table->strides[1]] * a->page + s % a->page : -1;
+        slots[p->entry + i] = p->live ? pages[s / a->page * table->strides[1]] * a->page + s % a->page : -1;
     }
 }
 
@@ -86,9 +86,8 @@ static quern_status check_finite(const stage_exec *exec, const quern_tensor *x, 
     for (int64_t i = first; is_present(x) && i < first + n; i++) {
         const float *row = (const float *)x->data + i * x->strides[0];
         if (kernels->magnitude(row, QUERN_F32, x->shape[1]) >= 0x7f800000u)
-            return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_NOT_FINITE,
-                                                    .tensor = x,
-                                                    .index = i * x->shape[1]});
+            return stage_report(
+                exec, (stage_fault){.kind = QUERN_STATUS_NOT_FINITE, .tensor = x, .index = i * x->shape[1]});
     }
     return QUERN_OK;
 }

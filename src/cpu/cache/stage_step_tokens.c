@@ -32,8 +32,7 @@ static bool stands_before(const stage_step *step, const step_run *run)
 static quern_status check_position(const stage_exec *exec, const step_tokens_args *a, const step_run *run)
 {
     const quern_tensor *const merged[] = {&a->merged, &a->merged_index};
-    stage_fault fault = {
-        QUERN_STATUS_BAD_POSITION, &a->step.positions, run->b, .most = a->most - run->count};
+    stage_fault fault = {QUERN_STATUS_BAD_POSITION, &a->step.positions, run->b, .most = a->most - run->count};
     if (run->first < 0 || run->first > fault.most) return stage_report(exec, fault);
     for (int i = 0; i < 2 && run->first > 0; i++) {
         const int64_t sums = i32_at(merged[i], run->slot, run->first);
@@ -46,15 +45,15 @@ static quern_status check_position(const stage_exec *exec, const step_tokens_arg
 
 static quern_status check_sequence(const stage_exec *exec, const step_tokens_args *a, const step_run *run)
 {
-    const stage_fault slot = {
-        QUERN_STATUS_BAD_POSITION, &a->step.slots, run->b, .least = -1, .most = a->slot_count - 1};
+    const stage_fault slot = {QUERN_STATUS_BAD_POSITION, &a->step.slots, run->b, .least = -1,
+                              .most = a->slot_count - 1};
     if (run->slot < 0 || run->slot >= a->slot_count || stands_before(&a->step, run))
         return stage_report(exec, slot);
     quern_status status = check_position(exec, a, run);
     if (status == QUERN_OK) status = check_pages(exec, &a->raw_table, run->b, 0, 1, a->raw_pages);
-    return status == QUERN_OK ? check_pages(exec, &a->table, run->b, 0,
-                                            pages_before(a, run->first + run->count), a->pages)
-                              : status;
+    return status == QUERN_OK
+               ? check_pages(exec, &a->table, run->b, 0, pages_before(a, run->first + run->count), a->pages)
+               : status;
 }
 
 /* The results for a sequence of so many rows from `row` on. */

@@ -67,32 +67,45 @@ typedef struct stored {
     double *raw, *entries, *keys; /* [T, D] [S, D] [S, C_I] */
 } stored;
 
-/* Takes in the values of the last `count` raw rows and of the entries from `entry` on. Where the case's
- * results are f32, these are what was stored. */
-static void read_stored(const layer_case *c, const layer_store *s, int64_t first, int64_t count,
-                        int64_t entry, stored *to)
+/* Takes in the values of the last `count` raw rows and of the entries from `entry` on, from saved bytes.
+ * Where the case's results are f32, these are what was stored. */
+static void read_stored(const layer_case *c, quern_context *ctx, const layer_store *s, int64_t first,
+                        int64_t count, int64_t entry, stored *to)
 {
-    quern_dsv4_layer_rows rows = QUERN_DSV4_LAYER_ROWS_INIT;
-    assert_int_equal(quern_dsv4_layer_cache_get(s->cache, 0, &rows), QUERN_OK);
-    const quern_tensor *views[] = {&rows.raw, &rows.entries, &rows.keys};
-    double *const places[] = {to->raw, to->entries, to->keys};
+    enum { HEADER = 152 };
     static const int results[] = {LAYER_KV, LAYER_COMPRESSED, LAYER_IDX_K};
+    const int64_t tokens = first + count, size = (int64_t)quern_dtype_size(s->params.dtype),
+                  kept = c->shape.window - 1 + s->params.ring,
+                  entries = c->shape.kind != ORACLE_SWA ? tokens / c->shape.ratio : 0;
+    double *const places[] = {to->raw, to->entries, to->keys};
+    size_t bytes;
+    assert_int_equal(quern_dsv4_layer_cache_save(ctx, s->cache, 0, NULL, &bytes), QUERN_OK);
+    test_workspace space = test_workspace_make(bytes);
+    assert_int_equal(quern_dsv4_layer_cache_save(ctx, s->cache, 0, space.data, &bytes), QUERN_OK);
+    const char *at = (const char *)space.data + HEADER;
     for (int k = 0; k < 3; k++) {
         const quern_dsv4_format format = k == 2 ? s->params.key_format : s->params.format;
-        const int64_t width = k == 2 ? c->shape.index_dim : c->shape.dim, n = views[k]->shape[0],
-                      from = k == 0 ? n - count : entry, at = k == 0 ? first : entry;
+        const int64_t width = k == 2 ? c->shape.index_dim : c->shape.dim,
+                      n = k > 0           ? entries
+                          : tokens < kept ? tokens
+                                          : kept,
+                      from = k == 0 ? n - count : entry, value = k == 0 ? first : entry,
+                      row = format == QUERN_DSV4_ROWS     ? width * size
+                            : format == QUERN_DSV4_ROW584 ? 584
+                            : format == QUERN_DSV4_FP4    ? width / 2 + width / 32
+                                                          : width + 4;
         if (c->t[results[k]].buffer == NULL) continue;
         double *values = test_tensor_get(&c->t[results[k]]);
         for (int64_t i = from; i < n; i++) {
-            const char *row = (const char *)views[k]->data +
-                              i * views[k]->strides[0] * (int64_t)quern_dtype_size(views[k]->dtype);
-            widen(format, s->params.dtype, width, row, places[k] + (at + i - from) * width);
+            widen(format, s->params.dtype, width, at + i * row, places[k] + (value + i - from) * width);
             if (c->dtype == QUERN_F32)
-                check_stored(format, s->params.dtype, values + (at + i - from) * width, width, row,
-                             layer_case_names[results[k]]);
+                check_stored(format, s->params.dtype, values + (value + i - from) * width, width,
+                             at + i * row, layer_case_names[results[k]]);
         }
         free(values);
+        at += n * row;
     }
+    test_workspace_close(&space);
 }
 
 /* The head weights of the indexer, x indexer_heads^T. */
@@ -181,7 +194,7 @@ static void stored_rows_and_what_queries_read(void **state)
             const int64_t left = STORED_TOKENS - at, most = left < KEPT_MOST ? left : KEPT_MOST,
                           count = test_random_int(&random, 1, most);
             layer_case_append(&c, ctx, &s, 0, 0, at, count);
-            read_stored(&c, &s, at, count, at / c.shape.ratio, &rows);
+            read_stored(&c, ctx, &s, at, count, at / c.shape.ratio, &rows);
             at += count;
             if (at < STORED_TOKENS && test_random_one_in(&random, 3)) {
                 assert_int_equal(quern_dsv4_layer_cache_rollback(s.cache, 0, 1), QUERN_OK);
@@ -212,8 +225,8 @@ static void bad_parameters(void **state)
                  {512, 0, 0, 0, QUERN_DSV4_LAYER_HCA, 0, QUERN_DSV4_FP8, "key_format is 1: 0 to 0"},
                  {512, 0, 16, 4, QUERN_DSV4_LAYER_SWA, 0, 0, "page is 16: 0 to 0"},
                  {512, 128, 65537, 4, QUERN_DSV4_LAYER_CSA, 0, 0, "page is 65537: 0 to 65536"},
-                 {512, 128, 16, 0, QUERN_DSV4_LAYER_CSA, 0, 0, "pages is 0: 1 to"},
-                 {512, 128, 0, 1, QUERN_DSV4_LAYER_CSA, 0, 0, "pages is 1: 0 to 0"}};
+                 {512, 128, 16, -1, QUERN_DSV4_LAYER_CSA, 0, 0, "pages is -1: 0 to"},
+                 {512, 0, 0, 1, QUERN_DSV4_LAYER_SWA, 0, 0, "pages is 1: 0 to 0"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         quern_dsv4_layer_cache_params p = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
         size_t memory = 7, rows = 8;

@@ -1,0 +1,319 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* layer_step_schema.c - a step of the layer: its tensors and parameters, and the extents that follow from
+ * them. */
+#include "core/error.h"
+#include "core/view.h"
+#include "dsv4/call.h"
+#include "dsv4/layer.h"
+#include "dsv4/layer_tensors.h"
+
+#include <inttypes.h>
+
+enum { PAGE_MOST = 65536 };
+
+static const op_tensor tensors[] = {
+    LAYER_INPUTS LAYER_RESULTS DSV4_WEIGHT_TENSORS("compressor", "w.compressor.", LS_IN, LS_PROJ)
+        DSV4_WEIGHT_TENSORS("indexer", "w.compressor.indexer.", LS_IN,
+                            LS_4CI){"slots", "slots", OP_I32, OP_NONE, {LS_B}, {0}},
+    {"positions", "positions", OP_I32, OP_NONE, {LS_B}, {0}},
+    {"cu", "cu", OP_I32, OP_NONE, {LS_B1}, {0}},
+    {"raw", "raw", OP_STORED, OP_NONE, {LL_RAW}, {0}},
+    {"raw_table", "raw_table", OP_I32, OP_NONE, {LS_B, LS_1}, {0}},
+    {"entries", "entries", OP_STORED, OP_NONE, {LL_ENTRIES}, {0}},
+    {"entries_table", "entries_table", OP_I32, OP_NONE, {LS_B, LS_COLUMNS}, {0}},
+    {"keys", "keys", OP_STORED, OP_NONE, {LL_KEYS}, {0}},
+    {"states", "states", OP_F32, OP_NONE, {LS_SLOTS, LS_FLOATS}, {0}},
+    {"merged", "merged", OP_I32, OP_NONE, {LS_SLOTS}, {0}},
+    {"indexer_states", "indexer_states", OP_F32, OP_NONE, {LS_SLOTS, LS_INDEX_FLOATS}, {0}},
+    {"indexer_merged", "indexer_merged", OP_I32, OP_NONE, {LS_SLOTS}, {0}},
+    {"copies", "copies", OP_I32, OP_NONE, {LL_COPIES}, {0}},
+    {"fault", "fault", OP_I32, OP_NONE, {LS_SLOTS}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_step_tensors),
+               "a row a tensor");
+/* The layer's parts find these by DL(..). */
+_Static_assert(DLS(out) == DL(out) && DLS(o_a_out) == DL(o_a_out) && DLS(indexer_heads) == DL(indexer_heads),
+               "x, weights and results come first");
+
+const dsv4_weight_row layer_step_weights[2] = {
+    {{DLS(compressor_kv), DLS(compressor_gate)}, DLS(compressor_fp8)},
+    {{DLS(indexer_kv), DLS(indexer_gate)}, DLS(indexer_fp8)}};
+
+static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
+#define AT(member) offsetof(quern_dsv4_layer_step_params, member)
+static const op_param params[] = {
+    {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, layer_kinds,
+     "entries that an indexer chooses, all entries, or the window alone"},
+    {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
+    {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
+    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norms; 0: 1e-6"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of raw rows and entries: rows, row584"},
+    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, formats, "csa: of the indexer's keys"},
+};
+#undef AT
+static const quern_dsv4_layer_step_params defaults = QUERN_DSV4_LAYER_STEP_PARAMS_INIT;
+static const char *const operations[] = {"dsv4_layer_step"};
+static const op_entry ops[] = {
+    {.name = "v4-layer-step",
+     .help = "new tokens of many sequences through a whole attention layer of DeepSeek-V4, from and to pages "
+             "and states",
+     .backward = OP_NONE},
+};
+static const char *const symbols[] = {LAYER_SYMBOLS,
+                                      [LS_B] = "B",
+                                      [LS_B1] = "B+1",
+                                      [LS_1] = "1",
+                                      [LS_SLOTS] = "slots",
+                                      [LS_COLUMNS] = "columns",
+                                      [LS_FLOATS] = "floats",
+                                      [LS_INDEX_FLOATS] = "index_floats",
+                                      NULL};
+static const char *const leads[] = {
+    "T",   "",  "raw_pages ring D|584", "pages page D|pages page*584", "pages page C_I|pages page*bytes",
+    "C 3", NULL};
+
+static quern_dsv4_layer_step_params *params_of(const op_call *call)
+{
+    return &((layer_step_call *)(uintptr_t)call)->params;
+}
+
+static quern_status check_params(op_call *call)
+{
+    const quern_dsv4_layer_step_params *p = params_of(call);
+    quern_dsv4_layer_params *own = &((dsv4_layer_call *)call)->params;
+    *own = (quern_dsv4_layer_params)QUERN_DSV4_LAYER_PARAMS_INIT;
+    own->kind = p->kind;
+    own->window = p->window;
+    own->top_k = p->top_k;
+    own->eps = p->eps;
+    layer_resolve(own);
+    if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows or row584 is accepted",
+                         formats[p->format]);
+    if (p->key_format == QUERN_DSV4_ROWS || p->kind == QUERN_DSV4_LAYER_CSA) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "key_format is %s: a layer of kind %s has no indexer",
+                     formats[p->key_format], layer_kinds[p->kind]);
+}
+
+static void roles(op_call *call)
+{
+    const quern_dsv4_layer_kind kind = params_of(call)->kind;
+    const bool csa = kind == QUERN_DSV4_LAYER_CSA, entries = kind != QUERN_DSV4_LAYER_SWA;
+    const uint8_t of_entries = entries ? OP_UPDATED : OP_REFUSED, of_keys = csa ? OP_UPDATED : OP_REFUSED;
+    uint8_t *r = call->role;
+    layer_roles(call);
+    r[DLS(slots)] = r[DLS(positions)] = r[DLS(cu)] = r[DLS(raw_table)] = OP_NEEDED;
+    r[DLS(raw)] = OP_UPDATED;
+    r[DLS(entries)] = r[DLS(states)] = r[DLS(merged)] = of_entries;
+    r[DLS(entries_table)] = entries ? OP_NEEDED : OP_REFUSED;
+    r[DLS(keys)] = r[DLS(indexer_states)] = r[DLS(indexer_merged)] = of_keys;
+    r[DLS(copies)] = OP_OPTIONAL;
+    r[DLS(fault)] = call->given[DLS(fault)] != NULL ? OP_UPDATED : OP_OPTIONAL;
+}
+
+int64_t layer_row_of(quern_dsv4_format format, int64_t width)
+{
+    return format == QUERN_DSV4_ROWS ? width : dsv4_row_bytes(format, width);
+}
+
+int64_t layer_ring_of(bool csa, int64_t width, int64_t floats)
+{
+    const int64_t ring = (floats - pool_sums_floats(csa, width)) / pool_row_columns(csa, width);
+    return ring < 0 ? 0 : ring > DSV4_RING_MOST ? DSV4_RING_MOST : ring;
+}
+
+/* That a tensor is there, of so many dimensions, in the dtype of its format. */
+static quern_status check_stored(op_call *call, int32_t tensor, int32_t ndim, quern_dsv4_format format)
+{
+    if (call->given[tensor] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
+                         call->family->tensors[tensor].field);
+    const quern_status status = op_check_kind(call, tensor, ndim);
+    return status == QUERN_OK ? dsv4_check_stored(call, tensor, format) : status;
+}
+
+quern_status layer_derive_raw(op_call *call, int32_t tensor, quern_dsv4_format format, int64_t width)
+{
+    const quern_status status = check_stored(call, tensor, 3, format);
+    if (status != QUERN_OK) return status;
+    const int64_t *shape = call->given[tensor]->shape;
+    call->lead[LEAD_OF(LL_RAW)] = (op_extents){3, {shape[0], shape[1], layer_row_of(format, width)}};
+    if (shape[0] > 1 && call->given[tensor]->strides[0] != shape[1] * call->given[tensor]->strides[1])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "raw.strides[0] is %" PRId64 ": %" PRId64 ", pages without gaps, is accepted",
+                         call->given[tensor]->strides[0], shape[1] * call->given[tensor]->strides[1]);
+    if (shape[0] > INT32_MAX || shape[1] < 1 || shape[1] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "raw has %" PRId64 " pages of %" PRId64 " rows: up to %d of 1 to %d are accepted",
+                         shape[0], shape[1], INT32_MAX, INT32_MAX);
+    return QUERN_OK;
+}
+
+quern_status layer_derive_pool(op_call *call, int32_t tensor, quern_dsv4_format format, int64_t width,
+                               op_extents *extents)
+{
+    const bool bytes = format != QUERN_DSV4_ROWS;
+    const quern_status status = check_stored(call, tensor, bytes ? 2 : 3, format);
+    if (status != QUERN_OK) return status;
+    const int64_t *shape = call->given[tensor]->shape,
+                  page = bytes ? shape[1] / layer_row_of(format, width) : shape[1];
+    layer_set_pool(extents, shape[0], page, format, width);
+    if (shape[0] > INT32_MAX || page < 1 || page > PAGE_MOST)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s has %" PRId64 " pages of %" PRId64 " rows: up to %d of 1 to %d are accepted",
+                         call->family->tensors[tensor].field, shape[0], page, INT32_MAX, PAGE_MOST);
+    return QUERN_OK;
+}
+
+void layer_set_pool(op_extents *extents, int64_t pages, int64_t page, quern_dsv4_format format, int64_t width)
+{
+    const int64_t row = layer_row_of(format, width);
+    *extents = format != QUERN_DSV4_ROWS ? (op_extents){2, {pages, page * row}}
+                                         : (op_extents){3, {pages, page, row}};
+}
+
+int64_t layer_page_of(const op_extents *extents, quern_dsv4_format format, int64_t width)
+{
+    return extents->count == 3 ? extents->extent[1] : extents->extent[1] / layer_row_of(format, width);
+}
+
+/* The compressors' states: all have as many slots and rings as long. */
+static quern_status derive_states(op_call *call)
+{
+    const bool csa = params_of(call)->kind == QUERN_DSV4_LAYER_CSA;
+    int64_t *s = call->symbol;
+    if (call->given[DLS(states)] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "states is NULL: a tensor is needed");
+    const quern_status status = op_check_kind(call, DLS(states), 2);
+    if (status != QUERN_OK) return status;
+    const int64_t ring = layer_ring_of(csa, s[LS_D], call->given[DLS(states)]->shape[1]);
+    s[LS_SLOTS] = call->given[DLS(states)]->shape[0];
+    s[LS_FLOATS] = pool_state_floats(csa, s[LS_D], ring);
+    s[LS_INDEX_FLOATS] = pool_state_floats(true, s[LS_CI], ring);
+    return QUERN_OK;
+}
+
+static quern_status derive_pools(op_call *call)
+{
+    const quern_dsv4_layer_step_params *p = params_of(call);
+    const bool csa = p->kind == QUERN_DSV4_LAYER_CSA;
+    int64_t *s = call->symbol;
+    op_extents *entries = &call->lead[LEAD_OF(LL_ENTRIES)];
+    quern_status status = layer_derive_pool(call, DLS(entries), p->format, s[LS_D], entries);
+    if (status == QUERN_OK && call->given[DLS(entries_table)] == NULL)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "entries_table is NULL: a tensor is needed");
+    if (status == QUERN_OK) status = op_check_kind(call, DLS(entries_table), 2);
+    if (status == QUERN_OK) status = derive_states(call);
+    if (status != QUERN_OK) return status;
+    s[LS_COLUMNS] = call->given[DLS(entries_table)]->shape[1];
+    if (call->given[DLS(entries)]->dtype != call->given[DLS(raw)]->dtype)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries has dtype %s: %s, as raw, is accepted",
+                         quern_dtype_name(call->given[DLS(entries)]->dtype),
+                         quern_dtype_name(call->given[DLS(raw)]->dtype));
+    if (!csa) return QUERN_OK;
+    const quern_dsv4_compress_params of_keys = {.format = p->key_format};
+    if ((status = dsv4_check_width(&of_keys, s[LS_CI], 0)) != QUERN_OK ||
+        (status = check_stored(call, DLS(keys), p->key_format == QUERN_DSV4_ROWS ? 3 : 2, p->key_format)) !=
+            QUERN_OK)
+        return status;
+    layer_set_pool(&call->lead[LEAD_OF(LL_KEYS)], entries->extent[0],
+                   layer_page_of(entries, p->format, s[LS_D]), p->key_format, s[LS_CI]);
+    return QUERN_OK;
+}
+
+int64_t layer_step_room(const op_call *call)
+{
+    const bool csa = params_of(call)->kind == QUERN_DSV4_LAYER_CSA;
+    const int64_t *s = call->symbol, r = s[LS_R], ring = call->lead[LEAD_OF(LL_RAW)].extent[1],
+                  held = r > 0 ? layer_ring_of(csa, s[LS_D], s[LS_FLOATS]) : 0;
+    int64_t most = s[LS_P] < INT32_MAX ? s[LS_P] : INT32_MAX;
+    /* A ring that is shorter than a window, and what can be taken back, keeps all rows. */
+    if (ring < ((const dsv4_layer_call *)call)->params.window - 1 + held && ring < most) most = ring;
+    if (r == 0) return most;
+    const int64_t page = layer_page_of(&call->lead[LEAD_OF(LL_ENTRIES)], params_of(call)->format, s[LS_D]);
+    int64_t entries = s[LS_COLUMNS] < INT32_MAX / page ? s[LS_COLUMNS] * page : INT32_MAX;
+    if (op_uses(call, DLS(idx_score)) && s[LS_SCORES] < entries) entries = s[LS_SCORES];
+    const int64_t tokens = entries * r + r - 1; /* of fewer than 2^31 entries of at most 2^16 tokens */
+    return tokens < most ? tokens : most;
+}
+
+int64_t layer_step_entries(const op_call *call)
+{
+    const int64_t *s = call->symbol;
+    return s[LS_R] > 0 ? s[LS_T] / s[LS_R] + s[LS_B] : 0;
+}
+
+static quern_status derive_step(op_call *call)
+{
+    static const int32_t sized[] = {DLS(slots), DLS(copies)};
+    int64_t *s = call->symbol;
+    for (int i = 0; i < 2; i++) {
+        if (i == 0 && call->given[DLS(slots)] == NULL)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots is NULL: a tensor is needed");
+        if (!op_uses(call, sized[i])) continue;
+        const quern_status status = op_check_kind(call, sized[i], i + 1);
+        if (status != QUERN_OK) return status;
+    }
+    s[LS_1] = 1;
+    s[LS_T] = call->like.shape[0];
+    s[LS_B] = call->given[DLS(slots)]->shape[0];
+    s[LS_B1] = s[LS_B] + 1;
+    s[LS_S] = layer_step_entries(call);
+    for (int32_t i = DLS(compressed); i <= DLS(idx_k); i++) /* a result may have room for fewer */
+        if (op_uses(call, i) && call->given[i]->ndim == 2 && call->given[i]->shape[0] < s[LS_S])
+            s[LS_S] = call->given[i]->shape[0];
+    if (s[LS_T] > INT32_MAX || s[LS_B] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%" PRId64 " tokens of %" PRId64 " sequences: up to %d are accepted", s[LS_T],
+                         s[LS_B], INT32_MAX);
+    call->lead[LEAD_OF(LL_TOKENS)] = (op_extents){1, {s[LS_T]}};
+    call->lead[LEAD_OF(LL_BATCH)] = (op_extents){0, {0}};
+    call->lead[LEAD_OF(LL_COPIES)] =
+        (op_extents){2, {op_uses(call, DLS(copies)) ? call->given[DLS(copies)]->shape[0] : 0, 3}};
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_dsv4_layer_step_params *p = params_of(call);
+    const quern_dsv4_compress_params of_rows = {.format = p->format};
+    int64_t *s = call->symbol;
+    quern_status status = layer_derive(call);
+    if (status == QUERN_OK) status = dsv4_check_width(&of_rows, s[LS_D], s[LS_ROPE]);
+    if (status == QUERN_OK) status = derive_step(call);
+    if (status == QUERN_OK) status = layer_derive_raw(call, DLS(raw), p->format, s[LS_D]);
+    if (status == QUERN_OK && p->kind != QUERN_DSV4_LAYER_SWA) status = derive_pools(call);
+    if (status != QUERN_OK) return status;
+    if (op_uses(call, DLS(fault)) && p->kind == QUERN_DSV4_LAYER_SWA) {
+        if ((status = op_check_kind(call, DLS(fault), 1)) != QUERN_OK) return status;
+        s[LS_SLOTS] = call->given[DLS(fault)]->shape[0];
+    }
+    const quern_tensor *scores = op_uses(call, DLS(idx_score)) ? call->given[DLS(idx_score)] : NULL;
+    s[LS_SCORES] = INT32_MAX;
+    if (scores != NULL && scores->ndim == 2) s[LS_SCORES] = scores->shape[1];
+    else if (p->kind == QUERN_DSV4_LAYER_CSA) s[LS_SCORES] = layer_step_room(call) / s[LS_R];
+    if (op_uses(call, DLS(fault)) && s[LS_T] > layer_step_room(call))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x has %" PRId64 " tokens: with fault up to %" PRId64
+                         ", the positions that there is room for, are accepted",
+                         s[LS_T], layer_step_room(call));
+    return QUERN_OK;
+}
+
+const op_family dsv4_layer_step_family = {
+    OP_TABLES(layer_step_call, operations, tensors, params, symbols, ops),
+    .first = QUERN_OP_DSV4_LAYER_STEP,
+    .varlen_by = OP_NONE,
+    .defaults = &defaults,
+    .params_init = "QUERN_DSV4_LAYER_STEP_PARAMS_INIT",
+    .tensors_init = "QUERN_DSV4_LAYER_STEP_TENSORS_INIT",
+    .leads = leads,
+    .group = "v4-layer-step",
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = layer_refuse,
+    .derive = derive,
+    .check_data = layer_check_data,
+    .build = layer_step_build,
+};
