@@ -307,6 +307,13 @@ quern_status op_check_backward_scale(float scale)
                      (double)scale, ATTEND_BACKWARD_SCALE_MOST);
 }
 
+quern_status op_check_granularity(int64_t granularity)
+{
+    if (32 % granularity == 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 is accepted",
+                     (long long)granularity);
+}
+
 quern_status op_begin(op_call *call, const op_family *family, int32_t operation, const void *params,
                       const void *tensors, op_tensors *own)
 {

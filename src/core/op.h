@@ -316,5 +316,7 @@ quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const 
 
 /* Refuses a scale of scores for which a backward of attention could not recompute P. */
 quern_status op_check_backward_scale(float scale);
+/* Refuses runs of gate and up with which the products' SwiGLU could not deal: they divide 32 columns. */
+quern_status op_check_granularity(int64_t granularity);
 
 #endif

@@ -113,11 +113,7 @@ static const quern_moe_params *params_of(const op_call *call)
 
 static quern_status check_params(op_call *call)
 {
-    const quern_moe_params *p = params_of(call);
-    if (32 % p->granularity != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 is accepted",
-                         (long long)p->granularity);
-    return QUERN_OK;
+    return op_check_granularity(params_of(call)->granularity);
 }
 
 /* Weights are codes with scales, or repacked. `there`: NVFP4 weights are expected. */

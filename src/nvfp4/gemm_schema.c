@@ -93,14 +93,10 @@ static quern_status check_params(op_call *call)
 {
     const quern_nvfp4_gemm_params *p = params_of(call);
     const bool swiglu = p->activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
-    if (swiglu && 32 % p->granularity != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "granularity is %lld: a divisor of 32 with an activation is accepted",
-                         (long long)p->granularity);
     if (p->accumulate && swiglu)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "accumulate is true with an activation: one or the other is accepted");
-    return QUERN_OK;
+    return swiglu ? op_check_granularity(p->granularity) : QUERN_OK;
 }
 
 /* A view [E, K/2, N] whose pairs of K are contiguous is [E, N, K/2] in memory; the shape of A's global says
