@@ -58,7 +58,7 @@ bool device_copy(const v4_device *d, void *to, const void *from, size_t bytes)
 
 void *device_room(v4_device *d, int i, size_t bytes)
 {
-    if (bytes <= d->room_bytes[i]) return d->room[i];
+    if (d->room[i] != NULL && bytes <= d->room_bytes[i]) return d->room[i];
     give(d, d->room[i]);
     d->room[i] = take(d, bytes);
     d->room_bytes[i] = d->room[i] != NULL ? bytes : 0;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 made_model v4_made;
+const char *v4_command = V4_COMMAND;
 static char folder[] = "/tmp/v4_test_XXXXXX";
 
 const char *v4_folder(void)
@@ -66,7 +67,7 @@ static int run(const char *format, va_list args)
 {
     char arguments[1024], command[2048];
     vsnprintf(arguments, sizeof arguments, format, args);
-    snprintf(command, sizeof command, "cd '%s' && '%s' %s --quiet >out 2>err", folder, V4_COMMAND, arguments);
+    snprintf(command, sizeof command, "cd '%s' && '%s' %s --quiet >out 2>err", folder, v4_command, arguments);
     const int how = system(command);
     return WIFEXITED(how) ? WEXITSTATUS(how) : -1;
 }

@@ -19,6 +19,8 @@ void v4_tokens(int32_t *tokens, int count);
 /* `tokens` I32 [count] in file `name`; with `lengths` [count, V4_MOST], and `lengths` I32 [count]. */
 void v4_put(const char *name, const int32_t *tokens, const int32_t *lengths, int64_t count);
 
+/* The program that is run; V4_COMMAND at first. */
+extern const char *v4_command;
 /* Runs the example in the folder with --quiet; its exit code. */
 int v4_run(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* A run that must end so; with 0 the whole numbers that it printed, whose count is returned. */

@@ -221,6 +221,34 @@ static void nvfp4_folders(void **state)
 #endif
 }
 
+/* With --device cuda on the mock device, whose memory the host cannot touch, the bits are the CPU's. */
+static void another_device(void **state)
+{
+    (void)state;
+#ifdef V4_MOCK_COMMAND
+    int32_t tokens[3][V4_MOST], lengths[3], here[3 * NEW + 1], there[3 * NEW + 1];
+    float logits[2][TOKENS * V4_VOCABULARY];
+    v4_tokens(tokens[0], TOKENS);
+    v4_put("tokens", tokens[0], NULL, TOKENS);
+    make_batch(tokens, lengths);
+    v4_put("batch", tokens[0], lengths, 3);
+    v4_ends(0, NULL, "logits model tokens logits --chunk 9");
+    v4_logits("logits", TOKENS, logits[0]);
+    v4_ends(0, here, "generate model --batch batch --max-new %d --json", NEW);
+    v4_command = V4_MOCK_COMMAND;
+    v4_ends(0, NULL, "logits model tokens logits --chunk 9 --device cuda");
+    v4_logits("logits", TOKENS, logits[1]);
+    assert_memory_equal(logits[0], logits[1], sizeof logits[0]);
+    for (int i = 0; i < 2; i++) { /* session and experts' file are written, then read */
+        v4_ends(0, there,
+                "generate model --batch batch --max-new %d --json --device cuda --session far --cache far.e",
+                NEW);
+        assert_memory_equal(here, there, 3 * NEW * sizeof *here);
+    }
+    v4_command = V4_COMMAND;
+#endif
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -232,6 +260,7 @@ int main(void)
         cmocka_unit_test(sessions_go_on),
         cmocka_unit_test(experts_come_from_a_file),
         cmocka_unit_test(nvfp4_folders),
+        cmocka_unit_test(another_device),
     };
     return cmocka_run_group_tests(tests, v4_set_up, v4_tear_down);
 }
