@@ -110,6 +110,51 @@ def decode_us(quern, sequences, tokens, heads, context=32768):
     return graph_us(turn, 4) / POOLS
 
 
+APPENDS = 4  # steps of each pool that follow one another: each sequence ends a block in one of them
+
+
+def append_steps(quern, sequences, ring=2, context=32768, ratio=4):
+    """Steps of one token a sequence, a quarter of which end a block, into states and pages of POOLS pools;
+    and what sets the states' counts of rows back to where the steps begin."""
+    first = context - 2 * ratio + torch.arange(sequences, dtype=I32, device="cuda") % ratio
+    entries = context // ratio
+    shared = dict(slots=torch.randperm(sequences, device="cuda").to(I32), cos_sin=tables(context))
+    shared |= dict(cu=torch.arange(sequences + 1, dtype=I32, device="cuda"))
+    begin = torch.empty_like(first)
+    begin[shared["slots"].long()] = first - ring
+    begin = begin.repeat(POOLS, 2, 1)
+    counts, steps = begin.clone(), []
+    for name, width in (("", DIM), ("index_", 128)):
+        shared |= {name + bias: torch.randn(ratio, width, device="cuda") for bias in ("b_a", "b_b")}
+        shared |= {name + "norm_weight": act(width)}
+    for pool in range(POOLS):
+        t = dict(shared)
+        for i, (name, width, row) in enumerate((("", DIM, 584), ("index_", 128, 132))):
+            pages = sequences * (entries // PAGE)
+            t[name + "proj"] = act(sequences, 4 * width)
+            t[name + "states"] = torch.rand(sequences, (6 + 4 * ring) * width, device="cuda") + 0.5
+            t[name + "merged"] = counts[pool, i]
+            t[name + "out"] = empty(pages, PAGE * row, dtype=U8)
+            t[name + "table"] = torch.randperm(pages, device="cuda").to(I32).view(sequences, -1)
+        steps.append(t)
+    p = quern.params("v4-append-step", format="row584", index_format="fp8", index_hadamard=True)
+    calls = [
+        quern.call("dsv4_append_step", p, positions=first + i, **t) for i in range(APPENDS) for t in steps
+    ]
+    return calls, lambda: counts.copy_(begin)
+
+
+def append_us(quern, sequences):
+    calls, reset = append_steps(quern, sequences)
+
+    def turn():
+        reset()
+        for call in calls:
+            call()
+
+    return graph_us(turn, 1) / len(calls)
+
+
 def index_call(quern, batch, queries, entries, form):
     p = quern.params("v4-index", start_abs_pos=4 * entries, top_k=TOP)
     t = dict(q=act(batch, queries, 64, 128), w=act(batch, queries, 64))
@@ -156,6 +201,8 @@ def rows(quern):
     for b, t, h, most in ((128, 2, 64, 60), (64, 1, 64, 32), (8, 1, 64, 18), (1, 1, 64, 11), (1, 1, 8, 9)):
         what = f"CSA decode, row584, {b} x {t} tokens, {h} heads, 32k, in a graph"
         yield what, most, lambda: decode_us(quern, b, t, h), "us", True
+    what = "append, main + indexer, ring 2, 128 sequences, row584 + fp8, in a graph"
+    yield what, 6, lambda: append_us(quern, 128), "us", True
     for form, least in (("rows", 500), ("fp8", 440), ("fp4", 400)):
         what = f"indexer + top-512, 64 x 128, 64k entries, 1k queries, {form}"
         yield what, least, lambda: index_rate(quern, 1024, 65536, form), "TFLOP/s", False
