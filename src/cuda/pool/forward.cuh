@@ -13,6 +13,7 @@
 #define QUERN_CUDA_POOL_FORWARD_CUH
 
 #include "pool/rows.cuh"
+#include "pool/short.cuh"
 
 /* Registers of a thread, and blocks of 128 threads that an SM then holds. */
 enum { FORWARD_REGISTERS = 128, FORWARD_BLOCKS = 4 };
@@ -65,11 +66,12 @@ static quern_status pool_forward_of(const pool_kernel &a, int64_t entries, int m
 {
     const int lanes = group_lanes(a.width), groups = groups_of_block(a.width), threads = groups * lanes;
     const bool held = a.wide && a.ratio <= HELD_ROWS;
-    const int64_t blocks = (entries + groups - 1) / groups,
-                  most = (int64_t)multiprocessors * FORWARD_BLOCKS;
+    const int64_t blocks = (entries + groups - 1) / groups, most = (int64_t)multiprocessors * FORWARD_BLOCKS;
     const unsigned grid = (unsigned)(blocks < most ? blocks : most);
     const size_t bytes = (size_t)(threads * GROUP_CHANNELS) * sizeof(float);
     if (grid == 0) return QUERN_OK;
+    if constexpr (sizeof(T) == 2)
+        if (pool_is_short(a)) return pool_short_run<T, B>(a, entries, multiprocessors, stream);
     if (!a.wide)
         pool_forward<T, B, HELD_ROWS, false, false><<<grid, threads, bytes, stream>>>(a, entries, lanes);
     else if (held)
