@@ -184,6 +184,12 @@ static linear_shape draw_shape(test_random *random, int trial)
     h.params.groups = test_random_one_in(random, 2) ? 1 : test_random_int(random, 2, 3);
     if (h.kind != FLOATS && test_random_one_in(random, 3)) h.params.a8 = QUERN_LINEAR_A8_FP8;
     if (h.kind == NVFP4) h.k = (h.k + 15) / 16 * 16;
+    if (test_random_one_in(random, 2)) { /* what a GPU reads in bulk */
+        h.k = (h.k + 15) / 16 * (test_random_one_in(random, 2) || h.rows > 20 ? 16 : 128);
+        h.layout = TEST_CONTIGUOUS;
+        h.params.block = 128;
+        if (h.dtype == QUERN_F32) h.dtype = QUERN_BF16;
+    }
     return h;
 }
 
