@@ -38,8 +38,8 @@ def hyper(
 
     fn f32 [n(n + 2), n·Dm], base f32 [n(n + 2)] and scale f32 [3] make a token's weights pre, post and comb.
     pre_in f32 [T, n] stands in for pre, which is then returned for the sub-layer after this one. head: the
-    end of a model, h alone, with fn [n, n·Dm], base [n] and scale [1], or pre_in without these. On the CPU so
-    far. With torch it is differentiable by all floats.
+    end of a model, h alone, with fn [n, n·Dm], base [n] and scale [1], or pre_in without these. With torch it
+    is differentiable by all floats.
     """
     settings = (("iters", iters), ("eps", eps), ("rms_eps", rms_eps), ("head", head))
     tensors = {"x": x, "fn": fn, "base": base, "scale": scale, "norm_weight": norm_weight}

@@ -32,7 +32,7 @@ def index_loss(
     T, H, D], kv_cmp [B, S, D] and sink [H] the attention's, lse_win f32 [B, H, T] its log-sum over the window
     without the sink (attention(return_lse_win=True)). T sums the heads' probabilities and is normalised over
     the entries; a row's loss is Σ T (log max(T, 1e-10) − log P), and loss is lambda_ times their mean over
-    the queries that have an entry. On the CPU so far.
+    the queries that have an entry.
 
     With torch loss is differentiable by q_index, k_index and w; the rest and row_loss carry no gradient.
     """
