@@ -41,6 +41,14 @@ __device__ __forceinline__ contest contest_of(const nsa_kernel &a, const nsa_que
     return c;
 }
 
+/* What choosing takes of a block's shared memory. */
+struct choose_room {
+    team_room<THREADS> team;
+    float mean[256];
+    uint32_t ranks[RANKS_MOST]; /* where there are no more candidates; each is read 33 times */
+    int32_t list[CHOSEN_MOST];
+};
+
 /* What each entry counts: the probabilities of rows [row0, row0 + rows), added. */
 __device__ __forceinline__ void add_probabilities(const nsa_kernel &a, const nsa_query &q, float *scratch,
                                                   int row0, int rows)
@@ -48,6 +56,7 @@ __device__ __forceinline__ void add_probabilities(const nsa_kernel &a, const nsa
     const float *const lse2 = scratch + a.at.lse;
     for (int e = threadIdx.x; e < q.seen; e += THREADS) {
         float sum = 0.0f;
+#pragma unroll 4
         for (int r = row0; r < row0 + rows; r++)
             sum += exp2_fast(fmaf(scratch[a.at.scores + r * a.at.width + e], a.scale2, -lse2[r]));
         scratch[a.at.entries + e] = sum;
@@ -105,10 +114,10 @@ __device__ __forceinline__ float block_score(const nsa_kernel &a, const nsa_quer
 
 /* Chooses; returns how many. */
 __device__ __forceinline__ int choose_blocks(const nsa_kernel &a, const nsa_query &q, float *scratch,
-                                             team_room<THREADS> &team, int32_t *list)
+                                             choose_room &m)
 {
     const contest c = contest_of(a, q);
-    uint32_t *const ranks = (uint32_t *)scratch + a.at.ranks;
+    uint32_t *const ranks = c.candidates <= RANKS_MOST ? m.ranks : (uint32_t *)scratch + a.at.ranks;
     const auto sync = []() { __syncthreads(); };
     int equal = 0, count = 0, sames = 0;
     uint32_t kth = ~0u;
@@ -118,15 +127,15 @@ __device__ __forceinline__ int choose_blocks(const nsa_kernel &a, const nsa_quer
     if (c.g0 - c.f0 <= c.size) kth = 0; /* all others are chosen */
     else if (c.size > 0)
         kth = team_kth(
-            team, [&](int i) { return ranks[i]; }, c.candidates, c.size, &equal);
+            m.team, [&](int i) { return ranks[i]; }, c.candidates, c.size, &equal);
     for (int first = 0, set = 0; first < c.candidates; first += THREADS, set ^= 1) {
         const int j = first + (int)threadIdx.x;
         const uint32_t rank = j < c.candidates ? ranks[j] : 0;
         const bool forced = j < c.candidates && c.forced(j), more = forced || rank > kth,
                    same = rank > 0 && rank == kth;
-        const team_place p = team_count(team, set, threadIdx.x, same, more, sync);
+        const team_place p = team_count(m.team, set, threadIdx.x, same, more, sync);
         const int room = equal - sames;
-        if (more || (same && p.same < room)) list[count + p.more + (p.same < room ? p.same : room)] = j;
+        if (more || (same && p.same < room)) m.list[count + p.more + (p.same < room ? p.same : room)] = j;
         count += p.all_more + (p.all_same < room ? p.all_same : room);
         sames += p.all_same < room ? p.all_same : room;
     }

@@ -39,9 +39,7 @@ struct kept_scores {
 
 template <class W> struct nsa_memory {
     block_memory<W> walk;
-    team_room<THREADS> team;
-    float mean[256];
-    int32_t list[CHOSEN_MOST];
+    choose_room choose;
 };
 
 /* The gates of a head, by a warp: as the gate stage sums them. */
@@ -134,11 +132,12 @@ template <class W>
 __device__ __forceinline__ int find_list(const nsa_kernel &a, const nsa_query &q, nsa_memory<W> &m,
                                          float *scratch, int row0, int rows, int list_head)
 {
-    if (a.listed) return read_list(a, q, list_head, m.list);
-    if (a.mean_logit) add_means<typename W::element>(a, q, scratch, q.kv * a.group + row0, rows, m.mean);
+    if (a.listed) return read_list(a, q, list_head, m.choose.list);
+    if (a.mean_logit)
+        add_means<typename W::element>(a, q, scratch, q.kv * a.group + row0, rows, m.choose.mean);
     else add_probabilities(a, q, scratch, row0, rows);
-    const int count = choose_blocks(a, q, scratch, m.team, m.list);
-    if (a.lists != NULL) write_list(a, q, list_head, m.list, count);
+    const int count = choose_blocks(a, q, scratch, m.choose);
+    if (a.lists != NULL) write_list(a, q, list_head, m.choose.list, count);
     return count;
 }
 
@@ -154,7 +153,7 @@ __device__ __forceinline__ branch_keys find_keys(const nsa_kernel &a, const nsa_
     } else if (branch == SLC) {
         const int rows = a.group / lists;
         k.range.end = q.position + 1;
-        k.list = m.list;
+        k.list = m.choose.list;
         k.n = (int)(find_list(a, q, m, scratch, j * rows, rows, q.kv * lists + j) * a.select_block);
     }
     return k;
@@ -166,6 +165,7 @@ __device__ __forceinline__ void run_branches(const nsa_kernel &a, const nsa_quer
                                              float *scratch)
 {
     const bool scored = a.chooses() && !a.mean_logit;
+    int loaded = -1; /* the chunk of rows that shared memory holds */
     for (int branch = CMP; branch < BRANCHES; branch++) {
         if (!a.has(branch) && !(branch == CMP && scored)) continue;
         const int lists = branch == SLC && a.by_head ? a.group : 1;
@@ -176,7 +176,8 @@ __device__ __forceinline__ void run_branches(const nsa_kernel &a, const nsa_quer
                 const chunk_rows<W> c(a, row0);
                 const kept_scores scores = {scratch + a.at.scores + row0 * a.at.width, a.at.width,
                                             branch == CMP && scored ? c.rows : 0, q.seen};
-                load_rows(a, q, m, c);
+                if (loaded != row0) load_rows(a, q, m, c);
+                loaded = row0;
                 W w;
                 w.open();
                 w.run({a.plane[branch], q.b, q.kv, a.status}, keys, keys.n, m.walk.q,

@@ -17,7 +17,7 @@
 namespace nsa_decode
 {
 
-enum { CMP, SLC, WIN, BRANCHES, CHOSEN_MOST = 1024 };
+enum { CMP, SLC, WIN, BRANCHES, CHOSEN_MOST = 1024, RANKS_MOST = 1024 };
 
 /* In floats, of one block. */
 struct scratch_layout {
