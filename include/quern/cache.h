@@ -12,9 +12,11 @@
  * pages are numbered as those of tokens.
  *
  * The operations of a step (.._step) are functions of tensors: rows, pools, and the i32 tensors of a ledger's
- * step (ledger.h) or of an engine with books of its own; they run on the device of their tensors, and on a
- * GPU set the bits of the status word that cuda.h lists. A quern_cache keeps all of this for one layer on the
- * CPU: its calls begin a step, run its operations and commit it.
+ * step (ledger.h) or of an engine with books of its own. They run on the device of their tensors. On a GPU
+ * they set the bits BAD_OFFSETS, BAD_POSITION and BAD_PAGE of the status word (cuda.h): rows of a sequence
+ * whose position is wrong are not written, and its queries see nothing (o 0, lse -inf, lists -1). A
+ * quern_cache keeps all of this for one layer on the CPU: its calls begin a step, run its operations and
+ * commit it.
  *
  * Symbols: S sequences of the cache, B of a call, T tokens of a call (those of the call's first sequence,
  * then of the second, ...), H, Hkv, D, Dv, l, d, W, k, Hs, D_I as in nsa.h; Hi: 1 where the indexer's heads
@@ -123,7 +125,8 @@ typedef struct quern_decode_tensors {
  *   sparse   causal false, tile other than 1, compressed_visibility other than complete,
  *            max_compressed_groups > 0, compress GIVEN, a given selection, a window that is larger than the
  *            ring; what nsa.h refuses
- * The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level. A query and key/value
+ * The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level; on a GPU either of two
+ * whose scores are equal within the rounding of f32. A query and key/value
  * head read at most Nc + k l' + W rows (scope head: Nc + g k l' + W). With selection INDEXED a query reads
  * the sequence's index keys once, and no entries unless the compressed branch is on. The workspace depends on
  * shapes alone.
