@@ -423,7 +423,7 @@ static void refused(quern_context *ctx, linear_case *c, quern_op_pass pass, cons
 {
     const quern_op *op = quern_op_named("linear");
     quern_linear_tensors t = QUERN_LINEAR_TENSORS_INIT;
-    static char room[1 << 20];
+    static char room[1 << 22];
     op_case_bind("linear", c->t, TENSORS, OP_CASE_ALL, &t);
     for (int i = Y; i < TENSORS; i++)
         if (i != D_Y && c->t[i].buffer != NULL) test_tensor_reset(&c->t[i]);
