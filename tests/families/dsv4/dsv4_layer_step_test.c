@@ -45,8 +45,8 @@ typedef struct world {
     quern_dsv4_layer_cache_params sizes;
     quern_ledger *ledger;
     layer layer[LAYERS];
-    float x[SEQUENCES][CAPACITY][WIDTH]; /* the model: each sequence's tokens */
-    int64_t length[SEQUENCES];
+    float x[SEQUENCES][CAPACITY][WIDTH];        /* the model: each sequence's tokens */
+    int64_t length[SEQUENCES], held[SEQUENCES]; /* held: of a restored one, less than the ledger knows */
     int32_t fault[8];
     bool faults;
     void *memory, *block;
@@ -232,6 +232,7 @@ static void take(world *w, const batch *b)
         memcpy(w->x[b->ids[i]][w->length[b->ids[i]]], b->x + at * WIDTH,
                (size_t)(b->counts[i] * WIDTH) * sizeof *b->x);
         w->length[b->ids[i]] += b->counts[i];
+        w->held[b->ids[i]] += b->counts[i];
     }
 }
 
@@ -269,6 +270,55 @@ static void take_step(world *w, test_random *random)
     assert_int_equal(quern_ledger_commit(w->ledger), QUERN_OK);
 }
 
+/* What a layer keeps of the only sequence of the step in the block, to bytes at `packed` or back. */
+static size_t pack(const world *w, int which, int64_t tokens, void *packed, bool back)
+{
+    const layer *l = &w->layer[which];
+    quern_dsv4_layer_pack_params p = QUERN_DSV4_LAYER_PACK_PARAMS_INIT;
+    quern_dsv4_layer_pack_tensors t = QUERN_DSV4_LAYER_PACK_TENSORS_INIT;
+    quern_step step = QUERN_STEP_INIT;
+    const quern_tensor **const fields[AREAS] = {&t.raw,    &t.entries,        &t.keys,          &t.states,
+                                                &t.merged, &t.indexer_states, &t.indexer_merged};
+    assert_int_equal(quern_ledger_step(w->ledger, 1, w->block, QUERN_CPU, 0, &step), QUERN_OK);
+    const int64_t one = 1, columns = step.tables[QUERN_DSV4_ENTRIES].shape[1], ring = l->area[0].shape[1],
+                  rows = tokens < ring ? tokens : ring, entries = tokens / shape.ratio;
+    int64_t bytes = rows * shape.dim * 4;
+    for (int i = 0; i < AREAS; i++) {
+        if (l->area[i].ndim == 0) continue;
+        *fields[i] = &l->area[i];
+        if (i == 1 || i == 2) bytes += entries * l->area[i].shape[2] * 4;
+        if (i > 2) bytes += 4 * (l->area[i].ndim == 2 ? l->area[i].shape[1] : 1);
+    }
+    const quern_tensor raw_table = quern_tensor_contiguous(step.tables[0].data, QUERN_I32, 1, &one),
+                       table = quern_tensor_contiguous(step.tables[1].data, QUERN_I32, 1, &columns),
+                       slot = quern_tensor_contiguous(step.slots.data, QUERN_I32, 1, &one),
+                       to = quern_tensor_contiguous(packed, QUERN_U8, 1, &bytes);
+    p.tokens = tokens, p.ratio = shape.ratio;
+    t.raw_table = &raw_table, t.packed = &to;
+    if (l->area[1].ndim > 0) t.entries_table = &table, t.slot = &slot;
+    const quern_status status =
+        (back ? quern_dsv4_layer_unpack : quern_dsv4_layer_pack)(w->ctx, NULL, &p, &t, NULL, 0);
+    if (status != QUERN_OK) fail_msg("%s", quern_last_error(w->ctx));
+    return (size_t)bytes;
+}
+
+/* Saves a sequence and restores it as another. */
+static void move(world *w, int32_t from, int32_t to)
+{
+    static char packed[LAYERS][1 << 16];
+    const int64_t none = 0, tokens = w->length[from];
+    if (tokens == 0) return;
+    assert_int_equal(quern_ledger_newest(w->ledger, &from, &none, 1, w->block, w->block_bytes), QUERN_OK);
+    for (int i = 0; i < LAYERS; i++) assert_true(pack(w, i, tokens, packed[i], false) <= sizeof packed[i]);
+    assert_int_equal(quern_ledger_reset(w->ledger, to), QUERN_OK);
+    assert_int_equal(quern_ledger_begin(w->ledger, &to, &tokens, 1, w->block, w->block_bytes), QUERN_OK);
+    for (int i = 0; i < LAYERS; i++) (void)pack(w, i, tokens, packed[i], true);
+    assert_int_equal(quern_ledger_commit(w->ledger), QUERN_OK);
+    memcpy(w->x[to], w->x[from], sizeof w->x[from]);
+    w->length[to] = tokens;
+    w->held[to] = w->held[from];
+}
+
 static void steps_are_whole_sequences(void **state)
 {
     const uint64_t seed = test_seed("steps_are_whole_sequences", 44);
@@ -286,17 +336,20 @@ static void steps_are_whole_sequences(void **state)
                 assert_int_equal(quern_ledger_fork(w.ledger, s, to), QUERN_OK);
                 memcpy(w.x[to], w.x[s], sizeof w.x[s]);
                 w.length[to] = w.length[s];
+                w.held[to] = w.held[s];
                 break;
             case 1: {
-                const int64_t n = test_random_int(&random, 0, held);
+                const int64_t n = test_random_int(&random, 0, held < w.held[s] ? held : w.held[s]);
                 assert_int_equal(quern_ledger_rollback(w.ledger, s, n), QUERN_OK);
                 w.length[s] -= n;
+                w.held[s] -= n;
                 break;
             }
+            case 3: move(&w, (int32_t)s, (int32_t)to); break;
             case 2:
                 if (!test_random_one_in(&random, 4)) break;
                 assert_int_equal(quern_ledger_reset(w.ledger, s), QUERN_OK);
-                w.length[s] = 0;
+                w.length[s] = w.held[s] = 0;
                 break;
             default: take_step(&w, &random);
             }
