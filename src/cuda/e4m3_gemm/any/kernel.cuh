@@ -22,6 +22,7 @@ enum {
     ALONG_ROWS = 4, /* of W, a warp */
     ALONG_BLOCK = ALONG_THREADS / 32 * ALONG_ROWS,
     EACH_CODES = 16,
+    STEP = 32 * EACH_CODES,
     ACROSS_THREADS = 256,
     ACROSS_WARPS = ACROSS_THREADS / 32,
     ACROSS_EACH = 4,
@@ -101,9 +102,20 @@ __device__ __forceinline__ void add_codes(float (&part)[TOKENS * ALONG_ROWS], co
     }
 }
 
+/* 16 codes of each of a warp's rows of W, from column k on. */
+__device__ __forceinline__ void load_codes(uint4 (&codes)[ALONG_ROWS], const e4m3_params &p, int64_t first,
+                                           int64_t column, int64_t k)
+{
+#pragma unroll
+    for (int r = 0; r < ALONG_ROWS; r++)
+        codes[r] =
+            sixteen_codes(p, p.codes + (first + min(column + r, p.out - 1)) * p.code_row + k, p.in - k);
+}
+
 template <int TOKENS>
 __global__ void __launch_bounds__(ALONG_THREADS) e4m3_gemm_along(const __grid_constant__ e4m3_params p)
 {
+    constexpr bool AHEAD = TOKENS <= 2; /* codes are read a step ahead: few rows have registers for it */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t panels = (p.out + ALONG_BLOCK - 1) / ALONG_BLOCK, tiles = (p.tokens + TOKENS - 1) / TOKENS;
     for (int64_t item = blockIdx.x; item < panels * p.groups * tiles; item += gridDim.x) {
@@ -112,16 +124,18 @@ __global__ void __launch_bounds__(ALONG_THREADS) e4m3_gemm_along(const __grid_co
                       column = (panel - group * panels) * ALONG_BLOCK + warp * ALONG_ROWS,
                       token = tile * TOKENS;
         float sum[TOKENS * ALONG_ROWS] = {};
+        uint4 codes[ALONG_ROWS], next[ALONG_ROWS];
         if (column >= p.out) continue;
-        for (int64_t k = lane * EACH_CODES; k < p.in; k += 32 * EACH_CODES) {
+        if (AHEAD && lane * EACH_CODES < p.in) load_codes(next, p, group * p.out, column, lane * EACH_CODES);
+        for (int64_t k = lane * EACH_CODES; k < p.in; k += STEP) {
             float part[TOKENS * ALONG_ROWS] = {}, scale[ALONG_ROWS];
-            uint4 codes[ALONG_ROWS];
 #pragma unroll
             for (int r = 0; r < ALONG_ROWS; r++) {
-                const int64_t row = group * p.out + min(column + r, p.out - 1);
-                codes[r] = sixteen_codes(p, p.codes + row * p.code_row + k, p.in - k);
-                scale[r] = p.scales.at(row, k, p.status);
+                if (AHEAD) codes[r] = next[r];
+                scale[r] = p.scales.at(group * p.out + min(column + r, p.out - 1), k, p.status);
             }
+            if (!AHEAD) load_codes(codes, p, group * p.out, column, k);
+            else if (k + STEP < p.in) load_codes(next, p, group * p.out, column, k + STEP);
             add_codes<TOKENS>(part, p, codes, token, group * p.in + k, p.in - k);
 #pragma unroll
             for (int i = 0; i < TOKENS * ALONG_ROWS; i++)
