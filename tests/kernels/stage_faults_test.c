@@ -199,8 +199,7 @@ static void offsets_of_sequences(void **state)
     int32_t blocks[2 * T];
     const block_index_args b = {
         .seqs = {2, T, T, list(cu, 3), list(keys, 3)},
-        .block_size = 2,
-        .k = 1,
+        .rule = {.block_size = 2, .k = 1},
         .q = rows4(T, 1),
         .keys = rows4(T, 1),
         .blocks = quern_tensor_contiguous(blocks, QUERN_I32, 4, (const int64_t[]){1, 1, T, 1})};
