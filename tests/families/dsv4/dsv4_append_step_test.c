@@ -539,14 +539,14 @@ static void check_stopped(world *w, int i, const batch *b, unsigned char *rows, 
  * stay, here and in later steps, until it begins anew. */
 static void faults_stop_one_sequence(void **state)
 {
-    enum { BATCH = 3, FIRST = 9, MORE = 7, ROWS = BATCH * (FIRST + MORE) };
+    enum { BATCH = 3, FIRST = 9, MORE = 12, ROWS = BATCH * (FIRST + MORE) };
     static unsigned char memory[PARTS][ROWS * OUT_BYTES];
     static float before[PARTS][16 * 8 * WIDTH];
     unsigned char *const rows[PARTS] = {memory[0], memory[1]};
     (void)state;
     for (int trial = 0; trial < 40; trial++) {
         test_random random = {(uint64_t)trial};
-        const int kind = trial % KINDS;
+        const int kind = trial % KINDS, nan = trial / KINDS % 2 * 4; /* the row that is none */
         world w;
         do w = world_make(&random);
         while (!allows(&w, kind) && (world_free(&w), true));
@@ -578,7 +578,7 @@ static void faults_stop_one_sequence(void **state)
             if (now && kind == BEHIND) *position += (int32_t)w.ring + 1;
             if (now && kind == NEGATIVE) *position = -3;
             for (int64_t i = 0; i < w.columns && now && kind == NOT_A_NUMBER; i++)
-                ((float *)proj[last].data)[MORE * w.columns + i] = NAN;
+                ((float *)proj[last].data)[(MORE + nan) * w.columns + i] = NAN;
             int32_t *page = w.part[last].page > 0 ? (int32_t *)w.part[last].table.data + COLUMNS : NULL,
                     good = 0;
             if (page != NULL) page += (w.length[1] / w.params.ratio) / w.part[last].page, good = *page;

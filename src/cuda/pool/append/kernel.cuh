@@ -313,20 +313,50 @@ __device__ __forceinline__ append_scan append_gather(append_shared &m, const app
     return s;
 }
 
-/* ---- the kernel ---- */
+/* Whether a sequence goes on. The block's threads come together. */
+struct append_verdict {
+    append_scan scan;
+    int32_t bad; /* bits that its slot's word gets */
+    bool live;
+};
+
+__device__ __forceinline__ append_verdict append_judge(const append_kernel &a, const append_thread &t,
+                                                       append_shared &m, const append_scan &share, int b,
+                                                       const append_numbers &n, bool mine, int32_t merged)
+{
+    const bool some = n.slot >= 0 && n.slot < a.states && n.count() > 0;
+    const int32_t word = some && n.first > 0 && a.fault != NULL ? a.fault[n.slot * a.fault_row] : 0;
+    append_verdict v = {{}, some && mine && word == 0 ? append_faults(a, t, b, n, merged) : 0, false};
+    v.scan = append_gather(m, share, v.bad);
+    v.live = some && word == 0 && v.bad == 0 && !v.scan.taken;
+    if (v.scan.taken) v.bad = 0; /* the word is the slot's own sequence's */
+    return v;
+}
+
+/* ---- the kernels ---- */
+
+/* The first entry of a sequence that needs none of the rows before the call. */
+__device__ __forceinline__ uint32_t append_far(const append_kernel &a, const append_numbers &n)
+{
+    return (n.first + a.ratio - 1) / a.ratio + (uint32_t)a.series - 1;
+}
 
 /* Where the rows of a sequence that are merged end: sums are kept at `left`, entries need rows up to
- * `until`. */
+ * `until`. Entries from `far` on are made elsewhere. Once those before are made, from row `near` on, sums
+ * may begin anew at row `anew`. */
 struct append_ends {
-    uint32_t left, until;
+    uint32_t left, until, far, near, anew;
 };
 
 __device__ __forceinline__ append_ends append_ends_of(const append_kernel &a, const append_numbers &n,
                                                       uint32_t merged)
 {
-    const uint32_t whole = n.end / a.ratio * a.ratio, behind = n.end > a.ring ? n.end - a.ring : 0,
-                   left = behind > merged ? behind : merged;
-    return {left, whole > n.first && whole > left ? whole : left};
+    const bool parted = a.refused != NULL;
+    const uint32_t r = a.ratio, whole = n.end / r, before = (uint32_t)a.series - 1,
+                   behind = n.end > a.ring ? n.end - a.ring : 0, left = behind > merged ? behind : merged,
+                   far = parted ? append_far(a, n) : whole, made = far < whole ? far : whole,
+                   near = made > n.first / r ? made * r : 0, block = left / r;
+    return {left, near > left ? near : left, far, near, parted && block > before ? (block - before) * r : 0};
 }
 
 /* Rows from q on that are read at once: of a block, up to `until`. */
@@ -381,7 +411,7 @@ __global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append(const __grid_co
     append_rows rows;
     append_ahead ahead = {};
     uint4 newest[4];
-    int32_t merged = 0, word = 0;
+    int32_t merged = 0;
     int ready = 0;
     if (some && mine) {
         ready = append_some(a, guess, append_ends_of(a, n, guess).until);
@@ -402,15 +432,13 @@ __global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append(const __grid_co
             ahead.angles = entry_angles(p.entry, t.g, (int64_t)old * a.ratio);
         }
     }
-    if (some && n.first > 0 && a.fault != NULL) word = a.fault[n.slot * a.fault_row];
-    int32_t bad = some && mine && word == 0 ? append_faults(a, t, b, n, merged) : 0;
-    const append_scan scan = append_gather(shared, share, bad);
-    if (n.slot < -1 || n.slot >= a.states || (some && scan.taken)) {
-        if (threadIdx.x == 0) raise_status(a.status, QUERN_STATUS_BAD_POSITION);
-        bad = 0;
-    }
-    const bool live = some && word == 0 && bad == 0 && !scan.taken;
+    const append_verdict verdict = append_judge(a, t, shared, share, b, n, mine, merged);
+    const append_scan &scan = verdict.scan;
+    const bool live = verdict.live;
     const int64_t entry = scan.before;
+    int32_t bad = verdict.bad;
+    if (threadIdx.x == 0 && (n.slot < -1 || n.slot >= a.states || (some && scan.taken)))
+        raise_status(a.status, QUERN_STATUS_BAD_POSITION);
     const append_ends ends = append_ends_of(a, n, (uint32_t)merged);
     bool refused = false;
     if (live && mine) {
@@ -421,13 +449,20 @@ __global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append(const __grid_co
         uint32_t q = (uint32_t)merged;
         if (q != guess) ready = 0;
         for (; q < ends.until; ready = 0) {
+            if (q >= ends.near && q < ends.anew) {
+                clear_sums(sums.a);
+                clear_sums(sums.b);
+                q = ends.anew;
+                ready = 0;
+                if (q >= ends.until) break;
+            }
             if (ready == 0) append_load_rows(rows, a, t, q, ready = append_some(a, q, ends.until));
             append_merge_rows(sums, kept, a, t, rows, q, ready, ends.left,
                               q / a.ratio * a.ratio + a.ratio >= ends.until && ends.until > ends.left);
             q += (uint32_t)ready;
             if (q % a.ratio != 0) continue;
             const uint32_t e = q / a.ratio - 1;
-            if (e >= old) {
+            if (e >= old && e < ends.far) {
                 if (e > old) ahead.angles = entry_angles(p.entry, t.g, (int64_t)e * a.ratio);
                 refused |= append_emit(a, t, b, e, entry + (e - old), sums.a, ahead, row);
             }
@@ -436,6 +471,7 @@ __global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append(const __grid_co
         }
         if (ends.left == ends.until) kept = sums;
     }
+    if (a.refused != NULL) refused = refused || a.refused[b] != 0;
     if (live && a.careful && __syncthreads_or(refused)) bad = QUERN_STATUS_NOT_FINITE;
     if (live && mine && bad == 0) {
         append_commit(a, t, n, kept, ends.left, newest);
@@ -449,6 +485,56 @@ __global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append(const __grid_co
     if (!a.counts || !mine) return;
     for (uint32_t i = 0; i < whole - old && (!live || bad != 0); i++) append_clear(t, entry + i);
     for (int64_t i = (int64_t)scan.total + b; i < p.rows; i += a.batch) append_clear(t, i);
+}
+
+/* The sums of entry e, whose rows all stand in the call. */
+__device__ __forceinline__ void append_pool(pool_sums &sums, const append_kernel &a, const append_thread &t,
+                                            uint32_t e)
+{
+    const uint32_t end = (e + 1) * a.ratio;
+    append_rows rows;
+    clear_sums(sums);
+    for (uint32_t q = end - (uint32_t)a.series * a.ratio; q < end;) {
+        const int some = append_some(a, q, end);
+        const bool own = q / a.ratio == e;
+        append_load_rows(rows, a, t, q, some);
+#pragma unroll
+        for (int u = 0; u < APPEND_ROWS; u++) {
+            if (u >= some) continue;
+            if (own) append_merge(sums, rows, 0, u, t.p.dtype, t.p.bias_dtype[0]);
+            else append_merge(sums, rows, 1, u, t.p.dtype, t.p.bias_dtype[1]);
+        }
+        q += (uint32_t)some;
+    }
+}
+
+/* Entries whose rows all stand in the call, of calls of many tokens: block y makes every gridDim.y-th of a
+ * sequence. pool_append, which follows, clears the rows of those that stop. */
+__global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append_far(const __grid_constant__ append_kernel a)
+{
+    extern __shared__ __align__(16) float rows_shared[];
+    __shared__ float parts[POOL_PARTS][PARTS];
+    __shared__ append_shared shared;
+    const int which = a.parts > 1 && (int)threadIdx.x >= a.part[1].first ? 1 : 0, b = (int)blockIdx.x;
+    const append_part &p = a.part[which];
+    const append_numbers n = append_numbers_at(a, b);
+    const bool mine = (int)threadIdx.x < p.first + p.lanes, some = n.slot >= 0 && n.slot < a.states;
+    append_thread t = {p, group(parts[which], p.lanes), 0, 0, NULL, n.first, n.row - (int64_t)n.first};
+    t.channel = t.g.lane * GROUP_CHANNELS;
+    t.count = p.width - t.channel;
+    const append_verdict verdict = append_judge(a, t, shared, append_scan_share(a, b, n.slot), b, n, mine,
+                                                some ? p.merged[n.slot * p.merged_row] : 0);
+    if (!verdict.live || !mine) return;
+    const uint32_t whole = n.end / a.ratio, old = n.first / a.ratio;
+    append_ahead ahead = {norm_weights(p.entry, t.g), {}};
+    for (uint32_t e = append_far(a, n) + blockIdx.y; e < whole; e += gridDim.y) {
+        pool_sums sums;
+        ahead.angles = entry_angles(p.entry, t.g, (int64_t)e * a.ratio);
+        append_pool(sums, a, t, e);
+        if (append_emit(a, t, b, e, (int64_t)verdict.scan.before + (e - old), sums, ahead,
+                        rows_shared + p.first * GROUP_CHANNELS))
+            atomicOr(&a.refused[b], 1);
+    }
 }
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - the pool_append stage: one launch for both compressors. */
+/* launch.cu - the pool_append stage: one launch for both compressors, two for calls of many tokens. */
 #include "pool/append/kernel.cuh"
 #include "variants.cuh"
 
@@ -122,14 +122,46 @@ static bool supports(const stage_exec *, const pool_append_args *args, char why[
     return true;
 }
 
-static quern_status run(const stage_exec *exec, const pool_append_args *args, void *)
+/* Whether the entries of a call's tokens are worth blocks of their own: more than a few a sequence. */
+static bool is_long(const pool_append_args *args)
 {
-    const append_kernel a = kernel_of(exec, args);
+    enum { FEW_TOKENS = 8 };
+    return args->part[0].proj.shape[0] > FEW_TOKENS * args->step.slots.shape[0];
+}
+
+static size_t workspace(const stage_exec *, const pool_append_args *args)
+{
+    return is_long(args) ? room_for((size_t)args->step.slots.shape[0] * sizeof(int32_t)) : 0;
+}
+
+static quern_status make_far(const stage_exec *exec, const append_kernel &a, int threads, size_t bytes)
+{
+    const int64_t blocks = 4, limit = 65535; /* of a multiprocessor; of a grid */
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    const int64_t entries = a.tokens / a.ratio, shares = blocks * exec->multiprocessors / a.batch + 1,
+                  most = shares < entries ? shares : entries;
+    const cudaError_t code = cudaMemsetAsync(a.refused, 0, (size_t)a.batch * sizeof(int32_t), stream);
+    if (code != cudaSuccess) return cuda_report(code, "pool_append's refusals");
+    if (most < 1) return QUERN_OK;
+    const dim3 grid((unsigned)a.batch, (unsigned)(most < limit ? most : limit));
+    pool_append_far<<<grid, threads, bytes, stream>>>(a);
+    return LAUNCHED("pool_append of many tokens");
+}
+
+static quern_status run(const stage_exec *exec, const pool_append_args *args, void *memory)
+{
+    append_kernel a = kernel_of(exec, args);
     const int threads = threads_of(args);
-    if (a.batch == 0) return QUERN_OK;
-    pool_append<<<(unsigned)a.batch, threads, threads * GROUP_CHANNELS * sizeof(float),
-                  (cudaStream_t)exec->stream>>>(a);
+    const size_t bytes = (size_t)(threads * GROUP_CHANNELS) * sizeof(float);
+    quern_status status = QUERN_OK;
+    if (a.batch == 0) return status;
+    if (is_long(args)) {
+        a.refused = room_at<int32_t>(memory);
+        status = make_far(exec, a, threads, bytes);
+    }
+    if (status != QUERN_OK) return status;
+    pool_append<<<(unsigned)a.batch, threads, bytes, (cudaStream_t)exec->stream>>>(a);
     return LAUNCHED("pool_append");
 }
 
-extern const variant<pool_append_args> pool_append_any = {"pool_append_any", supports, NULL, run};
+extern const variant<pool_append_args> pool_append_any = {"pool_append_any", supports, workspace, run};

@@ -47,6 +47,9 @@ struct append_kernel {
     int32_t *fault;
     int64_t fault_row;
     int32_t *status;
+    /* Of calls of many tokens, else NULL: i32 [batch], not 0 where an entry that pool_append_far made is
+     * refused. */
+    int32_t *refused;
     append_part part[POOL_PARTS];
 };
 
