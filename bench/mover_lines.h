@@ -30,6 +30,7 @@ static inline __attribute__((always_inline)) void move_runs(const char *const *r
 #pragma GCC unroll 8
             for (int k = 0; k < VECTORS; k++) STREAM(write[w] + at + (size_t)k * sizeof(VECTOR), v[k]);
         }
+        for (int k = 0; writes == 0 && k < VECTORS; k++) ABSORB(v[k]);
     }
 }
 
@@ -61,6 +62,7 @@ static inline __attribute__((always_inline)) void move_all(const mover *m, size_
 
 void MOVER_NAME(const mover *m, size_t from, size_t to)
 {
-    if (m->reads == 4) move_all(m, from, to, 4, 1);
+    if (m->writes == 0) move_all(m, from, to, 4, 0);
+    else if (m->reads == 4) move_all(m, from, to, 4, 1);
     else move_all(m, from, to, 5, 4);
 }

@@ -3,7 +3,8 @@
 /*
  * bench_mover.c - the lines of nsa-gate with gate weights: forward Q and the branches' outputs are read, O
  * streamed, the gates written; backward dO, the branches' outputs, Q and the gates are read, the branches'
- * gradients and dQ streamed.
+ * gradients and dQ streamed. Those of nvfp4-quantize of 16-bit values: X is read for the global, and again
+ * while codes, a quarter of its bytes, are streamed and scales written.
  */
 #include "bench.h"
 
@@ -54,4 +55,25 @@ double bench_mover_ms(const job *j, bool backward, int threads)
     if (backward) m.read_few = gates->data;
     else m.write_few = gates->data;
     return openmp_team(threads) == threads ? mover_run(&m, threads) : 0;
+}
+
+/* The same of nvfp4-quantize. The quarters of X are four streams. */
+double bench_quantise_mover_ms(const job *j, bool backward, int threads)
+{
+    const quern_tensor *x = tensor_of(j, "X"), *codes = tensor_of(j, "codes"),
+                       *scales = tensor_of(j, "scales");
+    if (backward || j->device != QUERN_CPU || x == NULL || codes == NULL || scales == NULL) return 0;
+    const size_t bytes = (size_t)value_count(x) * quern_dtype_size(x->dtype) / 4;
+    mover pass = {.reads = 4, .bytes = bytes};
+    for (int i = 0; i < 4; i++) pass.read[i] = (const char *)x->data + (size_t)i * bytes;
+    if (bytes == 0 || bytes % 512 != 0 || (size_t)value_count(codes) != bytes ||
+        (uintptr_t)x->data % 64 != 0 || (uintptr_t)codes->data % 64 != 0 ||
+        (uintptr_t)scales->data % 64 != 0 || openmp_team(threads) != threads)
+        return 0;
+    const double first = mover_run(&pass, threads);
+    pass.writes = 1;
+    pass.write[0] = codes->data;
+    pass.write_few = scales->data;
+    pass.few_bytes = (size_t)value_count(scales);
+    return first + mover_run(&pass, threads);
 }

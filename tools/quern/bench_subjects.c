@@ -508,6 +508,7 @@ const bench_subject bench_subjects[] = {
      .symbols = {{"T", "n"}},
      .inputs = quantize_inputs,
      .work = {{LIMIT_COPY, NULL, "2 b T K + 9 T K/16"}},
+     .mover_ms = bench_quantise_mover_ms,
      .all = {"--dtype bf16 --rounds 3", NULL}},
     {.name = "nvfp4-fused-quantize",
      .help = "SwiGLU of interleaved gate and up, X [n, 2 K]",
