@@ -39,7 +39,7 @@ enum {
 };
 static const int ratios[LAYERS] = {0, 4, 128, 4};
 
-static char folder[] = "/tmp/quern-v4.XXXXXX";
+static char folder[] = "/dev/shm/quern-v4.XXXXXX"; /* 4 GB: a disk would decide how long it takes */
 static quern_safetensors_item items[TENSORS];
 static quern_tensor views[TENSORS];
 static char names[TENSORS][128];
@@ -286,7 +286,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: accept_v4 BUILD_DIRECTORY\n");
         return 2;
     }
-    if (mkdtemp(folder) == NULL) stop("no folder in /tmp\n");
+    if (mkdtemp(folder) == NULL) stop("no folder in /dev/shm\n");
     atexit(clean);
     make_model();
     make_prompt("long", CONTEXT);
