@@ -59,6 +59,9 @@ static void bench_writes_its_schema(void **state)
     assert_int_equal(run_with("cat $DIR/gate.json; true", ""), 0);
     const char *moved = strstr(output, "\"mover_fraction\": ");
     assert_true(moved != NULL && atof(moved + 18) > 0);
+    expect(0, "bench nvfp4-quantize --n 64 --reps 1", "of mover");
+    expect(0, "bench nvfp4-quantize --n 64 --reps 1 --dtype f32", "of copy");
+    assert_null(strstr(output, "of mover"));
 }
 
 /* Every option of the operations, alone, forward and backward: the bench takes it and its JSON says it. */

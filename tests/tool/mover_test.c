@@ -62,6 +62,7 @@ static void every_line_is_moved(void **state)
 {
     (void)state;
     for (int threads = 1; threads <= 3; threads++) {
+        check(4, 0, threads, false);
         check(4, 1, threads, false);
         check(5, 4, threads, true);
     }
