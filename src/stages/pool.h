@@ -73,8 +73,9 @@ STAGE_DECLARE(pool);
     IN(start_positions)                                                                                      \
     IN(block_counts)                                                                                         \
     IN(has_prev)                                                                                             \
-    IN(proj) IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) IN(cu_entries) OUT(pooled)       \
-        OUT(out) IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b) GRAD(d_bias_a) GRAD(d_bias_b)     \
+    IN(proj)                                                                                                 \
+    IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) IN(cu_entries) OUT(pooled) OUT(out)       \
+        IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b) GRAD(d_bias_a) GRAD(d_bias_b)              \
             GRAD(d_norm_weight)
 #define POOL_VALUES(F)                                                                                       \
     F(ratio)                                                                                                 \
@@ -123,23 +124,20 @@ typedef struct pool_append_args {
     pool_append_part part[POOL_PARTS];
 } pool_append_args;
 STAGE_DECLARE(pool_append);
-#define POOL_PART_TENSORS(IN, OUT, part)                                                                     \
-    OUT(part.merged)                                                                                         \
-    OUT(part.state)                                                                                          \
-    IN(part.proj)                                                                                            \
-    IN(part.bias_a)                                                                                          \
-    IN(part.bias_b)                                                                                          \
-    IN(part.prev_b)                                                                                          \
-    IN(part.entry.norm_weight) IN(part.entry.cos_sin) OUT(part.out) OUT(part.pooled) IN(part.table)
 #define POOL_APPEND_TENSORS(IN, OUT, GRAD)                                                                   \
     STAGE_STEP_TENSORS(IN)                                                                                   \
-    IN(origins) OUT(fault) POOL_PART_TENSORS(IN, OUT, part[0]) POOL_PART_TENSORS(IN, OUT, part[1])
-#define POOL_PART_VALUES(F, part)                                                                            \
-    F(part.width)                                                                                            \
-    F(part.entry.round_bf16)                                                                                 \
-    F(part.entry.eps) F(part.entry.rope_last) F(part.entry.hadamard) F(part.entry.format) F(part.page)
+    IN(origins) OUT(fault) OUT(part[0].merged) OUT(part[0].state) IN(part[0].proj) IN(part[0].bias_a)        \
+        IN(part[0].bias_b) IN(part[0].prev_b) IN(part[0].entry.norm_weight) IN(part[0].entry.cos_sin)        \
+            OUT(part[0].out) OUT(part[0].pooled) IN(part[0].table) OUT(part[1].merged) OUT(part[1].state)    \
+                IN(part[1].proj) IN(part[1].bias_a) IN(part[1].bias_b) IN(part[1].prev_b)                    \
+                    IN(part[1].entry.norm_weight) IN(part[1].entry.cos_sin) OUT(part[1].out)                 \
+                        OUT(part[1].pooled) IN(part[1].table)
 #define POOL_APPEND_VALUES(F)                                                                                \
-    F(ratio) F(ring) F(overlap) F(by_slot) POOL_PART_VALUES(F, part[0]) POOL_PART_VALUES(F, part[1])
+    F(ratio)                                                                                                 \
+    F(ring) F(overlap) F(by_slot) F(part[0].width) F(part[0].entry.round_bf16) F(part[0].entry.eps)          \
+        F(part[0].entry.rope_last) F(part[0].entry.hadamard) F(part[0].entry.format) F(part[0].page)         \
+            F(part[1].width) F(part[1].entry.round_bf16) F(part[1].entry.eps) F(part[1].entry.rope_last)     \
+                F(part[1].entry.hadamard) F(part[1].entry.format) F(part[1].page)
 
 /* Columns of a projected row, floats of the sums, and floats of both with the ring. */
 static inline int64_t pool_row_columns(bool overlap, int64_t width)
