@@ -279,8 +279,8 @@ static void one_recording_serves_300_tokens(void **state)
     }
 }
 
-/* A number that no ledger writes: its sequence's rows are 0 and its word has a bit, the others have the bits of
- * a call without it; the call ends without an error. */
+/* A number that no ledger writes: its sequence's rows are 0 and its word has a bit, the others have the bits
+ * of a call without it; the call ends without an error. */
 static void bad_numbers_stop_one_sequence(void **state)
 {
     static const int32_t bad[] = {INT32_MIN, -1, INT32_MAX, 1 << 20};
