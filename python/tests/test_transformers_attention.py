@@ -1,0 +1,237 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""attn_implementation="quern" in the transformers package: tiny random models of Llama, gpt-oss and
+MiniMax-M3 against eager attention."""
+
+import copy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5.20")
+
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import StaticCache  # noqa: E402
+from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m3  # noqa: E402
+
+from quern.integrations import transformers as integration  # noqa: E402
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def gpt_oss():
+    kinds = ["sliding_attention", "full_attention"]
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = GptOssConfig(**SIZES, **EXPERTS, sliding_window=8, layer_types=kinds, rope_parameters=rope)
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def minimax():
+    index = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3}
+    config = m3.MiniMaxM3VLTextConfig(
+        **SIZES,
+        **EXPERTS,
+        **index,
+        rotary_dim=16,
+        dense_intermediate_size=96,
+        shared_intermediate_size=32,
+        mlp_layer_types=["dense", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse"],
+    )
+    return m3.MiniMaxM3VLForCausalLM(config)
+
+
+MODELS = {"llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), "gpt_oss": gpt_oss, "minimax_m3": minimax}
+PADDED = ("llama", "gpt_oss")  # MiniMax-M3's blocks stand at slots: padding on the left moves them
+
+
+def models(kind, dtype=torch.float32):
+    """The model with eager attention, and with quern's."""
+    torch.manual_seed(3)
+    eager = MODELS[kind]().eval().to(dtype)
+    eager.set_attn_implementation("eager")
+    if kind != "llama":
+        eager.set_experts_implementation("eager")  # PyTorch's grouped products take no float64
+    quern = copy.deepcopy(eager)
+    quern.set_attn_implementation("quern")
+    return eager, quern
+
+
+def tokens(batch=3, n=40):
+    torch.manual_seed(5)
+    return torch.randint(2, 97, (batch, n))
+
+
+def error(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits(kind):
+    eager, quern = models(kind)
+    exact = copy.deepcopy(eager).double()
+    with torch.no_grad():
+        want = exact(tokens()).logits
+        assert error(quern(tokens()).logits, want) < 5e-6
+        if kind == "minimax_m3":  # rounding flips choices of blocks
+            return
+        low, ours = eager.bfloat16(), quern.bfloat16()
+        assert error(ours(tokens()).logits, want) <= 1.5 * error(low(tokens()).logits, want)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", PADDED)
+def test_padding(kind, side):
+    eager, quern = models(kind)
+    mask = torch.ones(3, 40, dtype=torch.long)
+    mask[0, :7] = mask[1, :1] = 0
+    given = {"attention_mask": mask}
+    if side == "left":
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    else:
+        given["attention_mask"] = mask.flip(-1)
+    real = given["attention_mask"].bool()
+    exact = eager.double()
+    with torch.no_grad():
+        want = torch.cat([exact(row[kept][None]).logits[0] for row, kept in zip(tokens(), real)])
+        assert error(quern(tokens(), **given).logits[real], want) < 5e-6
+
+
+def alone(model, prompt, count):
+    """Greedy tokens of one prompt, and which of them are decided by more than rounding."""
+    kept = {"output_logits": True, "return_dict_in_generate": True}
+    made = model.generate(prompt[None], max_new_tokens=count, do_sample=False, **kept)
+    logits = torch.cat(made.logits)
+    top = logits.topk(2).values
+    sure = top[:, 0] - top[:, 1] > 1e-4 * logits.abs().amax(-1)
+    return made.sequences[0, len(prompt) :].tolist(), sure.tolist()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_generation(kind):
+    eager, quern = models(kind)
+    lengths = (40, 33, 21) if kind in PADDED else (40, 40)
+    prompts, mask = tokens(len(lengths)), torch.ones(len(lengths), 40, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        prompts[row, : 40 - length] = mask[row, : 40 - length] = 0
+    made = quern.generate(prompts, attention_mask=mask, max_new_tokens=64, do_sample=False)[:, 40:]
+    for row, length in enumerate(lengths):
+        want, sure = alone(eager, prompts[row, 40 - length :], 64)
+        for i in range(64):
+            if not sure[i]:
+                break
+            assert int(made[row, i]) == want[i]
+        assert i > 8
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_beams(kind):
+    eager, quern = models(kind)
+    mask = torch.ones(3, 40, dtype=torch.long)
+    mask[0, :9] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 20, "num_beams": 3, "do_sample": False}
+    assert torch.equal(quern.generate(tokens(), **given), eager.generate(tokens(), **given))
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_packed_sequences(kind):
+    eager, quern = models(kind)
+    parts = (5, 20, 15)
+    positions = torch.cat([torch.arange(n) for n in parts])[None]
+    starts = torch.tensor([0, 5, 25, 40], dtype=torch.int32)
+    named = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 20, "max_length_k": 20}
+    row = tokens(1)
+    with torch.no_grad():
+        want = torch.cat([copy.deepcopy(eager).double()(part).logits for part in row.split(parts, 1)], 1)
+        assert error(quern(row, position_ids=positions, use_cache=False).logits, want) < 5e-6
+        assert error(quern(row, position_ids=positions, **named).logits, want) < 5e-6
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_fine_tuning(kind):
+    losses = []
+    for model in models(kind):
+        torch.manual_seed(1)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        found = []
+        for _ in range(50):
+            loss = model(tokens(), labels=tokens()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        losses.append(found)
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert all(abs(a - b) <= 0.01 * abs(a) for a, b in zip(*losses))
+
+
+def test_compiled():
+    eager, quern = models("llama")
+    with torch.no_grad():
+        compiled = torch.compile(quern, backend="aot_eager")
+        assert error(compiled(tokens(), use_cache=False).logits, eager(tokens()).logits.double()) < 5e-6
+
+
+def test_importing_changes_no_bit():
+    script = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+if "import" in sys.argv:
+    import quern.integrations.transformers
+torch.manual_seed(3)
+sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+mask = torch.ones(2, 20, dtype=torch.long)
+mask[0, :3] = 0
+print(model.config._attn_implementation)
+print(model(torch.arange(40).view(2, 20), attention_mask=mask).logits.double().sum().item().hex())
+"""
+    given = {"capture_output": True, "text": True, "check": True}
+    made = [subprocess.run([sys.executable, "-c", script, *more], **given) for more in ((), ("import",))]
+    assert made[0].stdout == made[1].stdout
+
+
+def test_what_is_refused():
+    _, quern = models("llama")
+    row = tokens(2)
+    holes = torch.ones(2, 40, dtype=torch.long)
+    holes[0, 20] = 0
+    with pytest.raises(ValueError, match="zeros between ones"):
+        quern(row, attention_mask=holes)
+    with pytest.raises(ValueError, match="the mask is a Tensor"):
+        quern(row, attention_mask=torch.zeros(2, 1, 40, 40))
+    with pytest.raises(ValueError, match="StaticCache"):
+        quern(row, past_key_values=StaticCache(config=quern.config, max_cache_len=64))
+    with pytest.raises(ValueError, match="output_attentions"):
+        quern(row, output_attentions=True)
+    with pytest.raises(ValueError, match="dropout is 0.1"):
+        dropping = copy.deepcopy(quern).train()
+        for layer in dropping.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        dropping(row)
+    module, q = SimpleNamespace(is_causal=True), torch.randn(1, 2, 5, 16)
+    with pytest.raises(ValueError, match="softcap is given"):
+        integration.attend(module, q, q, q, None, softcap=30.0)
+    with pytest.raises(ValueError, match="a window of 8, .* one of 0"):
+        integration.attend(module, q, q, q, integration.Lengths(8))
+    with pytest.raises(ValueError, match="is not causal"):
+        integration.attend(SimpleNamespace(is_causal=False), q, q, q, None)
+    with pytest.raises(ValueError, match="has compressed keys"):
+        integration.attend(SimpleNamespace(compressor=1), q, q, q, None)
+    with pytest.raises(ValueError, match="the mask .* causal masks"):
+        integration.lengths_of(1, 5, 5, mask_function=lambda b, h, q, k: q == k)
+    _, sparse = models("minimax_m3")
+    left = torch.ones(2, 40, dtype=torch.long)
+    left[0, :3] = 0
+    with pytest.raises(ValueError, match="block_indices with"):
+        sparse(row, attention_mask=left)
