@@ -232,7 +232,8 @@ static void take(world *w, const batch *b)
         memcpy(w->x[b->ids[i]][w->length[b->ids[i]]], b->x + at * WIDTH,
                (size_t)(b->counts[i] * WIDTH) * sizeof *b->x);
         w->length[b->ids[i]] += b->counts[i];
-        w->held[b->ids[i]] += b->counts[i];
+        const int64_t held = w->held[b->ids[i]] + b->counts[i];
+        w->held[b->ids[i]] = held < w->sizes.ring ? held : w->sizes.ring;
     }
 }
 
