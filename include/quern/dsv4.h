@@ -475,7 +475,6 @@ typedef struct quern_dsv4_attention_tensors {
 } quern_dsv4_attention_tensors;
 #define QUERN_DSV4_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_dsv4_attention_tensors)
 
-/* CPU alone. */
 QUERN_API quern_status quern_dsv4_attention_workspace(quern_context *ctx,
                                                       const quern_dsv4_attention_params *params,
                                                       const quern_dsv4_attention_tensors *tensors,
