@@ -83,8 +83,7 @@ typedef struct quern_cache_tensors {
  *
  * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said: a NULL that is needed; a size other than quern.h
  * says; a tensor's ndim, extent, dtype, strides or memory; more tokens than columns; a page that is needed
- * and none of the pool's; offsets that fall; a device other than the CPU (QUERN_ERR_UNSUPPORTED); a workspace
- * that is too small (QUERN_ERR_WORKSPACE) or NULL.
+ * and none of the pool's; offsets that fall; a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL.
  */
 QUERN_API quern_status quern_cache_append_step_workspace(quern_context *ctx,
                                                          const quern_cache_step_params *params,

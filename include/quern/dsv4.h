@@ -356,8 +356,9 @@ QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *ex
  * where P is the softmax over S_t of the indexer's scores. lse_win is of the window's keys alone, without the
  * sink (quern_dsv4_attention() returns it). A query without an entry has row_loss 0; where T's sum would be
  * below 2^-126 there is no teacher, and neither a loss nor a gradient. Entries of idx have any order and
- * count once. One call gives the loss and its gradients; each may be NULL. A GPU takes heads whose queries
- * fit its shared memory beside 16 entries (128 of 512 in bf16, 64 in f32), and says so of others.
+ * count once. One call gives the loss and its gradients; each may be NULL. A GPU takes up to 128 heads of
+ * either kind, C_I up to 128, and queries that fit its shared memory beside 16 entries (128 heads of 512 in
+ * bf16, 64 in f32), and says so of others.
  */
 typedef struct quern_dsv4_index_loss_params {
     size_t size;

@@ -39,8 +39,9 @@ static dense_kernel kernel_of(const stage_exec *exec, const decode_args *args)
     a.scale2 = args->scale * log2_e;
     a.heads = (int32_t)args->q.shape[2];
     a.group = (int32_t)(args->q.shape[2] / args->tokens.blocks.shape[1]);
-    a.shares = cut_of(windowed ? args->window + 16 : args->capacity).shares;
-    if (!windowed && args->capacity > SHARES * (int64_t)SHARE_KEYS) a.shares = SHARES;
+    /* The keys of a query, at most. Of more than these it may have fewer shares than of less. */
+    const int64_t most = windowed ? args->window + 16 : args->capacity;
+    a.shares = most > SHARES * (int64_t)SHARE_KEYS ? SHARES : cut_of(most).shares;
     a.by_sequence = a.step.total > a.step.batch * (int64_t)STEP_QUERIES;
     a.q_wide = rows_aligned16(args->q);
     a.o_wide = rows_aligned(args->o, 4 * bytes_of(args->o.dtype));

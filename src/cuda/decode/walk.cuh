@@ -64,7 +64,7 @@ template <typename T> struct query_rows {
     bool wide;
 };
 
-/* Nobody wants the scores. */
+/* Scores are not kept. */
 struct no_scores {
     __device__ __forceinline__ void operator()(int, int, float) const {}
 };

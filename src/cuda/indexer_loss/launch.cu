@@ -83,6 +83,12 @@ static size_t carve(const indexer_loss_args *args, void *memory, loss_params *p)
 static bool supports(const stage_exec *exec, const indexer_loss_args *args, char why[STAGE_WHY_BYTES])
 {
     loss_params p = params_of(exec, args);
+    if (p.heads > HEADS_MOST || p.index_heads > HEADS_MOST || p.width > INDEX_WIDTH_MOST) {
+        snprintf(why, STAGE_WHY_BYTES,
+                 "%d and %d heads, %d channels of the indexer: the cuda backend takes up to %d and %d",
+                 p.heads, p.index_heads, p.width, HEADS_MOST, INDEX_WIDTH_MOST);
+        return false;
+    }
     choose_tile(exec, &p);
     return shared_fits(exec, block_bytes(p), "the indexer's loss", why);
 }
