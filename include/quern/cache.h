@@ -22,8 +22,7 @@
  * then of the second, ...), H, Hkv, D, Dv, l, d, W, k, Hs, D_I as in nsa.h; Hi: 1 where the indexer's heads
  * share a key, else Hs.
  *
- * One call at a time may use a cache. On an error the cache and the outputs are as they
- * were.
+ * One call at a time may use a cache. On an error the cache and the outputs are as they were.
  */
 #ifndef QUERN_CACHE_H
 #define QUERN_CACHE_H
@@ -125,9 +124,9 @@ typedef struct quern_decode_tensors {
  *            max_compressed_groups > 0, compress GIVEN, a given selection, a window that is larger than the
  *            ring; what nsa.h refuses
  * The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level; on a GPU either of two
- * whose scores are equal within the rounding of f32. A query and key/value
- * head read at most Nc + k l' + W rows (scope head: Nc + g k l' + W). With selection INDEXED a query reads
- * the sequence's index keys once, and no entries unless the compressed branch is on. The workspace depends on
+ * whose scores are equal within the rounding of f32. A query and key/value head read at most Nc + k l' + W
+ * rows (scope head: Nc + g k l' + W). With selection INDEXED, which a GPU refuses, a query reads the
+ * sequence's index keys once, and no entries unless the compressed branch is on. The workspace depends on
  * shapes alone.
  */
 QUERN_API quern_status quern_attention_decode_step_workspace(quern_context *ctx,

@@ -3,7 +3,7 @@
 /*
  * ffi.c - arguments, results, errors and memory of the functions for Python.
  *
- *   report_to(word)          calls or their faults of data into int32 [1], of their device; None: nobody asks
+ *   report_to(word)          calls or their faults of data into int32 [1], on their device; None: into none
  *   fault_name(bits) -> str  what the lowest bit says
  */
 #include "ffi.h"

@@ -5,8 +5,8 @@ attention function and the mask function "quern", which `attn_implementation="qu
 `model.set_attn_implementation("quern")` name. Models that do not ask for it stay as they are.
 
 Causal attention with padding on the left or right, sliding windows, sinks, lists of blocks (MiniMax-M3's),
-and packed sequences (cu_seq_lens_q and _k, or positions that start again). What it cannot do as the model asks
-is refused with a sentence.
+and packed sequences (cu_seq_lens_q and _k, or positions that start again). What it cannot do as the model
+asks is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def attend(
     if lists is not None:
         if window or s_aux is not None or starts is not None or lengths.first is not None:
             raise ValueError(
-                "attention quern: block_indices with a window, sinks, packed sequences or padding on the left "
-                "are given: block_indices alone are accepted"
+                "attention quern: block_indices with a window, sinks, packed sequences or padding on the "
+                "left are given: block_indices alone are accepted"
             )
         return _attend_blocks(module, rows, lists, scaling), None
     if starts is None:
