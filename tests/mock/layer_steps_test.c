@@ -28,26 +28,13 @@ enum {
     BATCH = 3,
     TOKENS = 300,
     CAPACITY = 400,
-    WIDTH = 24,
+    WIDTH = LAYER_SMALL_WIDTH,
     ROWS = 24, /* of the calls */
     PAGE = 4,
     FIELDS = sizeof(quern_dsv4_layer_step_tensors) / sizeof(void *) - 1
 };
 
-static const oracle_layer shape = {.tokens = CAPACITY,
-                                   .width = WIDTH,
-                                   .q_lora = 12,
-                                   .heads = 4,
-                                   .dim = 16,
-                                   .groups = 2,
-                                   .o_lora = 6,
-                                   .rope_dim = 4,
-                                   .window = 5,
-                                   .ratio = 3,
-                                   .index_heads = 4,
-                                   .index_dim = 32,
-                                   .top_k = 3,
-                                   .eps = 1e-6};
+static const oracle_layer shape = {LAYER_CASE_SMALL, .tokens = CAPACITY, .index_dim = 32};
 
 /* The call's tensors in the memory of one device, by their fields. */
 typedef struct side {

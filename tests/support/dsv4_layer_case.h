@@ -34,6 +34,12 @@ enum {
     LAYER_TENSORS = LAYER_D_WEIGHTS + OW_CMP_NORM + 1
 };
 
+/* A small layer, without tokens and index_dim. */
+enum { LAYER_SMALL_WIDTH = 24 };
+#define LAYER_CASE_SMALL                                                                                     \
+    .width = LAYER_SMALL_WIDTH, .q_lora = 12, .heads = 4, .dim = 16, .groups = 2, .o_lora = 6,               \
+    .rope_dim = 4, .window = 5, .ratio = 3, .index_heads = 4, .top_k = 3, .eps = 1e-6
+
 /* Sums of both signs may cancel: in bf16 and f16 no fewer are compared. */
 enum { LAYER_FEW = 16 };
 

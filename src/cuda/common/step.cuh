@@ -48,8 +48,7 @@ __device__ __forceinline__ step_rows step_rows_at(const step_view &s, int64_t b)
     return {s.positions[b * s.positions_s], from, slot >= 0 && to > from ? to - from : 0};
 }
 
-/* The sequence that has row t of the call; -1: none. A warp calls. Rows in equal numbers are found at once.
- * */
+/* The sequence that has row t of the call; -1: none. A warp calls. Equal numbers of rows are found first. */
 __device__ __forceinline__ int step_sequence_of(const step_view &s, int64_t t)
 {
     const auto has = [&](int64_t b) {
@@ -143,7 +142,7 @@ __device__ __forceinline__ bool plane_holds(const plane_view &v, int64_t tokens,
     return (v.ring > 0 ? count : rows) <= (int64_t)v.columns * CACHE_BLOCK;
 }
 
-/* Whether a sequence's numbers can be followed: rows in order, a position that is not negative. */
+/* Whether a sequence has a position. */
 __device__ __forceinline__ bool step_good(const step_view &s, int64_t b)
 {
     return s.positions[b * s.positions_s] >= 0;

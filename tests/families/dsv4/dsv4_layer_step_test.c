@@ -16,23 +16,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SEQUENCES = 3, CAPACITY = 40, WIDTH = 24, LAYERS = 2, MOST = 12, ROOM = SEQUENCES * MOST + 3 };
-enum { AREAS = 7 };
+enum { SEQUENCES = 3, CAPACITY = 40, WIDTH = LAYER_SMALL_WIDTH, LAYERS = 2, AREAS = 7 };
+enum { MOST = 12, ROOM = SEQUENCES * MOST + 3 };
 
-static const oracle_layer shape = {.tokens = CAPACITY,
-                                   .width = WIDTH,
-                                   .q_lora = 12,
-                                   .heads = 4,
-                                   .dim = 16,
-                                   .groups = 2,
-                                   .o_lora = 6,
-                                   .rope_dim = 4,
-                                   .window = 5,
-                                   .ratio = 3,
-                                   .index_heads = 4,
-                                   .index_dim = 8,
-                                   .top_k = 3,
-                                   .eps = 1e-6};
+static const oracle_layer shape = {LAYER_CASE_SMALL, .tokens = CAPACITY, .index_dim = 8};
 
 /* A layer: its weights, and what it keeps. */
 typedef struct layer {

@@ -123,21 +123,8 @@ static void streams(void **state)
     }
 }
 
-enum { BATCH = 3, WIDTH = 24 };
-static const oracle_layer batch_shape = {.tokens = 30,
-                                         .width = WIDTH,
-                                         .q_lora = 12,
-                                         .heads = 4,
-                                         .dim = 16,
-                                         .groups = 2,
-                                         .o_lora = 6,
-                                         .rope_dim = 4,
-                                         .window = 5,
-                                         .ratio = 3,
-                                         .index_heads = 4,
-                                         .index_dim = 8,
-                                         .top_k = 3,
-                                         .eps = 1e-6};
+enum { BATCH = 3, WIDTH = LAYER_SMALL_WIDTH };
+static const oracle_layer batch_shape = {LAYER_CASE_SMALL, .tokens = 30, .index_dim = 8};
 
 /* One call over counts[] tokens of each sequence, from x and to out, both [sum of counts, WIDTH]. */
 static quern_status step(const layer_case *c, quern_context *ctx, const layer_store *s, const int32_t *ids,
