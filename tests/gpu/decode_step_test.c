@@ -220,6 +220,10 @@ static void steps_are_those_of_the_whole(void **state)
                        .sink = trial % 2,
                        .aligned = trial % 7 != 3};
         if (trial == 10) c.length[0] = 17000; /* as many shares as there can be */
+        if (trial == 11) { /* the second has more shares than a window of 16384 keys anywhere in a page */
+            c.length[0] = 17000;
+            c.length[1] = c.window = 16384;
+        }
         check(&c, trial);
     }
 }
