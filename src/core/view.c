@@ -21,6 +21,18 @@ quern_tensor view_canonical(const quern_tensor *t)
     return v;
 }
 
+quern_tensor view_as_pages(const quern_tensor *t)
+{
+    quern_tensor v = *t;
+    if (t->ndim == 3) return v;
+    v.ndim = 3;
+    v.shape[1] = 1;
+    v.strides[1] = t->strides[0];
+    v.shape[2] = t->ndim == 2 ? t->shape[1] : 1;
+    v.strides[2] = 1;
+    return v;
+}
+
 quern_tensor view_with_batch(const quern_tensor *t)
 {
     quern_tensor v = *t;

@@ -89,6 +89,8 @@ quern_status view_check_all(const view_rule *rules, int32_t count, const quern_t
 quern_tensor view_canonical(const quern_tensor *t);
 /* A leading batch extent of 1: [T, ...] as [1, T, ...]. */
 quern_tensor view_with_batch(const quern_tensor *t);
+/* Rows [n], [n, m] or [n, parts, m] as pages of parts, [n, parts, m] (stages/step.h). */
+quern_tensor view_as_pages(const quern_tensor *t);
 /* A contiguous view on the same device as `like`. */
 quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim,
                      const int64_t *shape);

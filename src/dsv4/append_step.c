@@ -13,9 +13,7 @@
 
 #include <inttypes.h>
 
-static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
-                         *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
-                         *const index_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
+static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
 static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
@@ -25,8 +23,8 @@ static const op_param params[] = {
     {"round_bf16", AT(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
     {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of out"},
-    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, index_formats, "of index_out"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of out"},
+    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of index_out"},
     {"index_hadamard", AT(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
 };
 #undef AT
@@ -237,21 +235,9 @@ static quern_status derive(op_call *call)
     return status == QUERN_OK ? derive_index(call, ring) : status;
 }
 
-/* A tensor [slots, n] or [slots] as pages of one part. */
-static quern_tensor as_pages(const quern_tensor *t)
-{
-    quern_tensor pages = *t;
-    pages.ndim = 3;
-    pages.shape[1] = 1;
-    pages.strides[1] = t->strides[0];
-    pages.shape[2] = t->ndim == 2 ? t->shape[1] : 1;
-    pages.strides[2] = 1;
-    return pages;
-}
-
 static void copy_states(op_build *b, const quern_tensor *copies, const quern_tensor *states)
 {
-    *OP_ADD(b, copy_pages) = (copy_pages_args){QUERN_LEDGER_STATES, *copies, as_pages(states)};
+    *OP_ADD(b, copy_pages) = (copy_pages_args){QUERN_LEDGER_STATES, *copies, view_as_pages(states)};
 }
 
 static void build_part(op_build *b, int part, const quern_tensor *proj, pool_append_part *to)

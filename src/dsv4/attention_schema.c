@@ -31,14 +31,13 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_attention_tensors),
                "a row a tensor");
 
-static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_attention_params, member)
 static const op_param params[] = {
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL,
      "r, tokens of an entry; 0: 4 with idx, else 128"},
     {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query, its own among them; 0: 128"},
     {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, -1, INT32_MAX, NULL, "where query 0 stands; -1: N - T"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of KV and KV_cmp: rows or row584"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of KV and KV_cmp: rows or row584"},
     {"page", AT(page), OP_INTEGER, 0, PAGE_MOST, NULL, "slots of a page; 0: contiguous"},
 };
 #undef AT
@@ -79,10 +78,11 @@ static quern_status check_params(op_call *call)
     if (p->window == 0) p->window = DSV4_WINDOW;
     if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows and row584 are accepted",
-                         formats[p->format]);
+                         dsv4_formats[p->format]);
     if (call->operation == DSV4_ATTENTION_BACKWARD && (p->format != QUERN_DSV4_ROWS || p->page > 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "format is %s and page is %lld: the backward takes rows and 0", formats[p->format],
+                         "format is %s and page is %lld: the backward takes rows and 0",
+                         dsv4_formats[p->format],
                          (long long)p->page);
     return QUERN_OK;
 }
@@ -246,7 +246,7 @@ static quern_status derive(op_call *call)
     if (varlen && (p->format != QUERN_DSV4_ROWS || p->page > 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "format is %s and page is %lld with cu_seqlens: rows and 0 are accepted",
-                         formats[p->format], (long long)p->page);
+                         dsv4_formats[p->format], (long long)p->page);
     if (p->format == QUERN_DSV4_ROW584 && s[AS_D] != ROW584_DIM)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld channels: format row584 takes %d",
                          (long long)s[AS_D], ROW584_DIM);

@@ -45,6 +45,8 @@ enum { DSV4_INDEX_WIDTH_MOST = 256, DSV4_TOP_K_MOST = 2048, DSV4_RING_MOST = 8 }
 /* The released models', and defaults. */
 enum { DSV4_CSA_RATIO = 4, DSV4_HCA_RATIO = 128, DSV4_WINDOW = 128, DSV4_TOP_K = 512 };
 
+/* The names of quern_dsv4_format, and those of keys; end with NULL. */
+extern const char *const dsv4_formats[], *const dsv4_key_formats[];
 /* Checks each parameter's range, resolves defaults and writes *known. */
 quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_compress_params *known);
 /* Resolves the defaults of parameters in their ranges, and checks what these allow together. */

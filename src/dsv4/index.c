@@ -23,13 +23,12 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_index_tensors),
                "a row a tensor");
 
-static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_index_params, member)
 static const op_param params[] = {
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
     {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "entries kept; 0: 512"},
     {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
-    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, formats, "of k_I"},
+    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of k_I"},
     {"page", AT(page), OP_INTEGER, 0, INDEX_PAGE_MOST, NULL, "slots of a page of k_I; 0: contiguous"},
 };
 #undef AT

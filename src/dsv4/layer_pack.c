@@ -29,14 +29,14 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_pack_tensors),
                "a row a tensor");
 
-static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_layer_pack_params, member)
 static const op_param params[] = {
     {"tokens", AT(tokens), OP_INTEGER, 0, INT32_MAX, NULL, "of the sequence"},
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL,
      "tokens of an entry; 0: 4 with keys, else 128"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of raw rows and entries: rows, row584"},
-    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, formats, "of the indexer's keys"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats,
+     "of raw rows and entries: rows, row584"},
+    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of the indexer's keys"},
 };
 #undef AT
 static const quern_dsv4_layer_pack_params defaults = QUERN_DSV4_LAYER_PACK_PARAMS_INIT;
@@ -78,7 +78,8 @@ static quern_status check_params(op_call *call)
 {
     const quern_dsv4_format format = call_of(call)->params.format;
     if (format == QUERN_DSV4_ROWS || format == QUERN_DSV4_ROW584) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows or row584 is accepted", formats[format]);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows or row584 is accepted",
+                     dsv4_formats[format]);
 }
 
 static void roles(op_call *call)

@@ -72,19 +72,6 @@ static bool may_refuse(const op_build *b)
            (step_params(b)->format != QUERN_DSV4_ROWS || step_params(b)->key_format != QUERN_DSV4_ROWS);
 }
 
-/* A tensor [pages, ..] as pages of parts. */
-static quern_tensor as_pages(const quern_tensor *t)
-{
-    quern_tensor pages = *t;
-    if (t->ndim == 3) return pages;
-    pages.ndim = 3;
-    pages.shape[1] = 1;
-    pages.strides[1] = t->strides[0];
-    pages.shape[2] = t->ndim == 2 ? t->shape[1] : 1;
-    pages.strides[2] = 1;
-    return pages;
-}
-
 static void add_copies(op_build *b)
 {
     static const struct {
@@ -99,7 +86,8 @@ static void add_copies(op_build *b)
     const quern_tensor copies = layer_view(b, DLS(copies));
     for (size_t i = 0; i < sizeof pools / sizeof *pools && copies.ndim > 0; i++) {
         const quern_tensor of = layer_view(b, pools[i].tensor);
-        if (of.ndim > 0) *OP_ADD(b, copy_pages) = (copy_pages_args){pools[i].pool, copies, as_pages(&of)};
+        if (of.ndim > 0)
+            *OP_ADD(b, copy_pages) = (copy_pages_args){pools[i].pool, copies, view_as_pages(&of)};
     }
 }
 

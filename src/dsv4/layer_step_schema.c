@@ -40,7 +40,6 @@ const dsv4_weight_row layer_step_weights[2] = {
     {{DLS(compressor_kv), DLS(compressor_gate)}, DLS(compressor_fp8)},
     {{DLS(indexer_kv), DLS(indexer_gate)}, DLS(indexer_fp8)}};
 
-static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_layer_step_params, member)
 static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, layer_kinds,
@@ -48,8 +47,10 @@ static const op_param params[] = {
     {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
     {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norms; 0: 1e-6"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of raw rows and entries: rows, row584"},
-    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, formats, "csa: of the indexer's keys"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats,
+     "of raw rows and entries: rows, row584"},
+    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats,
+     "csa: of the indexer's keys"},
 };
 #undef AT
 static const quern_dsv4_layer_step_params defaults = QUERN_DSV4_LAYER_STEP_PARAMS_INIT;
@@ -90,10 +91,10 @@ static quern_status check_params(op_call *call)
     layer_resolve(own);
     if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows or row584 is accepted",
-                         formats[p->format]);
+                         dsv4_formats[p->format]);
     if (p->key_format == QUERN_DSV4_ROWS || p->kind == QUERN_DSV4_LAYER_CSA) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "key_format is %s: a layer of kind %s has no indexer",
-                     formats[p->key_format], layer_kinds[p->kind]);
+                     dsv4_formats[p->key_format], layer_kinds[p->kind]);
 }
 
 static void roles(op_call *call)

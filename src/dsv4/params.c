@@ -7,6 +7,9 @@
 
 enum { FP4_BLOCK = 32, ROW584_WIDTH = 512, ROW584_ROPE = 64 };
 
+const char *const dsv4_formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
+                  *const dsv4_key_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
+
 quern_status dsv4_resolve(quern_dsv4_compress_params *p)
 {
     if (p->ratio == 0) p->ratio = p->kind == QUERN_DSV4_CSA ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;

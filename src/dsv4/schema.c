@@ -66,9 +66,7 @@ const dsv4_weight_row dsv4_compress_weights[2] = {{{DC(w), OP_NONE}, DC(w_fp8)},
 static const dsv4_weight_row *const main_weight = &dsv4_compress_weights[0], *const index_weight =
                                                                                  &dsv4_compress_weights[1];
 
-static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
-                         *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
-                         *const index_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
+static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
 const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
@@ -82,8 +80,8 @@ const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS] = {
     {"round_bf16", AT(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
     {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of out"},
-    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, index_formats, "of index_out"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of out"},
+    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of index_out"},
     {"index_hadamard", AT(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
 };
 #undef AT

@@ -17,10 +17,9 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_store_tensors),
                "a row a tensor");
 
-static const char *const formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_store_params, member)
 static const op_param params[] = {
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of the cache"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of the cache"},
     {"page", AT(page), OP_INTEGER, 0, STORE_PAGE_MOST, NULL, "slots of a page; 0: contiguous"},
 };
 #undef AT
