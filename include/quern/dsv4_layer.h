@@ -129,7 +129,7 @@ QUERN_API quern_status quern_dsv4_layer_backward(quern_context *ctx, const quern
 /* ---- a step of many sequences ---- */
 
 /*
- * What a layer keeps of its sequences between steps stands in tensors of the caller, on any device:
+ * What a layer keeps of its sequences between steps stands in tensors of the caller:
  *
  *   raw      the last raw rows of a sequence, a ring that is one page
  *   entries  in pages, and in CSA the indexer's keys, in pages of the same numbers
