@@ -252,7 +252,7 @@ typedef struct quern_dsv4_layer_pack_tensors {
     const quern_tensor *keys;
     const quern_tensor *states, *merged;
     const quern_tensor *indexer_states, *indexer_merged;
-    const quern_tensor *slot; /* i32 [1]: that of the states */
+    const quern_tensor *slot;   /* i32 [1]: that of the states */
     const quern_tensor *packed; /* u8 [bytes] */
 } quern_dsv4_layer_pack_tensors;
 #define QUERN_DSV4_LAYER_PACK_TENSORS_INIT QUERN_SIZED(quern_dsv4_layer_pack_tensors)

@@ -82,8 +82,7 @@ static quern_status check_params(op_call *call)
     if (call->operation == DSV4_ATTENTION_BACKWARD && (p->format != QUERN_DSV4_ROWS || p->page > 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "format is %s and page is %lld: the backward takes rows and 0",
-                         dsv4_formats[p->format],
-                         (long long)p->page);
+                         dsv4_formats[p->format], (long long)p->page);
     return QUERN_OK;
 }
 

@@ -100,8 +100,7 @@ __device__ __forceinline__ void store_gradient(const backward_params &a, const f
 }
 
 __global__ void __launch_bounds__(THREADS)
-    gradient_of_a(const __grid_constant__ backward_params a,
-                              const __grid_constant__ gemm_params p)
+    gradient_of_a(const __grid_constant__ backward_params a, const __grid_constant__ gemm_params p)
 {
     extern __shared__ __align__(128) char memory[];
     backward_shared &m = *(backward_shared *)memory;
