@@ -6,16 +6,11 @@ over what a step takes in a graph."""
 
 import torch
 
-from measure import act, attempt, empty, graph_us, line, ms
+from experts import copy_rate
+from measure import act, attempt, empty, graph_us, line
 
 F32, I32 = torch.float32, torch.int32
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
-
-
-def copy_rate():
-    """Bytes a microsecond that a copy reads and writes."""
-    a, b = act(1 << 29), empty(1 << 29)
-    return 2e-3 * a.numel() * 2 / ms(lambda: b.copy_(a))
 
 
 def table_of(sequences, columns):
@@ -50,7 +45,7 @@ def sparse(quern, sequences, context):
 
 
 def accept(quern):
-    copy = copy_rate()
+    copy = copy_rate() / 1e3  # bytes a microsecond
     for what, least, rate in (("dense", 0.85, dense), ("NSA", 0.7, sparse)):
         attempt(
             lambda: line(
