@@ -119,8 +119,7 @@ static void lists(void **state)
         select.count = view(QUERN_I32, 3, b, h, 0, 0);
         RUN(select, &select);
         const block_index_args index = {.seqs = {.batch = b},
-                                        .block_size = 8,
-                                        .k = 3,
+                                        .rule = {.block_size = 8, .k = 3},
                                         .query_offset = -1,
                                         .q = view(QUERN_F32, 4, b, 0, h, 8),
                                         .keys = view(QUERN_F32, 4, b, 0, 1, 8),

@@ -442,25 +442,26 @@ static void bad_calls(void **state)
         weight_kind kind;
         const char *words;
         bool of_data; /* which a GPU's call does not read on the host */
-    } cases[] = {{FP8, "block is 64: 128 or 32 is accepted"},
-                 {FP8, "groups is 0"},
-                 {FLOATS, "x.shape is 48 where groups divide it: a multiple of the 5 groups is accepted"},
-                 {FLOATS, "a8 is fp8 with w in floats"},
-                 {FLOATS, "w: dtype u8 without w_scale"},
-                 {FP8, "w: dtype f32 with w_scale: e4m3 and u8 are accepted"},
-                 {FP8, "w_scale: dtype f16: f32, e8m0 and u8 are accepted"},
-                 {FP8, "w_scale.shape[0] is 2: 1 is accepted"},
+    } cases[] = {{FP8, "block is 64: 128 or 32 is accepted", false},
+                 {FP8, "groups is 0", false},
+                 {FLOATS, "x.shape is 48 where groups divide it: a multiple of the 5 groups is accepted",
+                  false},
+                 {FLOATS, "a8 is fp8 with w in floats", false},
+                 {FLOATS, "w: dtype u8 without w_scale", false},
+                 {FP8, "w: dtype f32 with w_scale: e4m3 and u8 are accepted", false},
+                 {FP8, "w_scale: dtype f16: f32, e8m0 and u8 are accepted", false},
+                 {FP8, "w_scale.shape[0] is 2: 1 is accepted", false},
                  {FP8, "w_scale[0] is the scale byte 0xFF: 0x00 to", true},
                  {FP8, "w_scale[0] is the scale byte 0xFE: 0x00 to 0xF6 are accepted", true},
                  {NVFP4, "w_scales[1] is the scale byte 0x7F", true},
                  {NVFP4, "w_global[0] is 0: a global above 0 and finite is accepted", true},
-                 {NVFP4, "w_global is NULL: a tensor is needed"},
-                 {NVFP4, "w is given with w_codes: one or the other is accepted"},
+                 {NVFP4, "w_global is NULL: a tensor is needed", false},
+                 {NVFP4, "w is given with w_codes: one or the other is accepted", false},
                  {FP8, "x[3] (row 0, column 3) is nan: finite numbers are accepted", true},
-                 {FLOATS, "w and w_codes are NULL: one of them is accepted"},
+                 {FLOATS, "w and w_codes are NULL: one of them is accepted", false},
                  {FP8, "w_scale[0] is the scale inf", true},
-                 {FLOATS, "bias.shape[0] is 47: 48 is accepted"},
-                 {FLOATS, "y: dtype bf16: f32 is accepted"}};
+                 {FLOATS, "bias.shape[0] is 47: 48 is accepted", false},
+                 {FLOATS, "y: dtype bf16: f32 is accepted", false}};
     test_random random = {5};
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     (void)state;
