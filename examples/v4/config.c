@@ -67,27 +67,21 @@ static bool read_numbers(const json_t *config, v4_config *c)
     return true;
 }
 
-int cache_ratio(const v4_config *c, int64_t ratio)
-{
-    int i = 0;
-    while (i < RATIOS && c->ratios[i] != ratio && c->ratios[i] != 0) i++;
-    return i;
-}
-
 /* One a layer; those past the layers are of multi-token prediction. */
 static bool read_ratios(const json_t *config, v4_config *c)
 {
     const json_t *list = json_object_get(config, "compress_ratios");
     for (int64_t i = 0; i < c->layers; i++) {
         const json_t *from = json_array_get(list, (size_t)i);
-        const int64_t ratio = json_is_integer(from) ? json_integer_value(from) : -1;
-        const int at = ratio > 0 ? cache_ratio(c, ratio) : 0;
+        const int64_t ratio = c->ratio[i] = json_is_integer(from) ? json_integer_value(from) : -1;
+        int at = 0;
+        while (ratio > 0 && at < RATIOS && c->ratios[at] != ratio && c->ratios[at] != 0) at++;
         if (ratio < 0 || ratio > 4096 || at == RATIOS)
             return fail(
-                "config.json: compress_ratios[%lld] is missing or out of place: a whole number from 0 to "
-                "4096 for each layer, %d different ones above 0, are accepted",
+                "config.json: compress_ratios[%lld] is missing or out of place: whole numbers from 0 to "
+                "4096, of which up to %d differ, are accepted",
                 (long long)i, RATIOS);
-        c->ratio[i] = ratio;
+        c->pool[i] = 1 + at;
         if (ratio > 0) c->ratios[at] = ratio;
     }
     return true;

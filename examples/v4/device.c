@@ -65,10 +65,9 @@ void *device_room(v4_device *d, int i, size_t bytes)
     return d->room[i];
 }
 
-quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b,
-                  int64_t c, int64_t e)
+quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim, const int64_t *shape)
 {
-    quern_tensor t = quern_tensor_contiguous((void *)data, dtype, ndim, (const int64_t[]){a, b, c, e});
+    quern_tensor t = quern_tensor_contiguous((void *)data, dtype, ndim, shape);
     t.device = d->cuda ? QUERN_CUDA : QUERN_CPU;
     return t;
 }
@@ -80,27 +79,38 @@ size_t tensor_bytes(const quern_tensor *t)
     return bytes;
 }
 
-bool make(v4_device *d, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c, quern_tensor *t)
+bool make(v4_device *d, quern_dtype dtype, int32_t ndim, const int64_t *shape, quern_tensor *t)
 {
-    *t = view(d, NULL, dtype, ndim, a, b, c, 1);
+    *t = view(d, NULL, dtype, ndim, shape);
     t->data = device_take(d, tensor_bytes(t));
     return t->data != NULL;
 }
 
-quern_tensor room(v4_model *m, int i, int32_t ndim, int64_t a, int64_t b, int64_t c, int64_t e)
+quern_tensor room(v4_model *m, int i, int32_t ndim, const int64_t *shape)
 {
-    quern_tensor t = view(&m->device, NULL, i < INTEGERS ? m->act : QUERN_I32, ndim, a, b, c, e);
+    const quern_dtype dtype = i < IDS ? m->act : i < WIDE ? QUERN_I32 : QUERN_F32;
+    quern_tensor t = view(&m->device, NULL, dtype, ndim, shape);
     t.data = device_room(&m->device, i, tensor_bytes(&t));
     return t;
 }
 
-float number(const quern_tensor *t, int64_t i)
+float number(const void *data, quern_dtype dtype, int64_t i)
 {
-    uint32_t bits = 0;
-    if (t->dtype == QUERN_F32) memcpy(&bits, (const char *)t->data + 4 * i, 4);
-    else
-        memcpy((char *)&bits + 2, (const char *)t->data + 2 * i, 2); /* bf16: the upper half, little-endian */
     float x;
+    const uint32_t bits = dtype == QUERN_F32 ? ((const uint32_t *)data)[i]
+                                             : (uint32_t)((const uint16_t *)data)[i] << 16; /* bf16 */
     memcpy(&x, &bits, sizeof x);
     return x;
+}
+
+bool widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to)
+{
+    const size_t bytes = tensor_bytes(from), n = bytes / quern_dtype_size(from->dtype);
+    float *values = malloc(n * sizeof *values + bytes);
+    if (values == NULL) return fail("no memory for %zu numbers", n);
+    bool ok = device_copy(d, values + n, from->data, bytes);
+    for (size_t i = 0; ok && i < n; i++) values[i] = number(values + n, from->dtype, (int64_t)i);
+    ok = ok && device_copy(d, to->data, values, n * sizeof *values);
+    free(values);
+    return ok;
 }

@@ -44,12 +44,6 @@ static uint64_t source_of(const v4_model *m)
     return sum;
 }
 
-static bool layer_bytes(const v4_model *m, int64_t layer, size_t *bytes)
-{
-    return done(quern_checkpoint_experts_bytes(m->device.ctx, m->checkpoint, layer, QUERN_CPU,
-                                               !m->device.cuda, bytes));
-}
-
 /* Lays the layer's experts out in memory, or finds them there. */
 static bool lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_t bytes)
 {
@@ -62,16 +56,13 @@ static bool lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_
         return false;
     quern_moe_tensors *t = &e->tensors;
     const bool hash = layer < c->hash_layers; /* a table of experts by token instead of a bias */
-    if (hash) t->bias = NULL;
-    else t->tid2eid = NULL;
-    if (t->weight == NULL || (hash ? t->tid2eid : t->bias) == NULL)
-        return fail("layer %lld has no ffn.gate.%s in a dtype that is accepted", (long long)layer,
-                    t->weight == NULL ? "weight"
-                    : hash            ? "tid2eid"
-                                      : "bias");
-    if (hash && (t->tid2eid->shape[0] != c->vocab || t->tid2eid->shape[1] != c->top))
-        return fail("layers.%lld.ffn.gate.tid2eid is not [%lld, %lld]", (long long)layer, (long long)c->vocab,
-                    (long long)c->top);
+    const quern_tensor *choice = hash ? t->tid2eid : t->bias;
+    *(hash ? &t->bias : &t->tid2eid) = NULL;
+    if (t->weight == NULL || choice == NULL || choice->shape[0] != (hash ? c->vocab : c->experts) ||
+        (hash && choice->shape[1] != c->top))
+        return fail("layer %lld: ffn.gate has no weight, or no %s, in a dtype that is accepted",
+                    (long long)layer,
+                    hash ? "tid2eid [vocab_size, num_experts_per_tok]" : "bias [n_routed_experts]");
     if (e->experts == c->experts && e->hidden == c->width && e->intermediate == c->inner &&
         e->shared_intermediate == c->shared * c->inner)
         return true;
@@ -87,7 +78,7 @@ static bool repack(v4_model *m, const quern_tensor **codes, const quern_tensor *
     if (*codes == NULL) return true;
     if (!done(quern_nvfp4_repacked_bytes(m->device.ctx, QUERN_CUDA, 0, (*codes)->shape[2],
                                          2 * (*codes)->shape[1], &bytes)) ||
-        !make(&m->device, QUERN_U8, 2, m->config.experts, bytes, 1, to) ||
+        !make(&m->device, QUERN_U8, SHAPE(m->config.experts, bytes), to) ||
         !op_prepack(m, *codes, *scales, to))
         return false;
     *codes = *scales = NULL;
@@ -115,22 +106,25 @@ static bool upload(v4_model *m, v4_layer *l)
            repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);
 }
 
-/* Maps the file, which is made where there is none, and checks whose it is. */
-static bool map_file(v4_model *m, const char *path, size_t bytes, int *lock)
+/* Memory for all: a file, which is made where there is none, or without a path this process's own. */
+static bool map_all(v4_model *m, const char *path, size_t bytes, int *lock)
 {
     const header want = {"quernv4", QUERN_MOE_PREPACK_VERSION, source_of(m), bytes, {0}}, none = {0};
-    struct stat about;
+    struct stat about = {.st_size = (off_t)bytes};
     int error = 0;
-    const int fd = *lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    if (fd < 0) return fail("%s cannot be opened: %s", path, strerror(errno));
-    bool ok = flock(fd, LOCK_EX) == 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode);
+    const int fd = *lock = path != NULL ? open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666) : -1;
+    if (path != NULL && fd < 0) return fail("%s cannot be opened: %s", path, strerror(errno));
+    bool ok = path == NULL || (flock(fd, LOCK_EX) == 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode));
     if (ok && about.st_size == 0 && (error = posix_fallocate(fd, 0, (off_t)bytes)) != 0) {
         (void)ftruncate(fd, 0);
         fail("%s cannot have %.1f GB: %s", path, (double)bytes / 1e9, strerror(error));
     }
     ok = ok && error == 0 && (about.st_size == 0 || (size_t)about.st_size == bytes);
-    void *map = ok ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    const int kind = path != NULL ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    void *map = ok ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, kind, fd, 0) : MAP_FAILED;
+    if (map == MAP_FAILED && path == NULL) return fail("no memory for experts: %.1f GB", (double)bytes / 1e9);
     if (map == MAP_FAILED) return fail("%s is damaged, of another checkpoint, or cannot be mapped", path);
+    if (path == NULL) (void)madvise(map, bytes, MADV_HUGEPAGE);
     m->mapped = map;
     m->mapped_bytes = bytes;
     if (memcmp(map, &none, sizeof none) == 0) memcpy(map, &want, sizeof want);
@@ -138,39 +132,40 @@ static bool map_file(v4_model *m, const char *path, size_t bytes, int *lock)
            fail("%s is damaged, or of another checkpoint, device or version", path);
 }
 
-static bool from_file(v4_model *m, const char *path, int64_t layer, size_t at, size_t bytes)
+static bool open_layer(v4_model *m, const char *path, int64_t layer, void *memory, size_t bytes)
 {
-    header *h = m->mapped;
-    char *memory = (char *)m->mapped + at;
-    if (h->sum[layer] != 0)
-        return ((checksum(0, memory, bytes) | 1) == h->sum[layer] ||
-                fail("%s is damaged in layer %lld", path, (long long)layer)) &&
-               lay_out(m, layer, true, memory, bytes);
-    if (!lay_out(m, layer, false, memory, bytes)) return false;
-    if (msync(memory, bytes, MS_SYNC) != 0) return fail("%s cannot be written: %s", path, strerror(errno));
-    h->sum[layer] = checksum(0, memory, bytes) | 1;
+    uint64_t *sum = &((header *)m->mapped)->sum[layer];
+    const bool filled = *sum != 0;
+    if (filled && (checksum(0, memory, bytes) | 1) != *sum)
+        return fail("%s is damaged in layer %lld", path, (long long)layer);
+    if (!lay_out(m, layer, filled, memory, bytes)) return false;
+    if (path != NULL && !filled) {
+        if (msync(memory, bytes, MS_SYNC) != 0)
+            return fail("%s cannot be written: %s", path, strerror(errno));
+        *sum = checksum(0, memory, bytes) | 1;
+    }
+    if (!m->device.cuda) return true;
+    if (!upload(m, &m->layer[layer])) return false;
+    if (path == NULL) (void)madvise(memory, bytes, MADV_DONTNEED); /* the GPU has them */
     return true;
 }
 
 bool experts_open(v4_model *m, const char *cache)
 {
-    size_t at = aligned(sizeof(header)), all = at, bytes = 0;
+    const int64_t layers = m->config.layers;
+    size_t all = aligned(sizeof(header)), bytes[LAYERS_MOST];
     int lock = -1; /* until all layers are there */
     bool ok = true;
-    for (int64_t i = 0; ok && i < m->config.layers; i++, all += aligned(bytes))
-        ok = layer_bytes(m, i, &bytes);
-    ok = ok && (cache == NULL || map_file(m, cache, all, &lock));
-    for (int64_t i = 0; ok && i < m->config.layers; i++, at += aligned(bytes)) {
-        void *own = NULL;
-        ok = layer_bytes(m, i, &bytes);
-        if (ok && cache == NULL) {
-            own = m->device.cuda ? malloc(bytes) : device_take(&m->device, bytes);
-            ok = own != NULL ? lay_out(m, i, false, own, bytes)
-                             : fail("no memory for a layer's experts: %.1f MB", (double)bytes / 1e6);
-        }
-        ok = ok && (cache == NULL || from_file(m, cache, i, at, bytes)) &&
-             (!m->device.cuda || upload(m, &m->layer[i]));
-        if (m->device.cuda) free(own);
+    for (int64_t i = 0; ok && i < layers; i++) {
+        ok = done(quern_checkpoint_experts_bytes(m->device.ctx, m->checkpoint, i, QUERN_CPU, !m->device.cuda,
+                                                 &bytes[i]));
+        all += ok ? aligned(bytes[i]) : 0;
+    }
+    ok = ok && map_all(m, cache, all, &lock);
+    char *at = m->mapped;
+    for (int64_t i = 0; ok && i < layers; i++) {
+        at += aligned(i == 0 ? sizeof(header) : bytes[i - 1]);
+        ok = open_layer(m, cache, i, at, bytes[i]);
     }
     if (lock >= 0) close(lock);
     if (m->mapped != NULL) (void)mprotect(m->mapped, m->mapped_bytes, PROT_READ);

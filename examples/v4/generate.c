@@ -45,10 +45,10 @@ static bool read_prompts(const char *path, bool batch, prompts *p)
     return true;
 }
 
-static bool open_model(const v4_options *o, const char *path, v4_model *m, prompts *p)
+static bool open_model(const v4_options *o, v4_model *m, prompts *p)
 {
-    if (!read_prompts(path, o->batch != NULL, p)) return false;
-    const int64_t most = p->most + (o->max_new > 0 ? o->max_new : 0);
+    if (!read_prompts(o->batch != NULL ? o->batch : o->tokens, o->batch != NULL, p)) return false;
+    const int64_t most = p->most + o->max_new;
     if (most >= INT32_MAX / 2) return fail("%lld tokens: fewer than 2^30 are accepted", (long long)most);
     if (!model_open(m, o, p->batch, most)) return false;
     for (int64_t b = 0; b < p->batch; b++)
@@ -62,39 +62,30 @@ static bool open_model(const v4_options *o, const char *path, v4_model *m, promp
 }
 
 /* Tokens first ... end - 1 of a sequence, a chunk at a time. Logits: of all, or after the last one. */
-static bool prefill(v4_model *m, const prompts *p, int32_t b, int64_t first, int64_t end, bool all,
+static bool prefill(v4_model *m, const prompts *p, int64_t b, int64_t first, int64_t end, bool all,
                     float *logits)
 {
-    const int64_t chunk = m->cache.params.step;
     const double start = seconds();
     for (int64_t at = first, n; at < end; at += n) {
-        n = end - at < chunk ? end - at : chunk;
-        note(m, true, "sequence %d: token %lld of %lld, %.1f a second", b, (long long)at, (long long)end,
-             at > first ? (double)(at - first) / (seconds() - start) : 0.0);
-        if (!model_step(m, &b, 1, p->tokens + b * p->most + at, n, all,
-                        all            ? logits + at * m->config.vocab
-                        : at + n < end ? NULL
-                                       : logits))
+        n = end - at < m->cache.params.step ? end - at : m->cache.params.step;
+        note(m, true, "sequence %lld: token %lld of %lld, %.1f a second", (long long)b, (long long)at,
+             (long long)end, at > first ? (double)(at - first) / (seconds() - start) : 0.0);
+        if (!model_step(m, b, 1, p->tokens + b * p->most + at, n, all ? n : at + n == end, logits))
             return false;
+        if (all) logits += n * m->config.vocab;
     }
     return true;
 }
 
-bool run_logits(const v4_options *o)
+static bool write_logits(v4_model *m, const v4_options *o, const prompts *p)
 {
-    v4_model m = {0};
-    prompts p = {0};
-    float *logits = NULL;
-    bool ok = done(quern_file_check(o->out)) && open_model(o, o->tokens, &m, &p);
-    const int64_t shape[] = {p.most, m.config.vocab};
-    if (ok) logits = malloc((size_t)(shape[0] * shape[1]) * sizeof *logits);
-    ok = ok && (logits != NULL || fail("no memory for %lld rows of logits", (long long)p.most)) &&
-         prefill(&m, &p, 0, 0, p.most, true, logits);
+    const int64_t shape[] = {p->most, m->config.vocab};
+    float *logits = malloc((size_t)(shape[0] * shape[1]) * sizeof *logits);
     const quern_tensor t = quern_tensor_contiguous(logits, QUERN_F32, 2, shape);
-    ok = ok && done(quern_safetensors_save(o->out, &(quern_safetensors_item){"logits", &t}, 1, NULL, 0));
+    const bool ok = (logits != NULL || fail("no memory for %lld rows of logits", (long long)p->most)) &&
+                    prefill(m, p, 0, 0, p->most, true, logits) &&
+                    done(quern_safetensors_save(o->out, &(quern_safetensors_item){"logits", &t}, 1, NULL, 0));
     free(logits);
-    model_close(&m);
-    quern_safetensors_close(p.file);
     return ok;
 }
 
@@ -122,38 +113,35 @@ static bool read_all(v4_model *m, const v4_options *o, const prompts *p, float *
     ok = ok && prefill(m, p, 0, have, shared, false, logits);
     if (o->session != NULL && shared > have)
         ok = ok && session_save(m, o->session, p->tokens, shared, logits);
-    for (int32_t b = 1; ok && b < p->batch; b++) {
+    for (int64_t b = 1; ok && b < p->batch; b++) {
         memcpy(logits + b * vocab, logits, (size_t)vocab * sizeof *logits);
         ok = done(quern_ledger_fork(m->cache.ledger, 0, b));
     }
-    for (int32_t b = 0; ok && b < p->batch; b++)
+    for (int64_t b = 0; ok && b < p->batch; b++)
         ok = prefill(m, p, b, shared, length_of(p, b), false, logits + b * vocab);
     return ok;
 }
 
-/* Appends the likeliest tokens to every sequence: made [B, max_new]. */
-static bool go_on(v4_model *m, const v4_options *o, int64_t batch, float *logits, int32_t *made)
+/* Appends the likeliest tokens to every sequence: made [count, batch]. */
+static bool go_on(v4_model *m, int64_t batch, int64_t count, float *logits, int32_t *made)
 {
-    int32_t *all = malloc((size_t)(2 * batch) * sizeof *all), *next = all != NULL ? all + batch : NULL;
-    bool ok = all != NULL || fail("no memory for %lld sequences", (long long)batch);
-    for (int32_t b = 0; ok && b < batch; b++) all[b] = b;
-    for (int64_t i = 0; ok && i < o->max_new; i++) {
-        note(m, true, "token %lld of %lld", (long long)i, (long long)o->max_new);
-        ok = i == 0 || model_step(m, all, batch, next, 1, false, logits);
-        for (int64_t b = 0; ok && b < batch; b++)
-            made[b * o->max_new + i] = next[b] = likeliest(logits + b * m->config.vocab, m->config.vocab);
+    for (int64_t i = 0; i < count; i++, made += batch) {
+        note(m, true, "token %lld of %lld", (long long)i, (long long)count);
+        if (i > 0 && !model_step(m, 0, batch, made - batch, 1, batch, logits)) return false;
+        for (int64_t b = 0; b < batch; b++)
+            made[b] = likeliest(logits + b * m->config.vocab, m->config.vocab);
     }
-    free(all);
-    return ok;
+    return true;
 }
 
 static void print(const v4_options *o, int64_t batch, const int32_t *made)
 {
     const bool several = o->batch != NULL, json = o->json;
     if (json) printf("{\"tokens\": %s", several ? "[" : "");
-    for (int64_t b = 0; b < batch; b++, made += o->max_new) {
+    for (int64_t b = 0; b < batch; b++) {
         printf("%s%s", b == 0 ? "" : json ? ", " : "\n", json ? "[" : "");
-        for (int64_t i = 0; i < o->max_new; i++) printf("%s%d", i == 0 ? "" : json ? ", " : " ", made[i]);
+        for (int64_t i = 0; i < o->max_new; i++)
+            printf("%s%d", i == 0 ? "" : json ? ", " : " ", made[i * batch + b]);
         if (json) putchar(']');
     }
     puts(!json ? "" : several ? "]}" : "}");
@@ -162,15 +150,14 @@ static void print(const v4_options *o, int64_t batch, const int32_t *made)
 static bool generate(v4_model *m, const v4_options *o, const prompts *p)
 {
     const size_t rows = (size_t)p->batch, new = rows *(size_t)o->max_new;
-    float *logits = malloc((rows * (size_t)m->config.vocab + 1) * sizeof *logits);
+    float *logits = malloc(rows * (size_t)m->config.vocab * sizeof *logits);
     int32_t *made = malloc((new + 1) * sizeof *made);
     int64_t read = 0;
     const double start = seconds();
-    bool ok = logits != NULL && made != NULL;
-    if (!ok) fail("no memory for %zu rows", rows);
+    bool ok = (logits != NULL && made != NULL) || fail("no memory for %zu sequences", rows);
     ok = ok && read_all(m, o, p, logits);
     const double middle = seconds();
-    ok = ok && go_on(m, o, p->batch, logits, made);
+    ok = ok && go_on(m, p->batch, o->max_new, logits, made);
     const double end = seconds();
     for (int64_t b = 0; b < p->batch; b++) read += length_of(p, b);
     if (ok) {
@@ -185,12 +172,13 @@ static bool generate(v4_model *m, const v4_options *o, const prompts *p)
     return ok;
 }
 
-bool run_generate(const v4_options *o)
+bool run(const v4_options *o)
 {
+    const char *written = o->out != NULL ? o->out : o->session;
     v4_model m = {0};
     prompts p = {0};
-    const bool ok = (o->session == NULL || done(quern_file_check(o->session))) &&
-                    open_model(o, o->batch != NULL ? o->batch : o->tokens, &m, &p) && generate(&m, o, &p);
+    const bool ok = (written == NULL || done(quern_file_check(written))) && open_model(o, &m, &p) &&
+                    (o->out != NULL ? write_logits(&m, o, &p) : generate(&m, o, &p));
     model_close(&m);
     quern_safetensors_close(p.file);
     return ok;

@@ -47,90 +47,76 @@ static bool op_store(v4_model *m, const quern_tensor *x, const quern_tensor *slo
     return RUN(m, quern_dsv4_store_workspace, quern_dsv4_store, &p, &t);
 }
 
-/* Columns first ... first + n - 1 of a bias [r, columns]. */
-static quern_tensor columns_of(const quern_tensor *bias, int64_t first, int64_t n)
-{
-    quern_tensor part = *bias;
-    part.data = (float *)bias->data + first;
-    part.shape[1] = n;
-    return part;
-}
-
 /* Appends to the layer's compressors: projections in, entries that become whole into their pages. */
-static bool op_append(v4_model *m, int64_t ratio, const v4_step *step, const v4_layer *l, const v4_rows *rows,
-                      const quern_tensor *proj, const quern_tensor *index_proj)
+static bool op_append(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *proj)
 {
-    const bool csa = ratio == CSA;
-    const int64_t dim = m->config.dim, index_dim = m->config.index_dim;
-    const quern_tensor a = columns_of(&l->main.bias, csa ? dim : 0, dim),
-                       b = columns_of(&l->main.bias, 0, dim),
-                       *table = &step->books.tables[1 + cache_ratio(&m->config, ratio)];
+    const v4_compressor *main = &l->compressor[0], *index = &l->compressor[1];
+    const bool csa = l->ratio == CSA;
     const quern_dsv4_compress_params p = {.size = sizeof p,
                                           .kind = csa ? QUERN_DSV4_CSA : QUERN_DSV4_HCA,
-                                          .ratio = ratio,
+                                          .ratio = l->ratio,
                                           .eps = (float)m->config.rms_eps};
     quern_dsv4_append_tensors t = {.size = sizeof t,
                                    .proj = proj,
-                                   .b_a = &a,
-                                   .norm_weight = &l->main.norm,
+                                   .b_a = &main->b_a,
+                                   .norm_weight = &main->norm,
                                    .cos_sin = &m->cos_sin[1],
-                                   .out = &rows->entries,
-                                   .table = table,
-                                   .states = &rows->main.sums,
-                                   .merged = &rows->main.merged,
+                                   .out = &l->rows[1],
+                                   .table = &step->books.tables[l->pool],
+                                   .states = &l->sums[0],
+                                   .merged = &l->merged[0],
                                    .slots = &step->books.slots,
                                    .positions = &step->books.positions,
                                    .cu = &step->books.cu,
                                    .copies = &step->books.copies};
-    if (!csa) return RUN(m, quern_dsv4_append_step_workspace, quern_dsv4_append_step, &p, &t);
-    const quern_tensor ia = columns_of(&l->index.bias, index_dim, index_dim),
-                       ib = columns_of(&l->index.bias, 0, index_dim);
-    t.b_b = &b;
-    t.index_proj = index_proj;
-    t.index_b_a = &ia;
-    t.index_b_b = &ib;
-    t.index_norm_weight = &l->index.norm;
-    t.index_out = &rows->keys;
-    t.index_table = table;
-    t.index_states = &rows->index.sums;
-    t.index_merged = &rows->index.merged;
+    if (csa) {
+        t.b_b = &main->b_b;
+        t.index_proj = proj + 1;
+        t.index_b_a = &index->b_a;
+        t.index_b_b = &index->b_b;
+        t.index_norm_weight = &index->norm;
+        t.index_out = &l->rows[2];
+        t.index_table = t.table;
+        t.index_states = &l->sums[1];
+        t.index_merged = &l->merged[1];
+    }
     return RUN(m, quern_dsv4_append_step_workspace, quern_dsv4_append_step, &p, &t);
 }
 
-static bool op_index(v4_model *m, const v4_step *step, const quern_tensor *q, const quern_tensor *weights,
-                     const quern_tensor *keys, const quern_tensor *idx, const quern_tensor *count)
+static bool op_index(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *q,
+                     const quern_tensor *weights, const quern_tensor *idx, const quern_tensor *count)
 {
     const quern_dsv4_index_params p = {
         .size = sizeof p, .ratio = CSA, .top_k = m->config.index_top, .page = PAGE};
     const quern_dsv4_index_tensors t = {.size = sizeof t,
                                         .q = q,
                                         .w = weights,
-                                        .k = keys,
-                                        .k_table = &step->books.tables[1 + cache_ratio(&m->config, CSA)],
+                                        .k = &l->rows[2],
+                                        .k_table = &step->books.tables[l->pool],
                                         .start_positions = &step->books.positions,
                                         .idx = idx,
                                         .count = count};
     return RUN(m, quern_dsv4_index_workspace, quern_dsv4_index, &p, &t);
 }
 
-static bool op_attend(v4_model *m, const v4_step *step, int64_t ratio, const quern_tensor *sink,
-                      const v4_rows *rows, const quern_tensor *q, const quern_tensor *idx,
-                      const quern_tensor *count, const quern_tensor *o)
+static bool op_attend(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *q,
+                      const quern_tensor *idx, const quern_tensor *count, const quern_tensor *o)
 {
+    const bool entries = l->ratio > 0, chosen = l->ratio == CSA;
     const quern_dsv4_attention_params p = {
-        .size = sizeof p, .ratio = ratio, .window = m->config.window, .start_abs_pos = -1, .page = PAGE};
-    quern_dsv4_attention_tensors t = {.size = sizeof t,
-                                      .q = q,
-                                      .o = o,
-                                      .kv = &rows->raw,
-                                      .kv_table = &step->raw_table,
-                                      .start_positions = &step->books.positions,
-                                      .sink = sink,
-                                      .cos_sin = &m->cos_sin[ratio > 0]};
-    if (ratio > 0) t.kv_cmp_table = &step->books.tables[1 + cache_ratio(&m->config, ratio)];
-    t.kv_cmp = ratio > 0 ? &rows->entries : NULL;
-    t.idx = ratio == CSA ? idx : NULL;
-    t.count = ratio == CSA ? count : NULL;
+        .size = sizeof p, .ratio = l->ratio, .window = m->config.window, .start_abs_pos = -1, .page = PAGE};
+    const quern_dsv4_attention_tensors t = {.size = sizeof t,
+                                            .q = q,
+                                            .o = o,
+                                            .kv = &l->rows[0],
+                                            .kv_table = &step->raw_table,
+                                            .kv_cmp = entries ? &l->rows[1] : NULL,
+                                            .kv_cmp_table = entries ? &step->books.tables[l->pool] : NULL,
+                                            .idx = chosen ? idx : NULL,
+                                            .count = chosen ? count : NULL,
+                                            .start_positions = &step->books.positions,
+                                            .sink = &l->sink,
+                                            .cos_sin = &m->cos_sin[entries]};
     return RUN(m, quern_dsv4_attention_workspace, quern_dsv4_attention, &p, &t);
 }
 
@@ -183,95 +169,73 @@ bool op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scal
 
 /* ---- the layer ---- */
 
-/* Values and logits of a compressor: [R, C_a Z_a C_b Z_b], in HCA [R, C Z]. The checkpoint's rows begin with
- * series b. */
-static bool project(v4_model *m, int64_t ratio, const v4_compressor *c, const quern_tensor *h,
-                    const quern_tensor *proj)
-{
-    const int64_t width = c->norm.shape[0], series = ratio == CSA ? 2 : 1;
-    for (int64_t i = 0; i < 2 * series; i++) {
-        v4_matrix w = {.w = i % 2 == 0 ? c->kv : c->gate, .block = 128};
-        quern_tensor y = *proj;
-        w.w.shape[0] = y.shape[1] = width;
-        w.w.data = (char *)w.w.data + (size_t)(series - 1 - i / 2) * tensor_bytes(&w.w);
-        y.data = (char *)proj->data + (size_t)(i * width) * quern_dtype_size(m->act);
-        if (!op_linear(m, h, &w, 1, &y)) return false;
-    }
-    return true;
-}
-
 /* The entries that the step completes, and the indexer's keys of them, into their pools. */
-static bool compress(v4_model *m, int64_t ratio, const v4_step *step, const v4_layer *l, const v4_rows *rows,
-                     const quern_tensor *h)
+static bool compress(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *h)
 {
-    const int64_t n = h->shape[0], columns = ratio == CSA ? 4 : 2;
-    const quern_tensor proj = room(m, PROJ, 2, n, columns * m->config.dim, 1, 1),
-                       keys = room(m, INDEX_PROJ, 2, n, columns * m->config.index_dim, 1, 1);
-    return project(m, ratio, &l->main, h, &proj) &&
-           (ratio != CSA || project(m, ratio, &l->index, h, &keys)) &&
-           op_append(m, ratio, step, l, rows, &proj, &keys);
+    quern_tensor proj[2];
+    for (int i = 0; i < l->compressors; i++) {
+        const v4_matrix *w = &l->compressor[i].w;
+        proj[i] = room(m, PROJ + i, SHAPE(h->shape[0], w->w.shape[0]));
+        if (!op_linear(m, h, w, 1, &proj[i])) return false;
+    }
+    return l->compressors == 0 || op_append(m, l, step, proj);
 }
 
 /* The entries that CSA's queries attend, chosen by the indexer. */
-static bool choose(v4_model *m, const v4_layer *l, const v4_rows *rows, const v4_step *step,
-                   const quern_tensor *h, const quern_tensor *qr, const quern_tensor *idx,
-                   const quern_tensor *count)
+static bool choose(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *h,
+                   const quern_tensor *qr, const quern_tensor *idx, const quern_tensor *count)
 {
     const int64_t n = h->shape[0], b = step->batch, heads = m->config.index_heads, dim = m->config.index_dim;
-    const quern_tensor flat = room(m, IQ, 2, n, heads * dim, 1, 1), q = room(m, IQ, 3, n, heads, dim, 1),
-                       turned = room(m, IQ_NEXT, 3, n, heads, dim, 1), w = room(m, IW, 2, n, heads, 1, 1),
-                       queries = room(m, IQ_NEXT, 4, b, n / b, heads, dim),
-                       weights = room(m, IW, 3, b, n / b, heads, 1);
+    const quern_tensor flat = room(m, IQ, SHAPE(n, heads * dim)), q = room(m, IQ, SHAPE(n, heads, dim)),
+                       turned = room(m, IQ_NEXT, SHAPE(n, heads, dim)), w = room(m, IW, SHAPE(n, heads)),
+                       queries = room(m, IQ_NEXT, SHAPE(b, n / b, heads, dim)),
+                       weights = room(m, IW, SHAPE(b, n / b, heads));
     return op_linear(m, qr, &l->index_q_b, 1, &flat) && op_rope(m, &q, &m->cos_sin[1], step, &turned) &&
-           op_linear(m, h, &l->index_heads, 1, &w) &&
-           op_index(m, step, &queries, &weights, &rows->keys, idx, count);
+           op_linear(m, h, &l->index_heads, 1, &w) && op_index(m, l, step, &queries, &weights, idx, count);
 }
 
 /* The step's raw rows, into their ring. */
-static bool keep(v4_model *m, const v4_layer *l, const v4_rows *rows, const v4_step *step,
-                 const quern_tensor *cos_sin, const quern_tensor *h)
+static bool keep(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *cos_sin,
+                 const quern_tensor *h)
 {
     const int64_t n = h->shape[0], dim = m->config.dim;
-    const quern_tensor kv = room(m, KV, 2, n, dim, 1, 1), normed = room(m, KV_NEXT, 2, n, dim, 1, 1),
-                       head = room(m, KV_NEXT, 3, n, 1, dim, 1), turned = room(m, KV, 3, n, 1, dim, 1);
+    const quern_tensor kv = room(m, KV, SHAPE(n, dim)), normed = room(m, KV_NEXT, SHAPE(n, dim)),
+                       head = room(m, KV_NEXT, SHAPE(n, 1, dim)), turned = room(m, KV, SHAPE(n, 1, dim));
     return op_linear(m, h, &l->kv, 1, &kv) && op_norm(m, &kv, &l->kv_norm, &normed) &&
-           op_rope(m, &head, cos_sin, step, &turned) && op_store(m, &kv, &step->raw_slot, &rows->raw);
+           op_rope(m, &head, cos_sin, step, &turned) && op_store(m, &kv, &step->raw_slot, &l->rows[0]);
 }
 
-static bool attention(v4_model *m, int64_t number, const v4_step *step, const quern_tensor *h,
+static bool attention(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *h,
                       const quern_tensor *f)
 {
     const v4_config *c = &m->config;
-    const v4_layer *l = &m->layer[number];
-    const v4_rows *rows = &m->cache.layer[number];
-    const int64_t n = h->shape[0], b = step->batch, ratio = c->ratio[number], heads = c->heads, dim = c->dim;
-    const quern_tensor *cos_sin = &m->cos_sin[ratio > 0];
-    const quern_tensor low = room(m, QR_RAW, 2, n, c->q_lora, 1, 1), qr = room(m, QR, 2, n, c->q_lora, 1, 1),
-                       flat = room(m, Q, 2, n, heads * dim, 1, 1), each = room(m, Q, 2, n * heads, dim, 1, 1),
-                       normed = room(m, Q_NEXT, 2, n * heads, dim, 1, 1),
-                       turn = room(m, Q_NEXT, 3, n, heads, dim, 1), turned = room(m, Q, 3, n, heads, dim, 1),
-                       q = room(m, Q, 4, b, n / b, heads, dim), o = room(m, Q_NEXT, 4, b, n / b, heads, dim),
-                       out = room(m, Q_NEXT, 2, n, heads * dim, 1, 1),
-                       groups = room(m, GROUPS, 2, n, c->groups * c->o_lora, 1, 1),
-                       idx = room(m, IDX, 3, b, n / b, c->index_top, 1),
-                       count = room(m, COUNT, 2, b, n / b, 1, 1);
+    const int64_t n = h->shape[0], b = step->batch, heads = c->heads, dim = c->dim;
+    const quern_tensor *cos_sin = &m->cos_sin[l->ratio > 0];
+    const quern_tensor low = room(m, QR_RAW, SHAPE(n, c->q_lora)), qr = room(m, QR, SHAPE(n, c->q_lora)),
+                       flat = room(m, Q, SHAPE(n, heads * dim)), each = room(m, Q, SHAPE(n * heads, dim)),
+                       normed = room(m, Q_NEXT, SHAPE(n * heads, dim)),
+                       turn = room(m, Q_NEXT, SHAPE(n, heads, dim)),
+                       turned = room(m, Q, SHAPE(n, heads, dim)), q = room(m, Q, SHAPE(b, n / b, heads, dim)),
+                       o = room(m, Q_NEXT, SHAPE(b, n / b, heads, dim)),
+                       out = room(m, Q_NEXT, SHAPE(n, heads * dim)),
+                       groups = room(m, GROUPS, SHAPE(n, c->groups * c->o_lora)),
+                       idx = room(m, IDX, SHAPE(b, n / b, c->index_top)),
+                       count = room(m, COUNT, SHAPE(b, n / b));
     return op_linear(m, h, &l->q_a, 1, &low) && op_norm(m, &low, &l->q_norm, &qr) &&
            op_linear(m, &qr, &l->q_b, 1, &flat) && op_norm(m, &each, NULL, &normed) &&
-           op_rope(m, &turn, cos_sin, step, &turned) && keep(m, l, rows, step, cos_sin, h) &&
-           (ratio == 0 || compress(m, ratio, step, l, rows, h)) &&
-           (ratio != CSA || choose(m, l, rows, step, h, &qr, &idx, &count)) &&
-           op_attend(m, step, ratio, &l->sink, rows, &q, &idx, &count, &o) &&
-           op_linear(m, &out, &l->o_a, c->groups, &groups) && op_linear(m, &groups, &l->o_b, 1, f);
+           op_rope(m, &turn, cos_sin, step, &turned) && keep(m, l, step, cos_sin, h) &&
+           compress(m, l, step, h) && (l->ratio != CSA || choose(m, l, step, h, &qr, &idx, &count)) &&
+           op_attend(m, l, step, &q, &idx, &count, &o) && op_linear(m, &out, &l->o_a, c->groups, &groups) &&
+           op_linear(m, &groups, &l->o_b, 1, f);
 }
 
-bool layer_run(v4_model *m, int64_t number, const v4_step *step, const quern_tensor *ids,
+bool layer_run(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *ids,
                const quern_tensor *x, const quern_tensor *x_new)
 {
-    const v4_layer *l = &m->layer[number];
     const int64_t n = x->shape[0], width = m->config.width;
-    const quern_tensor h = room(m, H, 2, n, width, 1, 1), f = room(m, F, 2, n, width, 1, 1),
-                       middle = room(m, X_MIDDLE, 3, n, m->config.copies, width, 1);
-    return op_hyper(m, &l->hyper[0], x, NULL, &h, NULL) && attention(m, number, step, &h, &f) &&
+    const quern_tensor h = room(m, H, SHAPE(n, width)), f = room(m, F, SHAPE(n, width)),
+                       middle = room(m, X_MIDDLE, SHAPE(n, m->config.copies, width));
+    return op_hyper(m, &l->hyper[0], x, NULL, &h, NULL) && attention(m, l, step, &h, &f) &&
            op_hyper(m, &l->hyper[0], x, &f, &h, &middle) &&
            op_hyper(m, &l->hyper[1], &middle, NULL, &h, NULL) && op_experts(m, l, ids, &h, &f) &&
            op_hyper(m, &l->hyper[1], &middle, &f, &h, x_new);

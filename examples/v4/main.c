@@ -15,47 +15,46 @@ static const char help[] =
     "  v4 logits FOLDER TOKENS OUT                    the logits after every token\n"
     "  v4 generate FOLDER --tokens FILE --max-new N   continues a prompt\n"
     "  v4 generate FOLDER --batch FILE --max-new N    continues several, which may begin alike\n\n"
-    "Token ids go in and come out; words are a tokeniser's. TOKENS and FILE are safetensors files with "
-    "`tokens`\n"
-    "I32 [N]; --batch takes `tokens` I32 [B, N] and `lengths` I32 [B]. OUT gets `logits` F32 [N, "
-    "vocabulary].\n\n"
+    "Token ids go in and come out; words are a tokeniser's. TOKENS and FILE are safetensors files\n"
+    "with `tokens` I32 [N]; --batch takes `tokens` I32 [B, N] and `lengths` I32 [B]. OUT gets `logits`\n"
+    "F32 [N, vocabulary].\n\n"
     "  --device cpu|cuda        where it computes (cpu)\n"
     "  --activations f32|bf16   what activations and cached rows are in (f32)\n"
     "  --chunk N                tokens of a step while prompts are read (512)\n"
-    "  --cache FILE             keeps the repacked experts; later runs map them, an interrupted one goes on\n"
-    "  --session FILE           keeps the state after the prompt, or what all of --batch begin with, for "
-    "runs\n"
-    "                           whose prompts begin with it\n"
-    "  --greedy                 takes the likeliest token, of equals the lowest id, as is done without it\n"
+    "  --cache FILE             keeps the repacked experts; later runs map them, an interrupted one\n"
+    "                           goes on\n"
+    "  --session FILE           keeps the state after the prompt, or what all of --batch begin with,\n"
+    "                           for runs whose prompts begin with it\n"
+    "  --greedy                 takes the likeliest token, of equals the lowest id, as without it\n"
     "  --threads N              threads of the CPU (OMP_NUM_THREADS, or all)\n"
     "  --json                   prints {\"tokens\": [...]}, with --batch a list of lists\n"
     "  --quiet                  says nothing of progress and speed\n\n"
     "examples:\n"
     "  v4 generate model --tokens prompt.safetensors --max-new 100 --cache model.experts --json\n"
     "  v4 logits model tokens.safetensors logits.safetensors --chunk 256 --activations bf16\n\n"
-    "Exit codes: 0 done, 2 wrong usage, 3 failed; 130, 143 ended by SIGINT, SIGTERM. Files are written whole "
-    "or\n"
-    "not at all, but for --cache, whose whole layers count.\n";
+    "Exit codes: 0 done, 2 wrong usage, 3 failed; 130, 143 ended by SIGINT, SIGTERM. Files are written\n"
+    "whole or not at all, but for --cache, whose whole layers count.\n";
 
 #define AT(member) offsetof(v4_options, member)
 static const struct {
-    const char *name, *word; /* word: what turns a flag on; NULL: the option alone does */
-    char kind;               /* text, flag, integer */
+    const char *name;
+    enum { TEXT, FLAG, CHOICE, NUMBER } kind;
     size_t at;
-    double least, most;
+    const char *words[2]; /* of a choice: false, true */
+    int64_t least, most;
 } table[] = {
-    {"tokens", NULL, 't', AT(tokens), 0, 0},
-    {"batch", NULL, 't', AT(batch), 0, 0},
-    {"session", NULL, 't', AT(session), 0, 0},
-    {"cache", NULL, 't', AT(cache), 0, 0},
-    {"device", "cpu cuda", 'f', AT(cuda), 0, 0},
-    {"activations", "f32 bf16", 'f', AT(bf16), 0, 0},
-    {"json", NULL, 'f', AT(json), 0, 0},
-    {"quiet", NULL, 'f', AT(quiet), 0, 0},
-    {"greedy", NULL, 'f', AT(greedy), 0, 0},
-    {"chunk", NULL, 'i', AT(chunk), 1, 1 << 20},
-    {"max-new", NULL, 'i', AT(max_new), 0, 1 << 30},
-    {"threads", NULL, 'i', AT(threads), 0, 1024},
+    {"tokens", TEXT, AT(tokens), {NULL}, 0, 0},
+    {"batch", TEXT, AT(batch), {NULL}, 0, 0},
+    {"session", TEXT, AT(session), {NULL}, 0, 0},
+    {"cache", TEXT, AT(cache), {NULL}, 0, 0},
+    {"device", CHOICE, AT(cuda), {"cpu", "cuda"}, 0, 0},
+    {"activations", CHOICE, AT(bf16), {"f32", "bf16"}, 0, 0},
+    {"json", FLAG, AT(json), {NULL}, 0, 0},
+    {"quiet", FLAG, AT(quiet), {NULL}, 0, 0},
+    {"greedy", FLAG, AT(greedy), {NULL}, 0, 0},
+    {"chunk", NUMBER, AT(chunk), {NULL}, 1, 1 << 20},
+    {"max-new", NUMBER, AT(max_new), {NULL}, 0, 1 << 30},
+    {"threads", NUMBER, AT(threads), {NULL}, 0, 1024},
 };
 #undef AT
 
@@ -66,27 +65,21 @@ static bool set(v4_options *o, const char *name, const char *text, int *used)
     while (i < sizeof table / sizeof *table && strcmp(table[i].name, name) != 0) i++;
     if (i == sizeof table / sizeof *table) return fail("option --%s is unknown: see --help", name);
     void *at = (char *)o + table[i].at;
-    if (table[i].kind == 'f' && table[i].word == NULL) return *(bool *)at = true;
+    if (table[i].kind == FLAG) return *(bool *)at = true;
     if (text == NULL) return fail("option --%s lacks its value: see --help", name);
     *used = 2;
-    if (table[i].kind == 't') {
-        *(const char **)at = text;
-        return true;
-    }
-    if (table[i].kind == 'f') {
-        const char *on = strchr(table[i].word, ' ') + 1;
-        *(bool *)at = strcmp(text, on) == 0;
-        return *(bool *)at ||
-               (strncmp(text, table[i].word, (size_t)(on - table[i].word) - 1) == 0 &&
-                text[on - table[i].word - 1] == '\0') ||
-               fail("--%s %s: one of %s is accepted", name, text, table[i].word);
+    if (table[i].kind == TEXT) return (*(const char **)at = text) != NULL;
+    if (table[i].kind == CHOICE) {
+        const char *const *words = table[i].words;
+        *(bool *)at = strcmp(text, words[1]) == 0;
+        return *(bool *)at || strcmp(text, words[0]) == 0 ||
+               fail("--%s %s: %s or %s is accepted", name, text, words[0], words[1]);
     }
     char *end;
-    const double x = strtod(text, &end);
-    if (end == text || *end != '\0' || !(x >= table[i].least && x <= table[i].most))
-        return fail("--%s %s: a number from %g to %g is accepted", name, text, table[i].least, table[i].most);
-    *(int64_t *)at = (int64_t)x;
-    return true;
+    const int64_t x = *(int64_t *)at = strtoll(text, &end, 10);
+    return (end != text && *end == '\0' && x >= table[i].least && x <= table[i].most) ||
+           fail("--%s %s: a whole number from %lld to %lld is accepted", name, text,
+                (long long)table[i].least, (long long)table[i].most);
 }
 
 static void end(int number)
@@ -126,7 +119,8 @@ int main(int argc, char **argv)
     if (logits) {
         o.tokens = words[2];
         o.out = words[3];
+        o.max_new = 0;
     }
-    if (!(logits ? run_logits(&o) : run_generate(&o))) return 3;
+    if (!run(&o)) return 3;
     return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 3 + fail("standard output cannot be written");
 }

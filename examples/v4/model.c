@@ -19,7 +19,7 @@ static bool make_table(v4_model *m, int i, int64_t positions)
         p.beta_slow = (float)c->beta_slow;
     }
     quern_tensor *t = &m->cos_sin[i];
-    if (!make(&m->device, QUERN_F32, 2, positions, c->rope_dim, 1, t)) return false;
+    if (!make(&m->device, QUERN_F32, SHAPE(positions, c->rope_dim), t)) return false;
     const size_t bytes = tensor_bytes(t);
     void *table = malloc(bytes);
     const quern_tensor host = quern_tensor_contiguous(table, QUERN_F32, 2, t->shape);
@@ -42,7 +42,8 @@ void model_close(v4_model *m)
 {
     free(m->cache.books);
     free(m->cache.host);
-    free(m->cache.layer);
+    free(m->cache.ids);
+    free(m->cache.counts);
     free(m->layer);
     device_close(&m->device);
     quern_checkpoint_close(m->checkpoint);
@@ -65,53 +66,39 @@ static bool embed(v4_model *m, const int32_t *tokens, const quern_tensor *x)
     char *rows = malloc(tensor_bytes(x));
     if (rows == NULL) return fail("no memory for the embeddings of %lld tokens", (long long)x->shape[0]);
     for (int64_t i = 0; i < x->shape[0] * copies * width; i++)
-        put_number(number(&m->embed, tokens[i / (copies * width)] * width + i % width), rows, m->act, i);
+        put_number(number(m->embed.data, m->embed.dtype, tokens[i / (copies * width)] * width + i % width),
+                   rows, m->act, i);
     const bool ok = device_copy(&m->device, x->data, rows, tensor_bytes(x));
     free(rows);
     return ok;
 }
 
-/* Logits of rows first ... first + n - 1, in f32 whatever the activations are in. */
-static bool head(v4_model *m, const quern_tensor *x, int64_t first, int64_t n, float *logits)
+/* Logits of the last n rows, in f32 whatever the activations are in. */
+static bool head(v4_model *m, const quern_tensor *x, int64_t n, float *logits)
 {
     const v4_config *c = &m->config;
-    const v4_device *d = &m->device;
-    quern_tensor part = *x, h = room(m, H, 2, n, c->width, 1, 1), wide = room(m, WIDE, 2, n, c->width, 1, 1),
-                 y = room(m, LOGITS, 2, n, c->vocab, 1, 1);
-    part.data = (char *)x->data + (size_t)(first * c->copies * c->width) * quern_dtype_size(m->act);
-    part.shape[0] = n;
-    wide.dtype = y.dtype = QUERN_F32;
-    if (!op_hyper(m, &m->head_hyper, &part, NULL, &h, NULL)) return false;
-    if (m->act != QUERN_F32) {
-        quern_tensor host = h;
-        float *values = malloc(tensor_bytes(&wide));
-        host.data = malloc(tensor_bytes(&h));
-        bool ok = (values != NULL && host.data != NULL) || fail("no memory for %lld rows", (long long)n);
-        ok = ok && device_copy(d, host.data, h.data, tensor_bytes(&h));
-        for (int64_t i = 0; ok && i < n * c->width; i++) values[i] = number(&host, i);
-        ok = ok && device_copy(d, wide.data, values, tensor_bytes(&wide));
-        free(values);
-        free(host.data);
-        if (!ok) return false;
-        h = wide;
-    }
-    return op_linear(m, &h, &m->head, 1, &y) && device_copy(d, logits, y.data, tensor_bytes(&y));
+    const quern_tensor h = room(m, H, SHAPE(n, c->width)), wide = room(m, WIDE, SHAPE(n, c->width)),
+                       y = room(m, LOGITS, SHAPE(n, c->vocab));
+    quern_tensor last = *x;
+    last.shape[0] = n;
+    last.data = (char *)x->data + tensor_bytes(x) - tensor_bytes(&last);
+    return op_hyper(m, &m->head_hyper, &last, NULL, &h, NULL) && widen(&m->device, &h, &wide) &&
+           op_linear(m, &wide, &m->head, 1, &y) && device_copy(&m->device, logits, y.data, tensor_bytes(&y));
 }
 
-bool model_step(v4_model *m, const int32_t *sequences, int64_t batch, const int32_t *tokens, int64_t count,
-                bool all, float *logits)
+bool model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
+                float *logits)
 {
     const v4_config *c = &m->config;
-    const int64_t rows = batch * count, first = all ? 0 : count - 1;
-    const quern_tensor x[2] = {room(m, X, 3, rows, c->copies, c->width, 1),
-                               room(m, X_NEXT, 3, rows, c->copies, c->width, 1)},
-                       ids = room(m, IDS, 1, rows, 1, 1, 1);
+    const int64_t rows = batch * count;
+    const quern_tensor x[2] = {room(m, X, SHAPE(rows, c->copies, c->width)),
+                               room(m, X_NEXT, SHAPE(rows, c->copies, c->width))},
+                       ids = room(m, IDS, SHAPE(rows));
     v4_step step;
     if (!device_copy(&m->device, ids.data, tokens, (size_t)rows * sizeof *tokens) ||
-        !embed(m, tokens, &x[0]) || !cache_begin(m, sequences, batch, count, &step))
+        !embed(m, tokens, &x[0]) || !cache_begin(m, first, batch, count, &step))
         return false;
     for (int64_t i = 0; i < c->layers; i++)
-        if (!layer_run(m, i, &step, &ids, &x[i % 2], &x[1 - i % 2])) return false;
-    return (logits == NULL || head(m, &x[c->layers % 2], first, rows - first, logits)) &&
-           done(quern_ledger_commit(m->cache.ledger));
+        if (!layer_run(m, &m->layer[i], &step, &ids, &x[i % 2], &x[1 - i % 2])) return false;
+    return (n == 0 || head(m, &x[c->layers % 2], n, logits)) && done(quern_ledger_commit(m->cache.ledger));
 }

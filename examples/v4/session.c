@@ -21,50 +21,43 @@ typedef struct walk {
     bool save, ok;
 } walk;
 
+/* Rows [.., channels], or numbers [..]. */
 static void piece(walk *w, const quern_tensor *t, int64_t row, int64_t count)
 {
-    const size_t each =
-        t->ndim == 3 ? tensor_bytes(t) / (size_t)(t->shape[0] * PAGE) : tensor_bytes(t) / (size_t)t->shape[0];
+    const size_t each = quern_dtype_size(t->dtype) * (size_t)(t->ndim > 1 ? t->shape[t->ndim - 1] : 1),
+                 bytes = (size_t)count * each;
     char *place = (char *)t->data + (size_t)row * each, *at = w->at + w->bytes;
-    const size_t bytes = (size_t)count * each;
     if (w->at != NULL)
         w->ok = w->ok && device_copy(w->device, w->save ? at : place, w->save ? place : at, bytes);
     w->bytes += bytes;
 }
 
 /* Rows first ... end - 1 of a pool, page by page. */
-static void rows(walk *w, const quern_tensor *pool, const quern_tensor *table, int64_t first, int64_t end)
+static void pages(walk *w, const quern_tensor *pool, const quern_tensor *table, int64_t first, int64_t end)
 {
+    const int32_t *page = table->data;
     for (int64_t r = first, n; r < end; r += n) {
         n = PAGE - r % PAGE < end - r ? PAGE - r % PAGE : end - r;
-        piece(w, pool, ((const int32_t *)table->data)[r / PAGE % table->shape[1]] * (int64_t)PAGE + r % PAGE,
-              n);
+        piece(w, pool, page[r / PAGE % table->shape[1]] * (int64_t)PAGE + r % PAGE, n);
     }
 }
 
 static bool go_through(v4_model *m, int64_t count, walk *w)
 {
-    const v4_config *c = &m->config;
-    const int32_t sequence = 0;
-    const int64_t none = 0, first = count > c->window - 1 ? count - c->window + 1 : 0;
+    v4_cache *k = &m->cache;
+    const int64_t none = 0, first = count - m->config.window + 1;
     quern_step books = QUERN_STEP_INIT;
-    if (!done(
-            quern_ledger_newest(m->cache.ledger, &sequence, &none, 1, m->cache.host, m->cache.books_bytes)) ||
-        !done(quern_ledger_step(m->cache.ledger, 1, m->cache.host, QUERN_CPU, 0, &books)))
+    if (!done(quern_ledger_newest(k->ledger, k->ids, &none, 1, k->host, k->books_bytes)) ||
+        !done(quern_ledger_step(k->ledger, 1, k->host, QUERN_CPU, 0, &books)))
         return false;
     const int64_t slot = *(const int32_t *)books.slots.data;
     *w = (walk){&m->device, w->at, 0, w->save, true};
-    for (int64_t l = 0; l < c->layers; l++) {
-        const v4_rows *r = &m->cache.layer[l];
-        const v4_state *states[] = {&r->main, &r->index};
-        rows(w, &r->raw, &books.tables[0], first, count);
-        if (c->ratio[l] == 0) continue;
-        const quern_tensor *table = &books.tables[1 + cache_ratio(c, c->ratio[l])];
-        rows(w, &r->entries, table, 0, count / c->ratio[l]);
-        if (c->ratio[l] == CSA) rows(w, &r->keys, table, 0, count / CSA);
-        for (int i = 0; i < (c->ratio[l] == CSA ? 2 : 1); i++) {
-            piece(w, &states[i]->sums, slot, 1);
-            piece(w, &states[i]->merged, slot, 1);
+    for (const v4_layer *l = m->layer; l < m->layer + m->config.layers; l++) {
+        pages(w, &l->rows[0], &books.tables[0], first > 0 ? first : 0, count);
+        for (int i = 0; i < l->compressors; i++) {
+            pages(w, &l->rows[1 + i], &books.tables[l->pool], 0, count / l->ratio);
+            piece(w, &l->sums[i], slot, 1);
+            piece(w, &l->merged[i], slot, 1);
         }
     }
     return w->ok;
@@ -105,28 +98,13 @@ bool session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t 
 }
 
 /* The ledger's sequence gets its tokens, as steps of at most a chunk; then the walk takes rows and states. */
-static bool take(v4_model *m, const quern_tensor *parts, int64_t count)
-{
-    const int32_t sequence = 0;
-    const int64_t chunk = m->cache.params.step;
-    v4_step step;
-    for (int64_t at = 0; at < count; at += chunk)
-        if (!cache_begin(m, &sequence, 1, count - at < chunk ? count - at : chunk, &step) ||
-            !done(quern_ledger_commit(m->cache.ledger)))
-            return false;
-    walk w = {0};
-    if (!go_through(m, count, &w)) return false;
-    if ((size_t)parts[2].shape[0] != w.bytes)
-        return fail("the session is damaged: its state has another size");
-    w.at = parts[2].data;
-    return go_through(m, count, &w);
-}
-
 static bool load(v4_model *m, const quern_safetensors *file, const char *path, const int32_t *tokens,
                  int64_t most, int64_t *count, float *logits)
 {
     const char *given = quern_safetensors_metadata(file, "v4-session");
     quern_tensor parts[3];
+    v4_step step;
+    walk w = {0};
     char sum[32];
     for (int i = 0; i < 3; i++)
         if (given == NULL || quern_safetensors_get(file, names[i], &parts[i]) != QUERN_OK ||
@@ -139,11 +117,18 @@ static bool load(v4_model *m, const quern_safetensors *file, const char *path, c
     for (int64_t i = 0; i < *count; i++)
         if (i >= most || ((const int32_t *)parts[0].data)[i] != tokens[i])
             return fail(
-                "%s: the prompt goes its own way at token %lld of the session's %lld: a prompt that begins "
-                "with all of them is accepted, or another file",
+                "%s: the prompt goes its own way at token %lld of the session's %lld, with all of which "
+                "it has to begin",
                 path, (long long)i, (long long)*count);
     memcpy(logits, parts[1].data, tensor_bytes(&parts[1]));
-    return take(m, parts, *count);
+    for (int64_t at = 0, n; at < *count; at += n) {
+        n = *count - at < m->cache.params.step ? *count - at : m->cache.params.step;
+        if (!cache_begin(m, 0, 1, n, &step) || !done(quern_ledger_commit(m->cache.ledger))) return false;
+    }
+    if (!go_through(m, *count, &w)) return false;
+    if ((size_t)parts[2].shape[0] != w.bytes) return fail("%s is damaged: its state has another size", path);
+    w.at = parts[2].data;
+    return go_through(m, *count, &w);
 }
 
 bool session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, int64_t *count,

@@ -26,27 +26,19 @@
 
 enum { CSA = 4 /* tokens of an entry */, PAGE = 64, RATIOS = 3, LAYERS_MOST = 1024, NAME = 160 };
 
-/* Memory of intermediate results, made larger where it has to be. Two that follow one another take turns. */
-enum {
-    X,
-    X_NEXT,
-    X_MIDDLE,
-    H,
-    F,
-    QR_RAW,
-    QR,
-    Q,
-    Q_NEXT,
-    KV,
-    KV_NEXT,
-    GROUPS,
-    PROJ,
-    INDEX_PROJ,
-    IQ,
-    IQ_NEXT,
-    IW
-};
-enum { INTEGERS = IW + 1, IDS = INTEGERS, IDX, COUNT, WORKSPACE, WIDE, LOGITS, EXPERT, ROOMS = EXPERT + 4 };
+/* Memory of intermediate results, made larger where it has to be, as is the operations' workspace. Two that
+ * follow one another (Q, Q_NEXT) take turns. First those in the activations' dtype: a layer's, attention's. */
+enum { X, X_NEXT, X_MIDDLE, H, F };
+enum { QR_RAW = F + 1, QR, Q, Q_NEXT, KV, KV_NEXT, GROUPS, PROJ, INDEX_PROJ, IQ, IQ_NEXT, IW };
+enum { IDS = IW + 1, IDX, COUNT };                                        /* i32 */
+enum { WIDE = COUNT + 1, LOGITS, WORKSPACE, EXPERT, ROOMS = EXPERT + 4 }; /* f32, and bytes */
+
+/* The arguments ndim and shape of the functions below. */
+#define SHAPE(...)                                                                                           \
+    (int32_t)(sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[])                   \
+    {                                                                                                        \
+        __VA_ARGS__                                                                                          \
+    }
 
 /* config.json */
 typedef struct v4_config {
@@ -58,6 +50,7 @@ typedef struct v4_config {
     quern_moe_score score;
     int64_t ratio[LAYERS_MOST]; /* tokens of an entry; 0: a window layer */
     int64_t ratios[RATIOS];     /* those that there are, then 0 */
+    int pool[LAYERS_MOST];      /* 1 + the ratio's number among them: the ledger's pool of entries */
 } v4_config;
 
 typedef struct v4_device {
@@ -74,8 +67,8 @@ typedef struct v4_matrix {
 } v4_matrix;
 
 typedef struct v4_compressor {
-    quern_tensor kv, gate;   /* [S C, Dm], S = 2 in CSA: rows of series b, then of series a */
-    quern_tensor bias, norm; /* f32 [r, S C], [C] */
+    v4_matrix w;                 /* columns C_a Z_a C_b Z_b, in HCA C Z */
+    quern_tensor b_a, b_b, norm; /* f32 [r, C], [C] */
 } v4_compressor;
 
 typedef struct v4_hyper {
@@ -83,22 +76,17 @@ typedef struct v4_hyper {
 } v4_hyper;
 
 typedef struct v4_layer {
-    v4_hyper hyper[2]; /* around attention, around the experts */
+    int64_t ratio;         /* this and the pool as in the config; */
+    int pool, compressors; /* CSA has two, the second of which is the indexer's; HCA one */
+    v4_hyper hyper[2];     /* around attention, around the experts */
     v4_matrix q_a, q_b, kv, o_a, o_b, index_q_b, index_heads;
-    v4_compressor main, index;
+    v4_compressor compressor[2];
     quern_tensor q_norm, kv_norm, sink, repacked[2]; /* repacked: on a GPU, experts' */
     quern_checkpoint_moe experts;
+    /* What later tokens read. [pages, PAGE, channels]: raw rows, entries, the indexer's keys; and by slot the
+     * compressors' sums, and how many rows those contain. */
+    quern_tensor rows[3], sums[2], merged[2];
 } v4_layer;
-
-/* A compressor's: sums by slot, and how many rows they contain. */
-typedef struct v4_state {
-    quern_tensor sums, merged;
-} v4_state;
-
-typedef struct v4_rows {
-    quern_tensor raw, entries, keys; /* [pages, PAGE, channels] */
-    v4_state main, index;
-} v4_rows;
 
 /* What the operations of a step read, on the device: B sequences, R tokens, as many of each. */
 typedef struct v4_step {
@@ -110,8 +98,9 @@ typedef struct v4_step {
 typedef struct v4_cache {
     quern_ledger_params params;
     quern_ledger *ledger;
-    void *books; /* its memory */
-    v4_rows *layer;
+    void *books;           /* its memory */
+    int64_t *counts;       /* tokens of each sequence in a step */
+    int32_t *ids;          /* 0, 1, ... */
     int32_t *host, *block; /* a step's numbers, and the device's copy of them */
     size_t books_bytes, host_bytes;
 } v4_cache;
@@ -126,7 +115,7 @@ typedef struct v4_model {
     v4_matrix head;
     v4_hyper head_hyper;
     v4_cache cache;
-    void *mapped; /* the experts' file */
+    void *mapped; /* repacked experts, or their file */
     size_t mapped_bytes, workspace;
     bool quiet;
 } v4_model;
@@ -150,24 +139,23 @@ void device_close(v4_device *d);
 void *device_take(v4_device *d, size_t bytes);
 bool device_copy(const v4_device *d, void *to, const void *from, size_t bytes); /* from and to either side */
 void *device_room(v4_device *d, int i, size_t bytes);
-quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b,
-                  int64_t c, int64_t e);
-bool make(v4_device *d, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c, quern_tensor *t);
-quern_tensor room(v4_model *m, int i, int32_t ndim, int64_t a, int64_t b, int64_t c, int64_t e);
+quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim,
+                  const int64_t *shape);
+bool make(v4_device *d, quern_dtype dtype, int32_t ndim, const int64_t *shape, quern_tensor *t);
+quern_tensor room(v4_model *m, int i, int32_t ndim, const int64_t *shape);
 size_t tensor_bytes(const quern_tensor *t);
-float number(const quern_tensor *t, int64_t i); /* of f32 or bf16, on the host */
+float number(const void *data, quern_dtype dtype, int64_t i); /* of f32 or bf16, on the host */
+/* Numbers in f32 or bf16, on either side, into the device's `to`, f32. */
+bool widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to);
 
 bool config_read(const char *folder, v4_config *c);
 bool weights_open(v4_model *m, const char *folder);
-/* From the file `cache` as far as that has them; NULL: there is none. */
-bool experts_open(v4_model *m, const char *cache);
+bool experts_open(v4_model *m, const char *cache); /* cache: their file, or NULL */
 
 /* cache.c */
 bool cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk);
-/* A step of `tokens` tokens of each of B sequences. */
-bool cache_begin(v4_model *m, const int32_t *sequences, int64_t batch, int64_t tokens, v4_step *step);
-/* The number of a ratio among config.ratios. */
-int cache_ratio(const v4_config *c, int64_t ratio);
+/* A step of `tokens` tokens of each of the sequences first ... first + batch - 1. */
+bool cache_begin(v4_model *m, int64_t first, int64_t batch, int64_t tokens, v4_step *step);
 
 /* session.c: a sequence in a file, whose tokens are the first of `tokens`; *count 0: there is no file.
  * `logits` are those after its last token. */
@@ -182,19 +170,18 @@ bool op_hyper(v4_model *m, const v4_hyper *w, const quern_tensor *x, const quern
               const quern_tensor *h, const quern_tensor *x_new);
 bool op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);
 /* x -> x_new; ids: the tokens. */
-bool layer_run(v4_model *m, int64_t number, const v4_step *step, const quern_tensor *ids,
+bool layer_run(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *ids,
                const quern_tensor *x, const quern_tensor *x_new);
 
 /* model.c */
 bool model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity);
 void model_close(v4_model *m);
-/* `count` tokens of each of B sequences, of which one is 1. logits (NULL: none), f32: [B, vocab] after each
- * one's last token, or with `all` [B count, vocab]. */
-bool model_step(v4_model *m, const int32_t *sequences, int64_t batch, const int32_t *tokens, int64_t count,
-                bool all, float *logits);
+/* `count` tokens of each of the sequences first ... first + batch - 1; tokens [batch, count], where one extent
+ * is 1. The logits of the last n of these rows, f32 [n, vocab]; n 0: none. */
+bool model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
+                float *logits);
 
-/* generate.c: the verbs. */
-bool run_logits(const v4_options *o);
-bool run_generate(const v4_options *o);
+/* generate.c: both verbs; with `out` the logits. */
+bool run(const v4_options *o);
 
 #endif
