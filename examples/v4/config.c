@@ -16,7 +16,7 @@ static const struct {
 } numbers[] = {
     {NULL, "hidden_size", AT(width), true, 1, 1 << 20, NAN},
     {NULL, "num_hidden_layers", AT(layers), true, 1, LAYERS_MOST, NAN},
-    {NULL, "vocab_size", AT(vocab), true, 1, INT32_MAX, 0},
+    {NULL, "vocab_size", AT(vocab), true, 1, INT32_MAX, NAN},
     {NULL, "num_attention_heads", AT(heads), true, 1, 128, NAN},
     {NULL, "head_dim", AT(dim), true, 8, 512, NAN},
     {NULL, "qk_rope_head_dim", AT(rope_dim), true, 2, 512, NAN},
@@ -47,7 +47,7 @@ static const struct {
 };
 #undef AT
 
-static bool read_numbers(const json_t *config, v4_config *c)
+static void read_numbers(const json_t *config, v4_config *c)
 {
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         const char *group = numbers[i].group, *key = numbers[i].key;
@@ -58,17 +58,16 @@ static bool read_numbers(const json_t *config, v4_config *c)
                            : numbers[i].whole ? json_is_integer(from)
                                               : json_is_number(from);
         if (!right || (given && !(x >= numbers[i].least && x <= numbers[i].most)))
-            return fail("config.json: %s is %s: a%s number from %g to %g is accepted", key,
-                        given ? "none" : "missing", numbers[i].whole ? " whole" : "", numbers[i].least,
-                        numbers[i].most);
+            fail("config.json: %s is %s: a%s number from %g to %g is accepted", key,
+                 given ? "none" : "missing", numbers[i].whole ? " whole" : "", numbers[i].least,
+                 numbers[i].most);
         const int64_t whole = (int64_t)x;
         memcpy((char *)c + numbers[i].at, numbers[i].whole ? (const void *)&whole : &x, 8);
     }
-    return true;
 }
 
 /* One a layer; those past the layers are of multi-token prediction. */
-static bool read_ratios(const json_t *config, v4_config *c)
+static void read_ratios(const json_t *config, v4_config *c)
 {
     const json_t *list = json_object_get(config, "compress_ratios");
     for (int64_t i = 0; i < c->layers; i++) {
@@ -77,17 +76,15 @@ static bool read_ratios(const json_t *config, v4_config *c)
         int at = 0;
         while (ratio > 0 && at < RATIOS && c->ratios[at] != ratio && c->ratios[at] != 0) at++;
         if (ratio < 0 || ratio > 4096 || at == RATIOS)
-            return fail(
-                "config.json: compress_ratios[%lld] is missing or out of place: whole numbers from 0 to "
-                "4096, of which up to %d differ, are accepted",
-                (long long)i, RATIOS);
+            fail("config.json: compress_ratios[%lld] is missing or out of place: whole numbers from 0 to "
+                 "4096, of which up to %d differ, are accepted",
+                 (long long)i, RATIOS);
         c->pool[i] = 1 + at;
         if (ratio > 0) c->ratios[at] = ratio;
     }
-    return true;
 }
 
-static bool read_all(const json_t *config, v4_config *c)
+static void read_all(const json_t *config, v4_config *c)
 {
     static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid"};
     const char *type = json_string_value(json_object_get(config, "model_type")),
@@ -95,29 +92,28 @@ static bool read_all(const json_t *config, v4_config *c)
     const json_t *renormalize = json_object_get(config, "norm_topk_prob");
     int chosen = 0;
     if (type == NULL || strcmp(type, "deepseek_v4") != 0)
-        return fail("config.json: model_type %s: deepseek_v4 is accepted",
-                    type != NULL ? type : "is missing");
+        fail("config.json: model_type %s: deepseek_v4 is accepted", type != NULL ? type : "is missing");
     while (chosen < 3 && (score == NULL || strcmp(score, scores[chosen]) != 0)) chosen++;
     if (chosen == 3)
-        return fail("config.json: scoring_func %s: softmax, sqrtsoftplus and sigmoid are accepted",
-                    score != NULL ? score : "is missing");
+        fail("config.json: scoring_func %s: softmax, sqrtsoftplus and sigmoid are accepted",
+             score != NULL ? score : "is missing");
     c->score = (quern_moe_score)chosen;
     c->renormalize = renormalize == NULL || json_is_true(renormalize);
-    if (!read_numbers(config, c) || !read_ratios(config, c)) return false;
-    if (c->heads % c->groups == 0 && c->rope_dim % 2 == 0 && c->rope_dim <= c->dim &&
-        c->rope_dim <= c->index_dim && c->top <= c->experts)
-        return true;
-    return fail("config.json: o_groups must divide num_attention_heads, qk_rope_head_dim be even and within "
-                "head_dim and index_head_dim, num_experts_per_tok within n_routed_experts");
+    read_numbers(config, c);
+    read_ratios(config, c);
+    if (c->heads % c->groups != 0 || c->rope_dim % 2 != 0 || c->rope_dim > c->dim ||
+        c->rope_dim > c->index_dim || c->top > c->experts)
+        fail("config.json: o_groups must divide num_attention_heads, qk_rope_head_dim be even and within "
+             "head_dim and index_head_dim, num_experts_per_tok within n_routed_experts");
 }
 
-bool config_read(const char *folder, v4_config *c)
+void config_read(const char *folder, v4_config *c)
 {
     char path[4096];
     json_error_t error;
     snprintf(path, sizeof path, "%s/config.json", folder);
     json_t *config = json_load_file(path, 0, &error);
-    const bool ok = config != NULL ? read_all(config, c) : fail("%s: %s", path, error.text);
+    if (config == NULL) fail("%s: %s", path, error.text);
+    read_all(config, c);
     json_decref(config);
-    return ok;
 }

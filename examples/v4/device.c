@@ -9,64 +9,49 @@
 
 enum { HUGE = 2 << 20 };
 
-static void *take(const v4_device *d, size_t bytes)
+void *host_take(size_t bytes)
 {
-    void *p = NULL;
-    bytes = bytes > 0 ? bytes : 1;
-    if (d->cuda) return done(quern_cuda_allocate(0, bytes, &p)) ? p : NULL;
-    const bool huge = bytes >= HUGE; /* rows of a projection are a page apart: large pages, fewer misses */
-    if (posix_memalign(&p, huge ? HUGE : 64, bytes) == 0) {
-        if (huge) (void)madvise(p, bytes, MADV_HUGEPAGE);
-        return p;
-    }
-    fail("no memory for %.1f MB", (double)bytes / 1e6);
-    return NULL;
-}
-
-static void give(const v4_device *d, void *p)
-{
-    if (p != NULL && d->cuda) (void)quern_cuda_free(0, p); /* the process ends, or a larger one follows */
-    else free(p);
-}
-
-void device_close(v4_device *d)
-{
-    for (size_t i = 0; i < d->owned_count; i++) give(d, d->owned[i]);
-    for (int i = 0; i < ROOMS; i++) give(d, d->room[i]);
-    free(d->owned);
-    quern_context_destroy(d->ctx);
-}
-
-void *device_take(v4_device *d, size_t bytes)
-{
-    void **owned = realloc(d->owned, (d->owned_count + 1) * sizeof *owned);
-    if (owned == NULL) fail("no memory for a list of %zu arrays", d->owned_count + 1);
-    d->owned = owned != NULL ? owned : d->owned;
-    void *p = owned != NULL ? take(d, bytes) : NULL;
-    if (p != NULL) d->owned[d->owned_count++] = p;
+    void *p = calloc(bytes + 1, 1);
+    if (p == NULL) fail("no memory for %.1f MB", (double)bytes / 1e6);
     return p;
 }
 
-bool device_copy(const v4_device *d, void *to, const void *from, size_t bytes)
+void *device_take(const v4_device *d, size_t bytes)
 {
-    if (bytes == 0) return true;
-    if (d->cuda)
-        return done(quern_cuda_copy(0, to, from, bytes, NULL)) && done(quern_cuda_synchronize(0, NULL));
-    memcpy(to, from, bytes);
-    return true;
+    void *p = NULL;
+    if (d->cuda) check(quern_cuda_allocate(0, bytes + 1, &p));
+    if (d->cuda) return p;
+    const bool huge = bytes >= HUGE; /* rows of a projection are a page apart: large pages, fewer misses */
+    if (posix_memalign(&p, huge ? HUGE : 64, bytes + 1) != 0)
+        fail("no memory for %.1f MB", (double)bytes / 1e6);
+    if (huge) (void)madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+
+void device_copy(const v4_device *d, void *to, const void *from, size_t bytes)
+{
+    if (bytes == 0) return;
+    if (d->cuda) {
+        check(quern_cuda_copy(0, to, from, bytes, NULL));
+        check(quern_cuda_synchronize(0, NULL));
+    } else {
+        memcpy(to, from, bytes);
+    }
 }
 
 void *device_room(v4_device *d, int i, size_t bytes)
 {
     if (d->room[i] != NULL && bytes <= d->room_bytes[i]) return d->room[i];
-    give(d, d->room[i]);
-    d->room[i] = take(d, bytes);
-    d->room_bytes[i] = d->room[i] != NULL ? bytes : 0;
-    return d->room[i];
+    if (d->cuda) check(quern_cuda_free(0, d->room[i]));
+    else free(d->room[i]);
+    d->room_bytes[i] = bytes;
+    return d->room[i] = device_take(d, bytes);
 }
 
-quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, const int64_t *shape)
 {
+    int32_t ndim = 0;
+    while (shape[ndim] != 0) ndim++;
     quern_tensor t = quern_tensor_contiguous((void *)data, dtype, ndim, shape);
     t.device = d->cuda ? QUERN_CUDA : QUERN_CPU;
     return t;
@@ -79,17 +64,17 @@ size_t tensor_bytes(const quern_tensor *t)
     return bytes;
 }
 
-bool make(v4_device *d, quern_dtype dtype, int32_t ndim, const int64_t *shape, quern_tensor *t)
+quern_tensor make(const v4_device *d, quern_dtype dtype, const int64_t *shape)
 {
-    *t = view(d, NULL, dtype, ndim, shape);
-    t->data = device_take(d, tensor_bytes(t));
-    return t->data != NULL;
+    quern_tensor t = view(d, NULL, dtype, shape);
+    t.data = device_take(d, tensor_bytes(&t));
+    return t;
 }
 
-quern_tensor room(v4_model *m, int i, int32_t ndim, const int64_t *shape)
+quern_tensor room(v4_model *m, int i, const int64_t *shape)
 {
     const quern_dtype dtype = i < IDS ? m->act : i < WIDE ? QUERN_I32 : QUERN_F32;
-    quern_tensor t = view(&m->device, NULL, dtype, ndim, shape);
+    quern_tensor t = view(&m->device, NULL, dtype, shape);
     t.data = device_room(&m->device, i, tensor_bytes(&t));
     return t;
 }
@@ -103,14 +88,12 @@ float number(const void *data, quern_dtype dtype, int64_t i)
     return x;
 }
 
-bool widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to)
+void widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to)
 {
     const size_t bytes = tensor_bytes(from), n = bytes / quern_dtype_size(from->dtype);
-    float *values = malloc(n * sizeof *values + bytes);
-    if (values == NULL) return fail("no memory for %zu numbers", n);
-    bool ok = device_copy(d, values + n, from->data, bytes);
-    for (size_t i = 0; ok && i < n; i++) values[i] = number(values + n, from->dtype, (int64_t)i);
-    ok = ok && device_copy(d, to->data, values, n * sizeof *values);
+    float *values = host_take(n * sizeof *values + bytes);
+    device_copy(d, values + n, from->data, bytes);
+    for (size_t i = 0; i < n; i++) values[i] = number(values + n, from->dtype, (int64_t)i);
+    device_copy(d, to->data, values, n * sizeof *values);
     free(values);
-    return ok;
 }

@@ -10,7 +10,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -45,49 +44,45 @@ static uint64_t source_of(const v4_model *m)
 }
 
 /* Lays the layer's experts out in memory, or finds them there. */
-static bool lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_t bytes)
+static void lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_t bytes)
 {
     const v4_config *c = &m->config;
     quern_checkpoint_moe *e = &m->layer[layer].experts;
     *e = (quern_checkpoint_moe)QUERN_CHECKPOINT_MOE_INIT;
     note(m, true, "experts of layer %lld of %lld", (long long)layer + 1, (long long)c->layers);
-    if (!done((filled ? quern_checkpoint_experts_filled : quern_checkpoint_experts)(
-            m->device.ctx, m->checkpoint, layer, QUERN_CPU, !m->device.cuda, memory, bytes, e)))
-        return false;
+    check((filled ? quern_checkpoint_experts_filled : quern_checkpoint_experts)(
+        m->device.ctx, m->checkpoint, layer, QUERN_CPU, !m->device.cuda, memory, bytes, e));
     quern_moe_tensors *t = &e->tensors;
     const bool hash = layer < c->hash_layers; /* a table of experts by token instead of a bias */
     const quern_tensor *choice = hash ? t->tid2eid : t->bias;
     *(hash ? &t->bias : &t->tid2eid) = NULL;
     if (t->weight == NULL || choice == NULL || choice->shape[0] != (hash ? c->vocab : c->experts) ||
         (hash && choice->shape[1] != c->top))
-        return fail("layer %lld: ffn.gate has no weight, or no %s, in a dtype that is accepted",
-                    (long long)layer,
-                    hash ? "tid2eid [vocab_size, num_experts_per_tok]" : "bias [n_routed_experts]");
-    if (e->experts == c->experts && e->hidden == c->width && e->intermediate == c->inner &&
-        e->shared_intermediate == c->shared * c->inner)
-        return true;
-    return fail("layer %lld has %lld experts of %lld x %lld and a shared one of %lld, unlike config.json",
-                (long long)layer, (long long)e->experts, (long long)e->intermediate, (long long)e->hidden,
-                (long long)e->shared_intermediate);
+        fail("layer %lld: ffn.gate has no weight, or no %s, in a dtype that is accepted", (long long)layer,
+             hash ? "tid2eid [vocab_size, num_experts_per_tok]" : "bias [n_routed_experts]");
+    if (e->experts != c->experts || e->hidden != c->width || e->intermediate != c->inner ||
+        e->shared_intermediate != c->shared * c->inner)
+        fail("layer %lld has %lld experts of %lld x %lld and a shared one of %lld, unlike config.json",
+             (long long)layer, (long long)e->experts, (long long)e->intermediate, (long long)e->hidden,
+             (long long)e->shared_intermediate);
 }
 
-static bool repack(v4_model *m, const quern_tensor **codes, const quern_tensor **scales,
+static void repack(v4_model *m, const quern_tensor **codes, const quern_tensor **scales,
                    const quern_tensor **repacked, quern_tensor *to)
 {
     int64_t bytes;
-    if (*codes == NULL) return true;
-    if (!done(quern_nvfp4_repacked_bytes(m->device.ctx, QUERN_CUDA, 0, (*codes)->shape[2],
-                                         2 * (*codes)->shape[1], &bytes)) ||
-        !make(&m->device, QUERN_U8, SHAPE(m->config.experts, bytes), to) ||
-        !op_prepack(m, *codes, *scales, to))
-        return false;
+    if (*codes == NULL) return;
+    check(quern_nvfp4_repacked_bytes(m->device.ctx, QUERN_CUDA, 0, (*codes)->shape[2], 2 * (*codes)->shape[1],
+                                     &bytes));
+    *to = make(&m->device, QUERN_U8, SHAPE(m->config.experts, bytes));
+    op_prepack(m, *codes, *scales, to);
+    check(quern_cuda_synchronize(0, NULL));
     *codes = *scales = NULL;
     *repacked = to;
-    return done(quern_cuda_synchronize(0, NULL));
 }
 
 /* A GPU gets copies, and repacks the routed experts' codes there. */
-static bool upload(v4_model *m, v4_layer *l)
+static void upload(v4_model *m, v4_layer *l)
 {
     quern_moe_tensors *t = &l->experts.tensors;
     const quern_tensor *passing[] = {t->gate_up_codes, t->gate_up_scales, t->down_codes, t->down_scales};
@@ -97,77 +92,67 @@ static bool upload(v4_model *m, v4_layer *l)
         if (v->data == NULL) continue;
         while (p < 4 && passing[p] != v) p++;
         const void *host = v->data;
+        const size_t bytes = tensor_bytes(v);
         v->device = QUERN_CUDA;
-        v->data = p < 4 ? device_room(&m->device, EXPERT + p, tensor_bytes(v))
-                        : device_take(&m->device, tensor_bytes(v));
-        if (v->data == NULL || !device_copy(&m->device, v->data, host, tensor_bytes(v))) return false;
+        v->data = p < 4 ? device_room(&m->device, EXPERT + p, bytes) : device_take(&m->device, bytes);
+        device_copy(&m->device, v->data, host, bytes);
     }
-    return repack(m, &t->gate_up_codes, &t->gate_up_scales, &t->gate_up_repacked, &l->repacked[0]) &&
-           repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);
+    repack(m, &t->gate_up_codes, &t->gate_up_scales, &t->gate_up_repacked, &l->repacked[0]);
+    repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);
 }
 
 /* Memory for all: a file, which is made where there is none, or without a path this process's own. */
-static bool map_all(v4_model *m, const char *path, size_t bytes, int *lock)
+static void map_all(v4_model *m, const char *path, size_t bytes, int *lock)
 {
     const header want = {"quernv4", QUERN_MOE_PREPACK_VERSION, source_of(m), bytes, {0}}, none = {0};
-    struct stat about = {.st_size = (off_t)bytes};
-    int error = 0;
-    const int fd = *lock = path != NULL ? open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666) : -1;
-    if (path != NULL && fd < 0) return fail("%s cannot be opened: %s", path, strerror(errno));
-    bool ok = path == NULL || (flock(fd, LOCK_EX) == 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode));
-    if (ok && about.st_size == 0 && (error = posix_fallocate(fd, 0, (off_t)bytes)) != 0) {
-        (void)ftruncate(fd, 0);
-        fail("%s cannot have %.1f GB: %s", path, (double)bytes / 1e9, strerror(error));
-    }
-    ok = ok && error == 0 && (about.st_size == 0 || (size_t)about.st_size == bytes);
     const int kind = path != NULL ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
-    void *map = ok ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, kind, fd, 0) : MAP_FAILED;
-    if (map == MAP_FAILED && path == NULL) return fail("no memory for experts: %.1f GB", (double)bytes / 1e9);
-    if (map == MAP_FAILED) return fail("%s is damaged, of another checkpoint, or cannot be mapped", path);
+    struct stat about = {0};
+    if (path != NULL) {
+        const int fd = *lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        if (fd < 0 || flock(fd, LOCK_EX) != 0 || fstat(fd, &about) != 0)
+            fail("%s cannot be opened: %s", path, strerror(errno));
+        const int error =
+            S_ISREG(about.st_mode) && about.st_size == 0 ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
+        if (error != 0) (void)ftruncate(fd, 0);
+        if (error != 0) fail("%s cannot have %.1f GB: %s", path, (double)bytes / 1e9, strerror(error));
+        if (!S_ISREG(about.st_mode) || (about.st_size != 0 && (size_t)about.st_size != bytes))
+            fail("%s is damaged, or of another checkpoint", path);
+    }
+    void *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, kind, *lock, 0);
+    if (map == MAP_FAILED) fail("no memory for experts of %.1f GB: %s", (double)bytes / 1e9, strerror(errno));
     if (path == NULL) (void)madvise(map, bytes, MADV_HUGEPAGE);
     m->mapped = map;
-    m->mapped_bytes = bytes;
     if (memcmp(map, &none, sizeof none) == 0) memcpy(map, &want, sizeof want);
-    return memcmp(map, &want, offsetof(header, sum)) == 0 ||
-           fail("%s is damaged, or of another checkpoint, device or version", path);
+    if (memcmp(map, &want, offsetof(header, sum)) != 0)
+        fail("%s is damaged, or of another checkpoint, device or version", path);
 }
 
-static bool open_layer(v4_model *m, const char *path, int64_t layer, void *memory, size_t bytes)
+static void open_layer(v4_model *m, const char *path, int64_t layer, void *memory, size_t bytes)
 {
     uint64_t *sum = &((header *)m->mapped)->sum[layer];
     const bool filled = *sum != 0;
     if (filled && (checksum(0, memory, bytes) | 1) != *sum)
-        return fail("%s is damaged in layer %lld", path, (long long)layer);
-    if (!lay_out(m, layer, filled, memory, bytes)) return false;
+        fail("%s is damaged in layer %lld", path, (long long)layer);
+    lay_out(m, layer, filled, memory, bytes);
     if (path != NULL && !filled) {
-        if (msync(memory, bytes, MS_SYNC) != 0)
-            return fail("%s cannot be written: %s", path, strerror(errno));
+        if (msync(memory, bytes, MS_SYNC) != 0) fail("%s cannot be written: %s", path, strerror(errno));
         *sum = checksum(0, memory, bytes) | 1;
     }
-    if (!m->device.cuda) return true;
-    if (!upload(m, &m->layer[layer])) return false;
-    if (path == NULL) (void)madvise(memory, bytes, MADV_DONTNEED); /* the GPU has them */
-    return true;
+    if (m->device.cuda) upload(m, &m->layer[layer]);
+    if (m->device.cuda && path == NULL) (void)madvise(memory, bytes, MADV_DONTNEED); /* the GPU has them */
 }
 
-bool experts_open(v4_model *m, const char *cache)
+void experts_open(v4_model *m, const char *cache)
 {
-    const int64_t layers = m->config.layers;
     size_t all = aligned(sizeof(header)), bytes[LAYERS_MOST];
-    int lock = -1; /* until all layers are there */
-    bool ok = true;
-    for (int64_t i = 0; ok && i < layers; i++) {
-        ok = done(quern_checkpoint_experts_bytes(m->device.ctx, m->checkpoint, i, QUERN_CPU, !m->device.cuda,
-                                                 &bytes[i]));
-        all += ok ? aligned(bytes[i]) : 0;
-    }
-    ok = ok && map_all(m, cache, all, &lock);
-    char *at = m->mapped;
-    for (int64_t i = 0; ok && i < layers; i++) {
-        at += aligned(i == 0 ? sizeof(header) : bytes[i - 1]);
-        ok = open_layer(m, cache, i, at, bytes[i]);
-    }
+    int lock = -1; /* the file, until all layers are there */
+    for (int64_t i = 0; i < m->config.layers; all += aligned(bytes[i++]))
+        check(quern_checkpoint_experts_bytes(m->device.ctx, m->checkpoint, i, QUERN_CPU, !m->device.cuda,
+                                             &bytes[i]));
+    map_all(m, cache, all, &lock);
+    char *at = (char *)m->mapped + aligned(sizeof(header));
+    for (int64_t i = 0; i < m->config.layers; at += aligned(bytes[i++]))
+        open_layer(m, cache, i, at, bytes[i]);
+    (void)mprotect(m->mapped, all, PROT_READ);
     if (lock >= 0) close(lock);
-    if (m->mapped != NULL) (void)mprotect(m->mapped, m->mapped_bytes, PROT_READ);
-    return ok;
 }

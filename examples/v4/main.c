@@ -58,28 +58,30 @@ static const struct {
 };
 #undef AT
 
-/* One option; *used becomes 2 where it takes the next word, too. */
-static bool set(v4_options *o, const char *name, const char *text, int *used)
+/* One option; true where it takes the next word, too. */
+static bool set(v4_options *o, const char *name, const char *text)
 {
     size_t i = 0;
     while (i < sizeof table / sizeof *table && strcmp(table[i].name, name) != 0) i++;
-    if (i == sizeof table / sizeof *table) return fail("option --%s is unknown: see --help", name);
+    if (i == sizeof table / sizeof *table) fail("option --%s is unknown: see --help", name);
+    const char *const *words = table[i].words;
+    const int64_t least = table[i].least, most = table[i].most;
     void *at = (char *)o + table[i].at;
-    if (table[i].kind == FLAG) return *(bool *)at = true;
-    if (text == NULL) return fail("option --%s lacks its value: see --help", name);
-    *used = 2;
-    if (table[i].kind == TEXT) return (*(const char **)at = text) != NULL;
-    if (table[i].kind == CHOICE) {
-        const char *const *words = table[i].words;
-        *(bool *)at = strcmp(text, words[1]) == 0;
-        return *(bool *)at || strcmp(text, words[0]) == 0 ||
-               fail("--%s %s: %s or %s is accepted", name, text, words[0], words[1]);
-    }
     char *end;
-    const int64_t x = *(int64_t *)at = strtoll(text, &end, 10);
-    return (end != text && *end == '\0' && x >= table[i].least && x <= table[i].most) ||
-           fail("--%s %s: a whole number from %lld to %lld is accepted", name, text,
-                (long long)table[i].least, (long long)table[i].most);
+    if (table[i].kind == FLAG) *(bool *)at = true;
+    else if (text == NULL) fail("option --%s lacks its value: see --help", name);
+    if (table[i].kind == TEXT) *(const char **)at = text;
+    if (table[i].kind == CHOICE) {
+        *(bool *)at = strcmp(text, words[1]) == 0;
+        if (!*(bool *)at && strcmp(text, words[0]) != 0)
+            fail("--%s %s: %s or %s is accepted", name, text, words[0], words[1]);
+    } else if (table[i].kind == NUMBER) {
+        const int64_t x = *(int64_t *)at = strtoll(text, &end, 10);
+        if (end == text || *end != '\0' || x < least || x > most)
+            fail("--%s %s: a whole number from %lld to %lld is accepted", name, text, (long long)least,
+                 (long long)most);
+    }
+    return table[i].kind != FLAG;
 }
 
 static void end(int number)
@@ -97,30 +99,26 @@ int main(int argc, char **argv)
     const struct sigaction action = {.sa_handler = end};
     for (size_t i = 0; i < sizeof ending / sizeof *ending; i++) sigaction(ending[i], &action, NULL);
     signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
-    for (int i = 1, used; i < argc; i += used) {
-        used = 1;
+    for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") == 0) return fputs(help, stdout) < 0 || fflush(stdout) != 0 ? 3 : 0;
-        if (strncmp(argv[i], "--", 2) == 0) {
-            if (!set(&o, argv[i] + 2, argv[i + 1], &used)) return 2;
-        } else if (given < 4) {
-            words[given++] = argv[i];
-        } else {
-            return 2 + fail("'%s' is one word too many: see --help", argv[i]);
-        }
+        if (strncmp(argv[i], "--", 2) == 0) i += set(&o, argv[i] + 2, argv[i + 1]);
+        else if (given < 4) words[given++] = argv[i];
+        else fail("'%s' is one word too many: see --help", argv[i]);
     }
     const bool logits = strcmp(words[0], "logits") == 0;
-    if (!logits && strcmp(words[0], "generate") != 0)
-        return 2 + fail("logits or generate is accepted: see --help");
-    if (given != (logits ? 4 : 2) || (logits && (o.tokens != NULL || o.batch != NULL || o.session != NULL)) ||
-        (!logits && ((o.tokens == NULL) == (o.batch == NULL) || o.max_new < 0)))
-        return 2 + fail(logits ? "logits takes FOLDER TOKENS OUT, and no --tokens, --batch or --session"
-                               : "generate takes FOLDER, --tokens or --batch, and --max-new: see --help");
+    if (!logits && strcmp(words[0], "generate") != 0) fail("logits or generate is accepted: see --help");
+    if (logits && (given != 4 || o.tokens != NULL || o.batch != NULL || o.session != NULL))
+        fail("logits takes FOLDER TOKENS OUT, and no --tokens, --batch or --session");
+    if (!logits && (given != 2 || (o.tokens == NULL) == (o.batch == NULL) || o.max_new < 0))
+        fail("generate takes FOLDER, --tokens or --batch, and --max-new: see --help");
     o.folder = words[1];
     if (logits) {
         o.tokens = words[2];
         o.out = words[3];
         o.max_new = 0;
     }
-    if (!run(&o)) return 3;
-    return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 3 + fail("standard output cannot be written");
+    exit_code = 3;
+    run(&o);
+    if (fflush(stdout) != 0 || ferror(stdout)) fail("standard output cannot be written");
+    return 0;
 }

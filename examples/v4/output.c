@@ -5,10 +5,12 @@
 
 #include <ctype.h>
 #include <stdarg.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
+int exit_code = 2;
 static bool line_open; /* a line of progress stands on the terminal */
 
 static void say(const char *end, const char *format, va_list args)
@@ -21,20 +23,18 @@ static void say(const char *end, const char *format, va_list args)
     line_open = *end == '\0';
 }
 
-bool fail(const char *format, ...)
+void fail(const char *format, ...)
 {
-    static bool said;
     va_list args;
     va_start(args, format);
-    if (!said) say("\n", format, args); /* what follows from the first fault is no news */
+    say("\n", format, args);
     va_end(args);
-    said = true;
-    return false;
+    exit(exit_code);
 }
 
-bool done(quern_status status)
+void check(quern_status status)
 {
-    return status == QUERN_OK || fail("%s", quern_last_error(NULL));
+    if (status != QUERN_OK) fail("%s", quern_last_error(NULL));
 }
 
 void note(const v4_model *m, bool passing, const char *format, ...)

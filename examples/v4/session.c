@@ -18,7 +18,7 @@ typedef struct walk {
     const v4_device *device;
     char *at; /* NULL: only `bytes` is wanted */
     size_t bytes;
-    bool save, ok;
+    bool save;
 } walk;
 
 /* Rows [.., channels], or numbers [..]. */
@@ -27,8 +27,7 @@ static void piece(walk *w, const quern_tensor *t, int64_t row, int64_t count)
     const size_t each = quern_dtype_size(t->dtype) * (size_t)(t->ndim > 1 ? t->shape[t->ndim - 1] : 1),
                  bytes = (size_t)count * each;
     char *place = (char *)t->data + (size_t)row * each, *at = w->at + w->bytes;
-    if (w->at != NULL)
-        w->ok = w->ok && device_copy(w->device, w->save ? at : place, w->save ? place : at, bytes);
+    if (w->at != NULL) device_copy(w->device, w->save ? at : place, w->save ? place : at, bytes);
     w->bytes += bytes;
 }
 
@@ -42,16 +41,15 @@ static void pages(walk *w, const quern_tensor *pool, const quern_tensor *table, 
     }
 }
 
-static bool go_through(v4_model *m, int64_t count, walk *w)
+static void go_through(v4_model *m, int64_t count, walk *w)
 {
     v4_cache *k = &m->cache;
     const int64_t none = 0, first = count - m->config.window + 1;
     quern_step books = QUERN_STEP_INIT;
-    if (!done(quern_ledger_newest(k->ledger, k->ids, &none, 1, k->host, k->books_bytes)) ||
-        !done(quern_ledger_step(k->ledger, 1, k->host, QUERN_CPU, 0, &books)))
-        return false;
+    check(quern_ledger_newest(k->ledger, k->ids, &none, 1, k->host, k->books_bytes));
+    check(quern_ledger_step(k->ledger, 1, k->host, QUERN_CPU, 0, &books));
     const int64_t slot = *(const int32_t *)books.slots.data;
-    *w = (walk){&m->device, w->at, 0, w->save, true};
+    *w = (walk){&m->device, w->at, 0, w->save};
     for (const v4_layer *l = m->layer; l < m->layer + m->config.layers; l++) {
         pages(w, &l->rows[0], &books.tables[0], first > 0 ? first : 0, count);
         for (int i = 0; i < l->compressors; i++) {
@@ -60,7 +58,6 @@ static bool go_through(v4_model *m, int64_t count, walk *w)
             piece(w, &l->merged[i], slot, 1);
         }
     }
-    return w->ok;
 }
 
 /* Of the model's numbers and first embeddings, the activations' type, and all that the file holds. */
@@ -76,69 +73,60 @@ static void sum_of(const v4_model *m, const quern_tensor *parts, char *text)
 static const char *const names[] = {"tokens", "logits", "state"};
 static const quern_dtype dtypes[] = {QUERN_I32, QUERN_F32, QUERN_U8};
 
-bool session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t count, const float *logits)
+void session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t count, const float *logits)
 {
     walk w = {.save = true};
-    if (!go_through(m, count, &w)) return false;
+    go_through(m, count, &w);
+    w.at = host_take(w.bytes);
+    go_through(m, count, &w);
     const int64_t sizes[] = {count, m->config.vocab, (int64_t)w.bytes};
-    w.at = malloc(w.bytes + 1);
     const void *data[] = {tokens, logits, w.at};
     quern_tensor parts[3];
     quern_safetensors_item items[3];
     char sum[32];
-    bool ok = (w.at != NULL || fail("no memory for a session")) && go_through(m, count, &w);
     for (int i = 0; i < 3; i++) {
         parts[i] = quern_tensor_contiguous((void *)data[i], dtypes[i], 1, &sizes[i]);
         items[i] = (quern_safetensors_item){names[i], &parts[i]};
     }
-    if (ok) sum_of(m, parts, sum);
-    ok = ok && done(quern_safetensors_save(path, items, 3, &(quern_safetensors_pair){"v4-session", sum}, 1));
+    sum_of(m, parts, sum);
+    check(quern_safetensors_save(path, items, 3, &(quern_safetensors_pair){"v4-session", sum}, 1));
     free(w.at);
-    return ok;
 }
 
-/* The ledger's sequence gets its tokens, as steps of at most a chunk; then the walk takes rows and states. */
-static bool load(v4_model *m, const quern_safetensors *file, const char *path, const int32_t *tokens,
-                 int64_t most, int64_t *count, float *logits)
+int64_t session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, float *logits)
 {
-    const char *given = quern_safetensors_metadata(file, "v4-session");
+    quern_safetensors *file;
     quern_tensor parts[3];
     v4_step step;
     walk w = {0};
     char sum[32];
+    if (access(path, F_OK) != 0) return 0;
+    check(quern_safetensors_open(path, &file));
+    const char *given = quern_safetensors_metadata(file, "v4-session");
     for (int i = 0; i < 3; i++)
         if (given == NULL || quern_safetensors_get(file, names[i], &parts[i]) != QUERN_OK ||
             parts[i].dtype != dtypes[i] || parts[i].ndim != 1)
-            return fail("%s is no session of this program", path);
+            fail("%s is no session of this program", path);
     sum_of(m, parts, sum);
-    if (strcmp(given, sum) != 0 || parts[1].shape[0] != m->config.vocab || parts[0].shape[0] < 1)
-        return fail("%s is damaged, or of another model or other activations", path);
-    *count = parts[0].shape[0];
-    for (int64_t i = 0; i < *count; i++)
+    const int64_t count = parts[0].shape[0];
+    if (strcmp(given, sum) != 0 || parts[1].shape[0] != m->config.vocab || count < 1)
+        fail("%s is damaged, or of another model or other activations", path);
+    for (int64_t i = 0; i < count; i++)
         if (i >= most || ((const int32_t *)parts[0].data)[i] != tokens[i])
-            return fail(
-                "%s: the prompt goes its own way at token %lld of the session's %lld, with all of which "
-                "it has to begin",
-                path, (long long)i, (long long)*count);
+            fail("%s: the prompt goes its own way at token %lld of the session's %lld: one that begins with "
+                 "all of them is accepted, or another file",
+                 path, (long long)i, (long long)count);
     memcpy(logits, parts[1].data, tensor_bytes(&parts[1]));
-    for (int64_t at = 0, n; at < *count; at += n) {
-        n = *count - at < m->cache.params.step ? *count - at : m->cache.params.step;
-        if (!cache_begin(m, 0, 1, n, &step) || !done(quern_ledger_commit(m->cache.ledger))) return false;
+    /* The ledger's sequence gets its tokens, as steps of at most a chunk; then the walk takes rows and states. */
+    for (int64_t at = 0, n; at < count; at += n) {
+        n = count - at < m->cache.params.step ? count - at : m->cache.params.step;
+        cache_begin(m, 0, 1, n, &step);
+        check(quern_ledger_commit(m->cache.ledger));
     }
-    if (!go_through(m, *count, &w)) return false;
-    if ((size_t)parts[2].shape[0] != w.bytes) return fail("%s is damaged: its state has another size", path);
+    go_through(m, count, &w);
+    if ((size_t)parts[2].shape[0] != w.bytes) fail("%s is damaged: its state has another size", path);
     w.at = parts[2].data;
-    return go_through(m, *count, &w);
-}
-
-bool session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, int64_t *count,
-                  float *logits)
-{
-    quern_safetensors *file = NULL;
-    *count = 0;
-    if (access(path, F_OK) != 0) return true;
-    const bool ok =
-        done(quern_safetensors_open(path, &file)) && load(m, file, path, tokens, most, count, logits);
+    go_through(m, count, &w);
     quern_safetensors_close(file);
-    return ok;
+    return count;
 }

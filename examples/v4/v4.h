@@ -10,7 +10,7 @@
  *
  * Attention leaves rows that later tokens read (raw rows, compressed entries, the indexer's keys); cache.c
  * says where they stand. Projections are computed from the checkpoint's own bytes (weights.c), experts from
- * repacked ones (experts.c). Functions that return bool print a sentence where they return false.
+ * repacked ones (experts.c). What fails ends the process with a sentence, and memory is its own until it ends.
  */
 #ifndef V4_H
 #define V4_H
@@ -33,12 +33,8 @@ enum { QR_RAW = F + 1, QR, Q, Q_NEXT, KV, KV_NEXT, GROUPS, PROJ, INDEX_PROJ, IQ,
 enum { IDS = IW + 1, IDX, COUNT };                                        /* i32 */
 enum { WIDE = COUNT + 1, LOGITS, WORKSPACE, EXPERT, ROOMS = EXPERT + 4 }; /* f32, and bytes */
 
-/* The arguments ndim and shape of the functions below. */
-#define SHAPE(...)                                                                                           \
-    (int32_t)(sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[])                   \
-    {                                                                                                        \
-        __VA_ARGS__                                                                                          \
-    }
+/* The extents of a tensor. */
+#define SHAPE(...) ((const int64_t[]){__VA_ARGS__, 0})
 
 /* config.json */
 typedef struct v4_config {
@@ -56,8 +52,8 @@ typedef struct v4_config {
 typedef struct v4_device {
     bool cuda;
     quern_context *ctx;
-    void **owned, *room[ROOMS];
-    size_t owned_count, room_bytes[ROOMS];
+    void *room[ROOMS];
+    size_t room_bytes[ROOMS];
 } v4_device;
 
 /* A projection [N, K] as the file has it: floats, or FP8 with scales (else data NULL) of blocks. */
@@ -116,7 +112,6 @@ typedef struct v4_model {
     v4_hyper head_hyper;
     v4_cache cache;
     void *mapped; /* repacked experts, or their file */
-    size_t mapped_bytes, workspace;
     bool quiet;
 } v4_model;
 
@@ -126,62 +121,51 @@ typedef struct v4_options {
     bool cuda, bf16, json, quiet, greedy;
 } v4_options;
 
-/* output.c. fail() prints "v4: sentence" to stderr, once, and returns false; done() Quern's sentence. */
-bool fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
-bool done(quern_status status);
+/* output.c */
+extern int exit_code; /* of fail(): 2 while the command line is read, 3 from then on */
+_Noreturn void fail(const char *format, ...) __attribute__((format(printf, 1, 2))); /* prints the sentence */
+void check(quern_status status); /* fails with Quern's sentence */
 /* Progress, which the next line replaces, where stderr is a terminal; or a line that stays. */
 void note(const v4_model *m, bool passing, const char *format, ...) __attribute__((format(printf, 3, 4)));
 double seconds(void);
 uint64_t checksum(uint64_t start, const void *bytes, size_t size);
 
-/* device.c. What device_take() and make() give stands until device_close(). */
-void device_close(v4_device *d);
-void *device_take(v4_device *d, size_t bytes);
-bool device_copy(const v4_device *d, void *to, const void *from, size_t bytes); /* from and to either side */
+/* device.c. Memory of the host, which is cleared, and of the device. */
+void *host_take(size_t bytes);
+void *device_take(const v4_device *d, size_t bytes);
+void device_copy(const v4_device *d, void *to, const void *from, size_t bytes); /* from and to either side */
 void *device_room(v4_device *d, int i, size_t bytes);
-quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, int32_t ndim,
-                  const int64_t *shape);
-bool make(v4_device *d, quern_dtype dtype, int32_t ndim, const int64_t *shape, quern_tensor *t);
-quern_tensor room(v4_model *m, int i, int32_t ndim, const int64_t *shape);
+quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, const int64_t *shape);
+quern_tensor make(const v4_device *d, quern_dtype dtype, const int64_t *shape);
+quern_tensor room(v4_model *m, int i, const int64_t *shape);
 size_t tensor_bytes(const quern_tensor *t);
 float number(const void *data, quern_dtype dtype, int64_t i); /* of f32 or bf16, on the host */
 /* Numbers in f32 or bf16, on either side, into the device's `to`, f32. */
-bool widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to);
+void widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to);
 
-bool config_read(const char *folder, v4_config *c);
-bool weights_open(v4_model *m, const char *folder);
-bool experts_open(v4_model *m, const char *cache); /* cache: their file, or NULL */
+void config_read(const char *folder, v4_config *c);
+void weights_open(v4_model *m, const char *folder);
+void experts_open(v4_model *m, const char *cache); /* cache: their file, or NULL */
 
 /* cache.c */
-bool cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk);
+void cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk);
 /* A step of `tokens` tokens of each of the sequences first ... first + batch - 1. */
-bool cache_begin(v4_model *m, int64_t first, int64_t batch, int64_t tokens, v4_step *step);
+void cache_begin(v4_model *m, int64_t first, int64_t batch, int64_t tokens, v4_step *step);
 
-/* session.c: a sequence in a file, whose tokens are the first of `tokens`; *count 0: there is no file.
- * `logits` are those after its last token. */
-bool session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t count, const float *logits);
-bool session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, int64_t *count,
-                  float *logits);
-
-/* layer.c, the calls that others make, too. */
-bool op_linear(v4_model *m, const quern_tensor *x, const v4_matrix *w, int64_t groups, const quern_tensor *y);
-/* The sub-layer's input h; with its output f the next copies x_new, too. */
-bool op_hyper(v4_model *m, const v4_hyper *w, const quern_tensor *x, const quern_tensor *f,
-              const quern_tensor *h, const quern_tensor *x_new);
-bool op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);
-/* x -> x_new; ids: the tokens. */
-bool layer_run(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *ids,
-               const quern_tensor *x, const quern_tensor *x_new);
+/* session.c: sequence 0 in a file, whose tokens are the first of `tokens`; `logits` are those after the last
+ * one. Loading returns how many tokens there are; 0: there is no file. */
+void session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t count, const float *logits);
+int64_t session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, float *logits);
 
 /* model.c */
-bool model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity);
-void model_close(v4_model *m);
+void model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity);
 /* `count` tokens of each of the sequences first ... first + batch - 1; tokens [batch, count], where one extent
  * is 1. The logits of the last n of these rows, f32 [n, vocab]; n 0: none. */
-bool model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
+void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
                 float *logits);
+void op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);
 
 /* generate.c: both verbs; with `out` the logits. */
-bool run(const v4_options *o);
+void run(const v4_options *o);
 
 #endif

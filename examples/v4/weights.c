@@ -6,7 +6,6 @@
  */
 #include "v4.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 /* A tensor [n, k], or [n] with k 0, and where it goes: one of the two. */
@@ -17,104 +16,99 @@ typedef struct weight {
     v4_matrix *matrix;
 } weight;
 
-static const char *text_of(const quern_tensor *t, char text[96])
-{
-    *text = '\0';
-    for (int32_t i = 0; i < t->ndim; i++)
-        snprintf(text + strlen(text), 96 - strlen(text), "%s%lld", i > 0 ? ", " : "", (long long)t->shape[i]);
-    return text;
-}
-
 /* A tensor as the file has it, [n, k] or [n]; with n 0 of any shape. */
-static bool find(const v4_model *m, const char *name, int64_t n, int64_t k, quern_tensor *t)
+static quern_tensor find(const v4_model *m, const char *name, int64_t n, int64_t k)
 {
     const int64_t at = quern_checkpoint_find(m->checkpoint, name);
-    const quern_tensor want = {.ndim = k > 0 ? 2 : 1, .shape = {n, k}};
-    char is[96], wanted[96];
-    if (at < 0) return fail("the checkpoint has no tensor %s", name);
-    if (quern_checkpoint_view(m->checkpoint, (size_t)at, t) != QUERN_OK)
-        return fail("%s: %s", name, quern_last_error(NULL));
-    if (n == 0 || (t->ndim == want.ndim && t->shape[0] == n && (k == 0 || t->shape[1] == k))) return true;
-    return fail("%s is [%s], by config.json it is [%s]", name, text_of(t, is), text_of(&want, wanted));
+    quern_tensor t;
+    char text[96] = "";
+    if (at < 0) fail("the checkpoint has no tensor %s", name);
+    if (quern_checkpoint_view(m->checkpoint, (size_t)at, &t) != QUERN_OK)
+        fail("%s: %s", name, quern_last_error(NULL));
+    if (n == 0 || (t.ndim == (k > 0 ? 2 : 1) && t.shape[0] == n && (k == 0 || t.shape[1] == k))) return t;
+    for (int32_t i = 0; i < t.ndim; i++)
+        snprintf(text + strlen(text), sizeof text - strlen(text), i > 0 ? ", %lld" : "%lld",
+                 (long long)t.shape[i]);
+    fail("%s is [%s], by config.json it has %lld rows of %lld", name, text, (long long)n,
+         (long long)(k > 0 ? k : 1));
 }
 
-static bool is_float(const char *name, const quern_tensor *t)
+static quern_tensor find_floats(const v4_model *m, const char *name, int64_t n, int64_t k)
 {
-    return t->dtype == QUERN_F32 || t->dtype == QUERN_BF16 ||
-           fail("%s is %s: f32 and bf16 are accepted here", name, quern_dtype_name(t->dtype));
+    const quern_tensor t = find(m, name, n, k);
+    if (t.dtype != QUERN_F32 && t.dtype != QUERN_BF16)
+        fail("%s is %s: f32 and bf16 are accepted here", name, quern_dtype_name(t.dtype));
+    return t;
 }
 
-static bool place(v4_model *m, const quern_tensor *from, quern_tensor *t)
+/* A copy on the device. */
+static quern_tensor place(const v4_device *d, quern_tensor from)
 {
-    return make(&m->device, from->dtype, from->ndim, from->shape, t) &&
-           device_copy(&m->device, t->data, from->data, tensor_bytes(t));
+    quern_tensor t = from;
+    t.device = d->cuda ? QUERN_CUDA : QUERN_CPU;
+    t.data = device_take(d, tensor_bytes(&t));
+    device_copy(d, t.data, from.data, tensor_bytes(&t));
+    return t;
 }
 
 /* FP8's scales: one number, or one for each block of 128, or of 32 where there are as many. */
-static bool scales(v4_model *m, const char *name, int64_t n, int64_t k, v4_matrix *w)
+static void read_scales(const v4_model *m, const char *name, int64_t n, int64_t k, v4_matrix *w)
 {
     static const char *const suffixes[] = {"weight_scale_inv", "weight_scale", "scale"};
     char beside[NAME];
-    quern_tensor t;
     int i = 0;
     do snprintf(beside, sizeof beside, "%.*s%s", (int)(strlen(name) - strlen("weight")), name, suffixes[i]);
     while (quern_checkpoint_find(m->checkpoint, beside) < 0 && ++i < 3);
-    if (!find(m, beside, 0, 0, &t)) return false;
+    quern_tensor t = find(m, beside, 0, 0);
     if (t.ndim > 1 && (t.shape[0] != (n + 127) / 128 || t.shape[1] != (k + 127) / 128)) w->block = 32;
-    const int64_t b = w->block;
-    return (t.ndim < 2 || find(m, beside, (n + b - 1) / b, (k + b - 1) / b, &t)) && place(m, &t, &w->scale);
+    if (t.ndim > 1) t = find(m, beside, (n + w->block - 1) / w->block, (k + w->block - 1) / w->block);
+    w->scale = place(&m->device, t);
 }
 
 /* Those of a list, whose names go on behind the prefix. */
-static bool read(v4_model *m, const char *prefix, const weight *list, size_t count)
+static void read(const v4_model *m, const char *prefix, const weight *list, size_t count)
 {
     for (const weight *w = list; w < list + count; w++) {
         char name[NAME - 16]; /* a scale's is longer */
-        quern_tensor from;
         snprintf(name, sizeof name, "%s%s", prefix, w->name);
-        if (!find(m, name, w->n, w->k, &from)) return false;
+        quern_tensor t = find(m, name, w->n, w->k);
+        if (w->matrix == NULL || t.dtype != QUERN_E4M3) t = find_floats(m, name, w->n, w->k);
         if (w->matrix != NULL) {
-            *w->matrix = (v4_matrix){.block = 128};
-            if (from.dtype == QUERN_E4M3 ? !scales(m, name, w->n, w->k, w->matrix) : !is_float(name, &from))
-                return false;
-            if (!place(m, &from, &w->matrix->w)) return false;
-        } else if (!is_float(name, &from) || !make(&m->device, QUERN_F32, from.ndim, from.shape, w->small) ||
-                   !widen(&m->device, &from, w->small)) {
-            return false;
+            *w->matrix = (v4_matrix){.w = place(&m->device, t), .block = 128};
+            if (t.dtype == QUERN_E4M3) read_scales(m, name, w->n, w->k, w->matrix);
+        } else {
+            *w->small = make(&m->device, QUERN_F32, t.shape);
+            widen(&m->device, &t, w->small);
         }
     }
-    return true;
 }
 
 /* The file has values and gates apart, and in both CSA's series b before a. */
-static bool compressor(v4_model *m, const char *prefix, int64_t ratio, int64_t dim, v4_compressor *c)
+static void read_compressor(const v4_model *m, const char *prefix, int64_t ratio, int64_t dim,
+                            v4_compressor *c)
 {
     const int64_t series = ratio == CSA ? 2 : 1, width = m->config.width;
-    quern_tensor from[2], bias;
-    const weight small[] = {{"ape", ratio, series * dim, &bias, NULL},
+    quern_tensor from[2];
+    const weight small[] = {{"ape", ratio, series * dim, &c->b_b, NULL},
                             {"norm.weight", dim, 0, &c->norm, NULL}};
     for (int i = 0; i < 2; i++) {
         char name[NAME];
         snprintf(name, sizeof name, "%s%s", prefix, i == 0 ? "wkv.weight" : "wgate.weight");
-        if (!find(m, name, series * dim, width, &from[i]) || !is_float(name, &from[i])) return false;
+        from[i] = find_floats(m, name, series * dim, width);
     }
-    if (from[0].dtype != from[1].dtype) return fail("%swkv and wgate are of two dtypes", prefix);
-    if (!read(m, prefix, small, 2) ||
-        !make(&m->device, from[0].dtype, SHAPE(2 * series * dim, width), &c->w.w))
-        return false;
-    const size_t part = (size_t)(dim * width) * quern_dtype_size(from[0].dtype);
+    if (from[0].dtype != from[1].dtype) fail("%swkv and wgate are of two dtypes", prefix);
+    c->w = (v4_matrix){.w = make(&m->device, from[0].dtype, SHAPE(2 * series * dim, width)), .block = 128};
+    const size_t part = tensor_bytes(&c->w.w) / (size_t)(2 * series);
     for (int64_t i = 0; i < 2 * series; i++)
-        if (!device_copy(&m->device, (char *)c->w.w.data + (size_t)i * part,
-                         (const char *)from[i % 2].data + (size_t)(series - 1 - i / 2) * part, part))
-            return false;
-    c->w.block = 128;
-    c->b_a = c->b_b = bias;
-    c->b_a.shape[1] = c->b_b.shape[1] = dim;
-    c->b_a.data = (float *)bias.data + (series - 1) * dim;
-    return true;
+        device_copy(&m->device, (char *)c->w.w.data + (size_t)i * part,
+                    (const char *)from[i % 2].data + (size_t)(series - 1 - i / 2) * part, part);
+    read(m, prefix, small, 2);
+    c->b_b.shape[1] = dim; /* columns of the bias */
+    c->b_a = c->b_b;
+    c->b_a.data = (float *)c->b_b.data + (series - 1) * dim;
 }
 
-static bool read_layer(v4_model *m, int64_t number, v4_layer *l)
+static void read_layer(const v4_model *m, int64_t number, v4_layer *l)
 {
     const v4_config *c = &m->config;
     const int64_t mixes = c->copies * (c->copies + 2), stream = c->copies * c->width,
@@ -148,36 +142,32 @@ static bool read_layer(v4_model *m, int64_t number, v4_layer *l)
     for (int i = 0; i < l->compressors; i++) {
         snprintf(name, sizeof name, "layers.%lld.attn.%scompressor.", (long long)number,
                  i == 1 ? "indexer." : "");
-        if (!compressor(m, name, l->ratio, i == 1 ? c->index_dim : c->dim, &l->compressor[i])) return false;
+        read_compressor(m, name, l->ratio, i == 1 ? c->index_dim : c->dim, &l->compressor[i]);
     }
     snprintf(name, sizeof name, "layers.%lld.", (long long)number);
-    return read(m, name, all, sizeof all / sizeof *all - (l->ratio == CSA ? 0 : 2));
+    read(m, name, all, sizeof all / sizeof *all - (l->ratio == CSA ? 0 : 2));
 }
 
-bool weights_open(v4_model *m, const char *folder)
+void weights_open(v4_model *m, const char *folder)
 {
     v4_config *c = &m->config;
     v4_hyper *h = &m->head_hyper;
-    if (!config_read(folder, c) || !done(quern_checkpoint_open(folder, &m->checkpoint)) ||
-        !find(m, "embed.weight", 0, 0, &m->embed) || !is_float("embed.weight", &m->embed))
-        return false;
-    if (c->vocab == 0) c->vocab = m->embed.shape[0];
+    config_read(folder, c);
+    check(quern_checkpoint_open(folder, &m->checkpoint));
     const weight all[] = {{"head.weight", c->vocab, c->width, NULL, &m->head},
                           {"hc_head_fn", c->copies, c->copies * c->width, &h->fn, NULL},
                           {"hc_head_base", c->copies, 0, &h->base, NULL},
                           {"hc_head_scale", 1, 0, &h->scale, NULL},
                           {"norm.weight", c->width, 0, &h->norm, NULL}};
-    m->layer = calloc((size_t)c->layers, sizeof *m->layer);
-    if (m->layer == NULL) return fail("no memory for %lld layers", (long long)c->layers);
-    if (!find(m, "embed.weight", c->vocab, c->width, &m->embed) || !read(m, "", all, 5)) return false;
-    for (int64_t i = 0; i < c->layers; i++)
-        if (!read_layer(m, i, &m->layer[i])) return false;
+    m->embed = find_floats(m, "embed.weight", c->vocab, c->width);
+    read(m, "", all, sizeof all / sizeof *all);
+    m->layer = host_take((size_t)c->layers * sizeof *m->layer);
+    for (int64_t i = 0; i < c->layers; i++) read_layer(m, i, &m->layer[i]);
     for (size_t i = 0; i < quern_checkpoint_count(m->checkpoint); i++) {
         quern_checkpoint_tensor t = QUERN_CHECKPOINT_TENSOR_INIT;
-        if (!done(quern_checkpoint_info(m->checkpoint, i, &t))) return false;
+        check(quern_checkpoint_info(m->checkpoint, i, &t));
         if (strncmp(t.name, "mtp.", 4) != 0) continue;
         note(m, false, "the layers of multi-token prediction (mtp) are skipped");
         break;
     }
-    return true;
 }
