@@ -53,11 +53,8 @@ static void read_numbers(const json_t *config, v4_config *c)
         const char *group = numbers[i].group, *key = numbers[i].key;
         const json_t *from = json_object_get(group != NULL ? json_object_get(config, group) : config, key);
         const bool given = from != NULL && !json_is_null(from);
-        const double x = given ? json_number_value(from) : numbers[i].otherwise;
-        const bool right = !given             ? !isnan(x)
-                           : numbers[i].whole ? json_is_integer(from)
-                                              : json_is_number(from);
-        if (!right || (given && !(x >= numbers[i].least && x <= numbers[i].most)))
+        const double x = !given ? numbers[i].otherwise : json_is_number(from) ? json_number_value(from) : NAN;
+        if (!(x >= numbers[i].least && x <= numbers[i].most) || (numbers[i].whole && x != floor(x)))
             fail("config.json: %s is %s: a%s number from %g to %g is accepted", key,
                  given ? "none" : "missing", numbers[i].whole ? " whole" : "", numbers[i].least,
                  numbers[i].most);
@@ -84,9 +81,14 @@ static void read_ratios(const json_t *config, v4_config *c)
     }
 }
 
-static void read_all(const json_t *config, v4_config *c)
+void config_read(const char *folder, v4_config *c)
 {
     static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid"};
+    char path[4096];
+    json_error_t error;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    json_t *config = json_load_file(path, 0, &error);
+    if (config == NULL) fail("%s: %s", path, error.text);
     const char *type = json_string_value(json_object_get(config, "model_type")),
                *score = json_string_value(json_object_get(config, "scoring_func"));
     const json_t *renormalize = json_object_get(config, "norm_topk_prob");
@@ -105,15 +107,5 @@ static void read_all(const json_t *config, v4_config *c)
         c->rope_dim > c->index_dim || c->top > c->experts)
         fail("config.json: o_groups must divide num_attention_heads, qk_rope_head_dim be even and within "
              "head_dim and index_head_dim, num_experts_per_tok within n_routed_experts");
-}
-
-void config_read(const char *folder, v4_config *c)
-{
-    char path[4096];
-    json_error_t error;
-    snprintf(path, sizeof path, "%s/config.json", folder);
-    json_t *config = json_load_file(path, 0, &error);
-    if (config == NULL) fail("%s: %s", path, error.text);
-    read_all(config, c);
     json_decref(config);
 }

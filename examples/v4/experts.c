@@ -76,7 +76,8 @@ static void repack(v4_model *m, const quern_tensor **codes, const quern_tensor *
                                      &bytes));
     *to = make(&m->device, QUERN_U8, SHAPE(m->config.experts, bytes));
     op_prepack(m, *codes, *scales, to);
-    check(quern_cuda_synchronize(0, NULL));
+    check(quern_cuda_free(0, (*codes)->data));
+    check(quern_cuda_free(0, (*scales)->data));
     *codes = *scales = NULL;
     *repacked = to;
 }
@@ -85,17 +86,12 @@ static void repack(v4_model *m, const quern_tensor **codes, const quern_tensor *
 static void upload(v4_model *m, v4_layer *l)
 {
     quern_moe_tensors *t = &l->experts.tensors;
-    const quern_tensor *passing[] = {t->gate_up_codes, t->gate_up_scales, t->down_codes, t->down_scales};
-    for (int i = 0; i < 24; i++) {
-        quern_tensor *v = &l->experts.views[i];
-        int p = 0;
-        if (v->data == NULL) continue;
-        while (p < 4 && passing[p] != v) p++;
+    for (quern_tensor *v = l->experts.views; v < l->experts.views + 24; v++) {
         const void *host = v->data;
-        const size_t bytes = tensor_bytes(v);
+        if (host == NULL) continue;
         v->device = QUERN_CUDA;
-        v->data = p < 4 ? device_room(&m->device, EXPERT + p, bytes) : device_take(&m->device, bytes);
-        device_copy(&m->device, v->data, host, bytes);
+        v->data = device_take(&m->device, tensor_bytes(v));
+        device_copy(&m->device, v->data, host, tensor_bytes(v));
     }
     repack(m, &t->gate_up_codes, &t->gate_up_scales, &t->gate_up_repacked, &l->repacked[0]);
     repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);

@@ -172,18 +172,6 @@ void op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scal
     RUN(m, quern_moe_prepack_workspace, quern_moe_prepack, &p, &t);
 }
 
-/* The entries that the step completes, and the indexer's keys of them, into their pools. */
-static void compress(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *h)
-{
-    quern_tensor proj[2];
-    for (int i = 0; i < l->compressors; i++) {
-        const v4_matrix *w = &l->compressor[i].w;
-        proj[i] = room(m, PROJ + i, SHAPE(h->shape[0], w->w.shape[0]));
-        op_linear(m, h, w, 1, &proj[i]);
-    }
-    if (l->compressors > 0) op_append(m, l, step, proj);
-}
-
 /* The entries that CSA's queries attend, chosen by the indexer. */
 static void choose(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *h,
                    const quern_tensor *qr, const quern_tensor *idx, const quern_tensor *count)
@@ -199,40 +187,43 @@ static void choose(v4_model *m, const v4_layer *l, const v4_step *step, const qu
     op_index(m, l, step, &queries, &weights, idx, count);
 }
 
-/* The step's raw rows, into their ring. */
-static void keep(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *h)
-{
-    const int64_t n = h->shape[0], dim = m->config.dim;
-    const quern_tensor kv = room(m, KV, SHAPE(n, dim)), normed = room(m, KV_NEXT, SHAPE(n, dim)),
-                       head = room(m, KV_NEXT, SHAPE(n, 1, dim)), turned = room(m, KV, SHAPE(n, 1, dim));
-    op_linear(m, h, &l->kv, 1, &kv);
-    op_norm(m, &kv, &l->kv_norm, &normed);
-    op_rope(m, &head, &m->cos_sin[l->ratio > 0], step, &turned);
-    op_store(m, &kv, &step->raw_slot, &l->rows[0]);
-}
-
 static void attention(v4_model *m, const v4_layer *l, const v4_step *step, const quern_tensor *h,
                       const quern_tensor *f)
 {
     const v4_config *c = &m->config;
+    const quern_tensor *cos_sin = &m->cos_sin[l->ratio > 0];
     const int64_t n = h->shape[0], b = step->batch, heads = c->heads, dim = c->dim;
     const quern_tensor low = room(m, QR_RAW, SHAPE(n, c->q_lora)), qr = room(m, QR, SHAPE(n, c->q_lora)),
                        flat = room(m, Q, SHAPE(n, heads * dim)), each = room(m, Q, SHAPE(n * heads, dim)),
                        normed = room(m, Q_NEXT, SHAPE(n * heads, dim)),
                        turn = room(m, Q_NEXT, SHAPE(n, heads, dim)),
                        turned = room(m, Q, SHAPE(n, heads, dim)), q = room(m, Q, SHAPE(b, n / b, heads, dim)),
+                       kv = room(m, KV, SHAPE(n, dim)), kv_normed = room(m, KV_NEXT, SHAPE(n, dim)),
+                       kv_turn = room(m, KV_NEXT, SHAPE(n, 1, dim)),
+                       kv_turned = room(m, KV, SHAPE(n, 1, dim)),
                        o = room(m, Q_NEXT, SHAPE(b, n / b, heads, dim)),
                        out = room(m, Q_NEXT, SHAPE(n, heads * dim)),
                        groups = room(m, GROUPS, SHAPE(n, c->groups * c->o_lora)),
                        idx = room(m, IDX, SHAPE(b, n / b, c->index_top)),
                        count = room(m, COUNT, SHAPE(b, n / b));
+    quern_tensor proj[2];
     op_linear(m, h, &l->q_a, 1, &low);
     op_norm(m, &low, &l->q_norm, &qr);
     op_linear(m, &qr, &l->q_b, 1, &flat);
     op_norm(m, &each, NULL, &normed);
-    op_rope(m, &turn, &m->cos_sin[l->ratio > 0], step, &turned);
-    keep(m, l, step, h);
-    compress(m, l, step, h);
+    op_rope(m, &turn, cos_sin, step, &turned);
+    /* The step's raw rows, into their ring. */
+    op_linear(m, h, &l->kv, 1, &kv);
+    op_norm(m, &kv, &l->kv_norm, &kv_normed);
+    op_rope(m, &kv_turn, cos_sin, step, &kv_turned);
+    op_store(m, &kv, &step->raw_slot, &l->rows[0]);
+    /* The entries that the step completes, and the indexer's keys of them, into their pools. */
+    for (int i = 0; i < l->compressors; i++) {
+        const v4_matrix *w = &l->compressor[i].w;
+        proj[i] = room(m, PROJ + i, SHAPE(n, w->w.shape[0]));
+        op_linear(m, h, w, 1, &proj[i]);
+    }
+    if (l->compressors > 0) op_append(m, l, step, proj);
     if (l->ratio == CSA) choose(m, l, step, h, &qr, &idx, &count);
     op_attend(m, l, step, &q, &idx, &count, &o);
     op_linear(m, &out, &l->o_a, c->groups, &groups);

@@ -30,8 +30,8 @@ enum { CSA = 4 /* tokens of an entry */, PAGE = 64, RATIOS = 3, LAYERS_MOST = 10
  * follow one another (Q, Q_NEXT) take turns. First those in the activations' dtype: a layer's, attention's. */
 enum { X, X_NEXT, X_MIDDLE, H, F };
 enum { QR_RAW = F + 1, QR, Q, Q_NEXT, KV, KV_NEXT, GROUPS, PROJ, INDEX_PROJ, IQ, IQ_NEXT, IW };
-enum { IDS = IW + 1, IDX, COUNT };                                        /* i32 */
-enum { WIDE = COUNT + 1, LOGITS, WORKSPACE, EXPERT, ROOMS = EXPERT + 4 }; /* f32, and bytes */
+enum { IDS = IW + 1, IDX, COUNT };                   /* i32 */
+enum { WIDE = COUNT + 1, LOGITS, WORKSPACE, ROOMS }; /* f32, and bytes */
 
 /* The extents of a tensor. */
 #define SHAPE(...) ((const int64_t[]){__VA_ARGS__, 0})
@@ -164,8 +164,5 @@ void model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t cap
 void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
                 float *logits);
 void op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);
-
-/* generate.c: both verbs; with `out` the logits. */
-void run(const v4_options *o);
 
 #endif

@@ -16,8 +16,8 @@ typedef struct weight {
     v4_matrix *matrix;
 } weight;
 
-/* A tensor as the file has it, [n, k] or [n]; with n 0 of any shape. */
-static quern_tensor find(const v4_model *m, const char *name, int64_t n, int64_t k)
+/* A tensor as the file has it, [n, k] or [n], with n 0 of any shape; of floats, or of any numbers. */
+static quern_tensor find(const v4_model *m, const char *name, int64_t n, int64_t k, bool any)
 {
     const int64_t at = quern_checkpoint_find(m->checkpoint, name);
     quern_tensor t;
@@ -25,20 +25,14 @@ static quern_tensor find(const v4_model *m, const char *name, int64_t n, int64_t
     if (at < 0) fail("the checkpoint has no tensor %s", name);
     if (quern_checkpoint_view(m->checkpoint, (size_t)at, &t) != QUERN_OK)
         fail("%s: %s", name, quern_last_error(NULL));
+    if (!any && t.dtype != QUERN_F32 && t.dtype != QUERN_BF16)
+        fail("%s is %s: f32 and bf16 are accepted here", name, quern_dtype_name(t.dtype));
     if (n == 0 || (t.ndim == (k > 0 ? 2 : 1) && t.shape[0] == n && (k == 0 || t.shape[1] == k))) return t;
     for (int32_t i = 0; i < t.ndim; i++)
         snprintf(text + strlen(text), sizeof text - strlen(text), i > 0 ? ", %lld" : "%lld",
                  (long long)t.shape[i]);
     fail("%s is [%s], by config.json it has %lld rows of %lld", name, text, (long long)n,
          (long long)(k > 0 ? k : 1));
-}
-
-static quern_tensor find_floats(const v4_model *m, const char *name, int64_t n, int64_t k)
-{
-    const quern_tensor t = find(m, name, n, k);
-    if (t.dtype != QUERN_F32 && t.dtype != QUERN_BF16)
-        fail("%s is %s: f32 and bf16 are accepted here", name, quern_dtype_name(t.dtype));
-    return t;
 }
 
 /* A copy on the device. */
@@ -59,9 +53,9 @@ static void read_scales(const v4_model *m, const char *name, int64_t n, int64_t 
     int i = 0;
     do snprintf(beside, sizeof beside, "%.*s%s", (int)(strlen(name) - strlen("weight")), name, suffixes[i]);
     while (quern_checkpoint_find(m->checkpoint, beside) < 0 && ++i < 3);
-    quern_tensor t = find(m, beside, 0, 0);
+    quern_tensor t = find(m, beside, 0, 0, true);
     if (t.ndim > 1 && (t.shape[0] != (n + 127) / 128 || t.shape[1] != (k + 127) / 128)) w->block = 32;
-    if (t.ndim > 1) t = find(m, beside, (n + w->block - 1) / w->block, (k + w->block - 1) / w->block);
+    if (t.ndim > 1) t = find(m, beside, (n + w->block - 1) / w->block, (k + w->block - 1) / w->block, true);
     w->scale = place(&m->device, t);
 }
 
@@ -71,8 +65,8 @@ static void read(const v4_model *m, const char *prefix, const weight *list, size
     for (const weight *w = list; w < list + count; w++) {
         char name[NAME - 16]; /* a scale's is longer */
         snprintf(name, sizeof name, "%s%s", prefix, w->name);
-        quern_tensor t = find(m, name, w->n, w->k);
-        if (w->matrix == NULL || t.dtype != QUERN_E4M3) t = find_floats(m, name, w->n, w->k);
+        quern_tensor t = find(m, name, w->n, w->k, true);
+        if (w->matrix == NULL || t.dtype != QUERN_E4M3) t = find(m, name, w->n, w->k, false);
         if (w->matrix != NULL) {
             *w->matrix = (v4_matrix){.w = place(&m->device, t), .block = 128};
             if (t.dtype == QUERN_E4M3) read_scales(m, name, w->n, w->k, w->matrix);
@@ -94,7 +88,7 @@ static void read_compressor(const v4_model *m, const char *prefix, int64_t ratio
     for (int i = 0; i < 2; i++) {
         char name[NAME];
         snprintf(name, sizeof name, "%s%s", prefix, i == 0 ? "wkv.weight" : "wgate.weight");
-        from[i] = find_floats(m, name, series * dim, width);
+        from[i] = find(m, name, series * dim, width, false);
     }
     if (from[0].dtype != from[1].dtype) fail("%swkv and wgate are of two dtypes", prefix);
     c->w = (v4_matrix){.w = make(&m->device, from[0].dtype, SHAPE(2 * series * dim, width)), .block = 128};
@@ -159,7 +153,7 @@ void weights_open(v4_model *m, const char *folder)
                           {"hc_head_base", c->copies, 0, &h->base, NULL},
                           {"hc_head_scale", 1, 0, &h->scale, NULL},
                           {"norm.weight", c->width, 0, &h->norm, NULL}};
-    m->embed = find_floats(m, "embed.weight", c->vocab, c->width);
+    m->embed = find(m, "embed.weight", c->vocab, c->width, false);
     read(m, "", all, sizeof all / sizeof *all);
     m->layer = host_take((size_t)c->layers * sizeof *m->layer);
     for (int64_t i = 0; i < c->layers; i++) read_layer(m, i, &m->layer[i]);
