@@ -16,11 +16,11 @@ void *host_take(size_t bytes)
     return p;
 }
 
-void *device_take(const v4_device *d, size_t bytes)
+void *device_take(const v4_model *m, size_t bytes)
 {
     void *p = NULL;
-    if (d->cuda) check(quern_cuda_allocate(0, bytes + 1, &p));
-    if (d->cuda) return p;
+    if (m->cuda) check(quern_cuda_allocate(0, bytes + 1, &p));
+    if (m->cuda) return p;
     const bool huge = bytes >= HUGE; /* rows of a projection are a page apart: large pages, fewer misses */
     if (posix_memalign(&p, huge ? HUGE : 64, bytes + 1) != 0)
         fail("no memory for %.1f MB", (double)bytes / 1e6);
@@ -28,10 +28,10 @@ void *device_take(const v4_device *d, size_t bytes)
     return p;
 }
 
-void device_copy(const v4_device *d, void *to, const void *from, size_t bytes)
+void device_copy(const v4_model *m, void *to, const void *from, size_t bytes)
 {
     if (bytes == 0) return;
-    if (d->cuda) {
+    if (m->cuda) {
         check(quern_cuda_copy(0, to, from, bytes, NULL));
         check(quern_cuda_synchronize(0, NULL));
     } else {
@@ -39,21 +39,21 @@ void device_copy(const v4_device *d, void *to, const void *from, size_t bytes)
     }
 }
 
-void *device_room(v4_device *d, int i, size_t bytes)
+void *device_room(v4_model *m, int i, size_t bytes)
 {
-    if (d->room[i] != NULL && bytes <= d->room_bytes[i]) return d->room[i];
-    if (d->cuda) check(quern_cuda_free(0, d->room[i]));
-    else free(d->room[i]);
-    d->room_bytes[i] = bytes;
-    return d->room[i] = device_take(d, bytes);
+    if (m->room[i] != NULL && bytes <= m->room_bytes[i]) return m->room[i];
+    if (m->cuda) check(quern_cuda_free(0, m->room[i]));
+    else free(m->room[i]);
+    m->room_bytes[i] = bytes;
+    return m->room[i] = device_take(m, bytes);
 }
 
-quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, const int64_t *shape)
+quern_tensor view(const v4_model *m, const void *data, quern_dtype dtype, const int64_t *shape)
 {
     int32_t ndim = 0;
     while (shape[ndim] != 0) ndim++;
     quern_tensor t = quern_tensor_contiguous((void *)data, dtype, ndim, shape);
-    t.device = d->cuda ? QUERN_CUDA : QUERN_CPU;
+    t.device = m->cuda ? QUERN_CUDA : QUERN_CPU;
     return t;
 }
 
@@ -64,18 +64,18 @@ size_t tensor_bytes(const quern_tensor *t)
     return bytes;
 }
 
-quern_tensor make(const v4_device *d, quern_dtype dtype, const int64_t *shape)
+quern_tensor make(const v4_model *m, quern_dtype dtype, const int64_t *shape)
 {
-    quern_tensor t = view(d, NULL, dtype, shape);
-    t.data = device_take(d, tensor_bytes(&t));
+    quern_tensor t = view(m, NULL, dtype, shape);
+    t.data = device_take(m, tensor_bytes(&t));
     return t;
 }
 
 quern_tensor room(v4_model *m, int i, const int64_t *shape)
 {
     const quern_dtype dtype = i < IDS ? m->act : i < WIDE ? QUERN_I32 : QUERN_F32;
-    quern_tensor t = view(&m->device, NULL, dtype, shape);
-    t.data = device_room(&m->device, i, tensor_bytes(&t));
+    quern_tensor t = view(m, NULL, dtype, shape);
+    t.data = device_room(m, i, tensor_bytes(&t));
     return t;
 }
 
@@ -88,12 +88,12 @@ float number(const void *data, quern_dtype dtype, int64_t i)
     return x;
 }
 
-void widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to)
+void widen(const v4_model *m, const quern_tensor *from, const quern_tensor *to)
 {
     const size_t bytes = tensor_bytes(from), n = bytes / quern_dtype_size(from->dtype);
     float *values = host_take(n * sizeof *values + bytes);
-    device_copy(d, values + n, from->data, bytes);
+    device_copy(m, values + n, from->data, bytes);
     for (size_t i = 0; i < n; i++) values[i] = number(values + n, from->dtype, (int64_t)i);
-    device_copy(d, to->data, values, n * sizeof *values);
+    device_copy(m, to->data, values, n * sizeof *values);
     free(values);
 }

@@ -32,7 +32,7 @@ static size_t aligned(size_t bytes)
 /* Other checkpoints have other names, sizes or first bytes of experts. */
 static uint64_t source_of(const v4_model *m)
 {
-    uint64_t sum = m->device.cuda;
+    uint64_t sum = m->cuda;
     for (size_t i = 0; i < quern_checkpoint_count(m->checkpoint); i++) {
         quern_checkpoint_tensor t = QUERN_CHECKPOINT_TENSOR_INIT;
         if (quern_checkpoint_info(m->checkpoint, i, &t) != QUERN_OK) continue;
@@ -51,7 +51,7 @@ static void lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_
     *e = (quern_checkpoint_moe)QUERN_CHECKPOINT_MOE_INIT;
     note(m, true, "experts of layer %lld of %lld", (long long)layer + 1, (long long)c->layers);
     check((filled ? quern_checkpoint_experts_filled : quern_checkpoint_experts)(
-        m->device.ctx, m->checkpoint, layer, QUERN_CPU, !m->device.cuda, memory, bytes, e));
+        m->ctx, m->checkpoint, layer, QUERN_CPU, !m->cuda, memory, bytes, e));
     quern_moe_tensors *t = &e->tensors;
     const bool hash = layer < c->hash_layers; /* a table of experts by token instead of a bias */
     const quern_tensor *choice = hash ? t->tid2eid : t->bias;
@@ -72,9 +72,9 @@ static void repack(v4_model *m, const quern_tensor **codes, const quern_tensor *
 {
     int64_t bytes;
     if (*codes == NULL) return;
-    check(quern_nvfp4_repacked_bytes(m->device.ctx, QUERN_CUDA, 0, (*codes)->shape[2], 2 * (*codes)->shape[1],
+    check(quern_nvfp4_repacked_bytes(m->ctx, QUERN_CUDA, 0, (*codes)->shape[2], 2 * (*codes)->shape[1],
                                      &bytes));
-    *to = make(&m->device, QUERN_U8, SHAPE(m->config.experts, bytes));
+    *to = make(m, QUERN_U8, SHAPE(m->config.experts, bytes));
     op_prepack(m, *codes, *scales, to);
     check(quern_cuda_free(0, (*codes)->data));
     check(quern_cuda_free(0, (*scales)->data));
@@ -90,8 +90,8 @@ static void upload(v4_model *m, v4_layer *l)
         const void *host = v->data;
         if (host == NULL) continue;
         v->device = QUERN_CUDA;
-        v->data = device_take(&m->device, tensor_bytes(v));
-        device_copy(&m->device, v->data, host, tensor_bytes(v));
+        v->data = device_take(m, tensor_bytes(v));
+        device_copy(m, v->data, host, tensor_bytes(v));
     }
     repack(m, &t->gate_up_codes, &t->gate_up_scales, &t->gate_up_repacked, &l->repacked[0]);
     repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);
@@ -134,8 +134,8 @@ static void open_layer(v4_model *m, const char *path, int64_t layer, void *memor
         if (msync(memory, bytes, MS_SYNC) != 0) fail("%s cannot be written: %s", path, strerror(errno));
         *sum = checksum(0, memory, bytes) | 1;
     }
-    if (m->device.cuda) upload(m, &m->layer[layer]);
-    if (m->device.cuda && path == NULL) (void)madvise(memory, bytes, MADV_DONTNEED); /* the GPU has them */
+    if (m->cuda) upload(m, &m->layer[layer]);
+    if (m->cuda && path == NULL) (void)madvise(memory, bytes, MADV_DONTNEED); /* the GPU has them */
 }
 
 void experts_open(v4_model *m, const char *cache)
@@ -143,8 +143,7 @@ void experts_open(v4_model *m, const char *cache)
     size_t all = aligned(sizeof(header)), bytes[LAYERS_MOST];
     int lock = -1; /* the file, until all layers are there */
     for (int64_t i = 0; i < m->config.layers; all += aligned(bytes[i++]))
-        check(quern_checkpoint_experts_bytes(m->device.ctx, m->checkpoint, i, QUERN_CPU, !m->device.cuda,
-                                             &bytes[i]));
+        check(quern_checkpoint_experts_bytes(m->ctx, m->checkpoint, i, QUERN_CPU, !m->cuda, &bytes[i]));
     map_all(m, cache, all, &lock);
     char *at = (char *)m->mapped + aligned(sizeof(header));
     for (int64_t i = 0; i < m->config.layers; at += aligned(bytes[i++]))

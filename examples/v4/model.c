@@ -13,8 +13,8 @@
 #define RUN(m, need, call, p, t)                                                                             \
     do {                                                                                                     \
         size_t bytes;                                                                                        \
-        check(need((m)->device.ctx, p, t, &bytes));                                                          \
-        check(call((m)->device.ctx, NULL, p, t, device_room(&(m)->device, WORKSPACE, bytes), bytes));        \
+        check(need((m)->ctx, p, t, &bytes));                                                                 \
+        check(call((m)->ctx, NULL, p, t, device_room(m, WORKSPACE, bytes), bytes));                          \
     } while (0)
 
 static void op_linear(v4_model *m, const quern_tensor *x, const v4_matrix *w, int64_t groups,
@@ -263,7 +263,7 @@ static void embed(v4_model *m, const int32_t *tokens, const quern_tensor *x)
     for (int64_t i = 0; i < x->shape[0] * copies * width; i++)
         put_number(number(e->data, e->dtype, tokens[i / (copies * width)] * width + i % width), rows, m->act,
                    i);
-    device_copy(&m->device, x->data, rows, tensor_bytes(x));
+    device_copy(m, x->data, rows, tensor_bytes(x));
     free(rows);
 }
 
@@ -277,9 +277,9 @@ static void head(v4_model *m, const quern_tensor *x, int64_t n, float *logits)
     last.shape[0] = n;
     last.data = (char *)x->data + tensor_bytes(x) - tensor_bytes(&last);
     op_hyper(m, &m->head_hyper, &last, NULL, &h, NULL);
-    widen(&m->device, &h, &wide);
+    widen(m, &h, &wide);
     op_linear(m, &wide, &m->head, 1, &y);
-    device_copy(&m->device, logits, y.data, tensor_bytes(&y));
+    device_copy(m, logits, y.data, tensor_bytes(&y));
 }
 
 void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
@@ -291,7 +291,7 @@ void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens
                                room(m, X_NEXT, SHAPE(rows, c->copies, c->width))},
                        ids = room(m, IDS, SHAPE(rows));
     v4_step step;
-    device_copy(&m->device, ids.data, tokens, tensor_bytes(&ids));
+    device_copy(m, ids.data, tokens, tensor_bytes(&ids));
     embed(m, tokens, &x[0]);
     cache_begin(m, first, batch, count, &step);
     for (int64_t i = 0; i < c->layers; i++) layer_run(m, &m->layer[i], &step, &ids, &x[i % 2], &x[1 - i % 2]);
@@ -303,17 +303,16 @@ void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens
 static quern_tensor make_table(const v4_model *m, int i, int64_t positions)
 {
     const v4_config *c = &m->config;
-    quern_dsv4_rope_params p = {.size = sizeof p, .base = (float)c->base[i]};
-    if (i == 1) { /* layers with entries: YaRN */
-        p.factor = (float)c->factor;
-        p.original_length = (float)c->length;
-        p.beta_fast = (float)c->beta_fast;
-        p.beta_slow = (float)c->beta_slow;
-    }
-    const quern_tensor t = make(&m->device, QUERN_F32, SHAPE(positions, c->rope_dim)),
+    const quern_dsv4_rope_params p = {.size = sizeof p,
+                                      .base = (float)c->base[i],
+                                      .factor = i == 1 ? (float)c->factor : 0, /* layers with entries: YaRN */
+                                      .original_length = (float)c->length,
+                                      .beta_fast = (float)c->beta_fast,
+                                      .beta_slow = (float)c->beta_slow};
+    const quern_tensor t = make(m, QUERN_F32, SHAPE(positions, c->rope_dim)),
                        host = quern_tensor_contiguous(host_take(tensor_bytes(&t)), QUERN_F32, 2, t.shape);
     check(quern_dsv4_rope_table(&p, &host));
-    device_copy(&m->device, t.data, host.data, tensor_bytes(&t));
+    device_copy(m, t.data, host.data, tensor_bytes(&t));
     free(host.data);
     return t;
 }
@@ -321,9 +320,9 @@ static quern_tensor make_table(const v4_model *m, int i, int64_t positions)
 void model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity)
 {
     const quern_context_params p = {.size = sizeof p, .threads = (int32_t)o->threads};
-    *m = (v4_model){.quiet = o->quiet, .act = o->bf16 ? QUERN_BF16 : QUERN_F32, .device.cuda = o->cuda};
+    *m = (v4_model){.quiet = o->quiet, .act = o->bf16 ? QUERN_BF16 : QUERN_F32, .cuda = o->cuda};
     if (o->cuda) check(quern_cuda_check(0));
-    check(quern_context_create(&p, &m->device.ctx));
+    check(quern_context_create(&p, &m->ctx));
     weights_open(m, o->folder);
     experts_open(m, o->cache);
     for (int i = 0; i < 2; i++) m->cos_sin[i] = make_table(m, i, capacity + 1);

@@ -49,13 +49,6 @@ typedef struct v4_config {
     int pool[LAYERS_MOST];      /* 1 + the ratio's number among them: the ledger's pool of entries */
 } v4_config;
 
-typedef struct v4_device {
-    bool cuda;
-    quern_context *ctx;
-    void *room[ROOMS];
-    size_t room_bytes[ROOMS];
-} v4_device;
-
 /* A projection [N, K] as the file has it: floats, or FP8 with scales (else data NULL) of blocks. */
 typedef struct v4_matrix {
     quern_tensor w, scale;
@@ -103,7 +96,9 @@ typedef struct v4_cache {
 
 typedef struct v4_model {
     v4_config config;
-    v4_device device;
+    quern_context *ctx;
+    void *room[ROOMS];
+    size_t room_bytes[ROOMS];
     quern_checkpoint *checkpoint;
     quern_dtype act; /* of activations and rows */
     v4_layer *layer;
@@ -112,7 +107,7 @@ typedef struct v4_model {
     v4_hyper head_hyper;
     v4_cache cache;
     void *mapped; /* repacked experts, or their file */
-    bool quiet;
+    bool cuda, quiet;
 } v4_model;
 
 typedef struct v4_options {
@@ -132,18 +127,17 @@ uint64_t checksum(uint64_t start, const void *bytes, size_t size);
 
 /* device.c. Memory of the host, which is cleared, and of the device. */
 void *host_take(size_t bytes);
-void *device_take(const v4_device *d, size_t bytes);
-void device_copy(const v4_device *d, void *to, const void *from, size_t bytes); /* from and to either side */
-void *device_room(v4_device *d, int i, size_t bytes);
-quern_tensor view(const v4_device *d, const void *data, quern_dtype dtype, const int64_t *shape);
-quern_tensor make(const v4_device *d, quern_dtype dtype, const int64_t *shape);
+void *device_take(const v4_model *m, size_t bytes);
+void device_copy(const v4_model *m, void *to, const void *from, size_t bytes); /* from and to either side */
+void *device_room(v4_model *m, int i, size_t bytes);
+quern_tensor view(const v4_model *m, const void *data, quern_dtype dtype, const int64_t *shape);
+quern_tensor make(const v4_model *m, quern_dtype dtype, const int64_t *shape);
 quern_tensor room(v4_model *m, int i, const int64_t *shape);
 size_t tensor_bytes(const quern_tensor *t);
 float number(const void *data, quern_dtype dtype, int64_t i); /* of f32 or bf16, on the host */
 /* Numbers in f32 or bf16, on either side, into the device's `to`, f32. */
-void widen(const v4_device *d, const quern_tensor *from, const quern_tensor *to);
+void widen(const v4_model *m, const quern_tensor *from, const quern_tensor *to);
 
-void config_read(const char *folder, v4_config *c);
 void weights_open(v4_model *m, const char *folder);
 void experts_open(v4_model *m, const char *cache); /* cache: their file, or NULL */
 
@@ -152,7 +146,7 @@ void cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk)
 /* A step of `tokens` tokens of each of the sequences first ... first + batch - 1. */
 void cache_begin(v4_model *m, int64_t first, int64_t batch, int64_t tokens, v4_step *step);
 
-/* session.c: sequence 0 in a file, whose tokens are the first of `tokens`; `logits` are those after the last
+/* Sequence 0 in a file, whose tokens are the first of `tokens`; `logits` are those after the last
  * one. Loading returns how many tokens there are; 0: there is no file. */
 void session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t count, const float *logits);
 int64_t session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, float *logits);

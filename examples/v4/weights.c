@@ -1,12 +1,118 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * weights.c - finds the model's tensors in the checkpoint. Projections are copied as they are; the small
- * tensors become f32.
+ * weights.c - config.json, and the model's tensors in the checkpoint. Projections are copied as they are; the
+ * small tensors become f32.
  */
 #include "v4.h"
 
+#include <jansson.h>
+#include <math.h>
 #include <string.h>
+
+/* config.json: the numbers, each within what Quern's calls take. */
+#define AT(member) offsetof(v4_config, member)
+static const struct {
+    const char *group, *key; /* group: an object that holds the key; NULL: config.json's own */
+    size_t at;               /* of a double, or with `whole` of an int64_t, in v4_config */
+    bool whole;
+    double least, most, otherwise; /* otherwise: where it is missing; NAN: it may not be */
+} numbers[] = {
+    {NULL, "hidden_size", AT(width), true, 1, 1 << 20, NAN},
+    {NULL, "num_hidden_layers", AT(layers), true, 1, LAYERS_MOST, NAN},
+    {NULL, "vocab_size", AT(vocab), true, 1, INT32_MAX, NAN},
+    {NULL, "num_attention_heads", AT(heads), true, 1, 128, NAN},
+    {NULL, "head_dim", AT(dim), true, 8, 512, NAN},
+    {NULL, "qk_rope_head_dim", AT(rope_dim), true, 2, 512, NAN},
+    {NULL, "q_lora_rank", AT(q_lora), true, 1, 1 << 20, NAN},
+    {NULL, "o_groups", AT(groups), true, 1, 128, NAN},
+    {NULL, "o_lora_rank", AT(o_lora), true, 1, 1 << 20, NAN},
+    {NULL, "sliding_window", AT(window), true, 1, 1 << 20, NAN},
+    {NULL, "index_n_heads", AT(index_heads), true, 1, 1 << 16, NAN},
+    {NULL, "index_head_dim", AT(index_dim), true, 8, 256, NAN},
+    {NULL, "index_topk", AT(index_top), true, 1, 2048, NAN},
+    {NULL, "n_routed_experts", AT(experts), true, 1, 1 << 16, NAN},
+    {NULL, "num_experts_per_tok", AT(top), true, 1, 1 << 16, NAN},
+    {NULL, "moe_intermediate_size", AT(inner), true, 1, 1 << 20, NAN},
+    {NULL, "n_shared_experts", AT(shared), true, 0, 1 << 10, NAN},
+    {NULL, "num_hash_layers", AT(hash_layers), true, 0, LAYERS_MOST, 0},
+    {NULL, "hc_mult", AT(copies), true, 1, 8, NAN},
+    {NULL, "hc_sinkhorn_iters", AT(iters), true, 1, 64, NAN},
+    {NULL, "hc_eps", AT(hc_eps), false, 1e-30, 1, NAN},
+    {NULL, "rms_norm_eps", AT(rms_eps), false, 1e-30, 1, NAN},
+    {NULL, "swiglu_limit", AT(limit), false, 0, 1e30, 0},
+    {NULL, "routed_scaling_factor", AT(route_scale), false, 0, 1e30, 1},
+    {NULL, "rope_theta", AT(base[0]), false, 1, 1e30, 10000},
+    {NULL, "compress_rope_theta", AT(base[1]), false, 1, 1e30, 160000},
+    {"rope_scaling", "factor", AT(factor), false, 0, 1e30, 0},
+    {"rope_scaling", "original_max_position_embeddings", AT(length), false, 1, 1e30, 65536},
+    {"rope_scaling", "beta_fast", AT(beta_fast), false, 0, 1e30, 32},
+    {"rope_scaling", "beta_slow", AT(beta_slow), false, 0, 1e30, 1},
+};
+#undef AT
+
+static void read_numbers(const json_t *config, v4_config *c)
+{
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const char *group = numbers[i].group, *key = numbers[i].key;
+        const json_t *from = json_object_get(group != NULL ? json_object_get(config, group) : config, key);
+        const bool given = from != NULL && !json_is_null(from);
+        const double x = !given ? numbers[i].otherwise : json_is_number(from) ? json_number_value(from) : NAN;
+        if (!(x >= numbers[i].least && x <= numbers[i].most) || (numbers[i].whole && x != floor(x)))
+            fail("config.json: %s is %s: a%s number from %g to %g is accepted", key,
+                 given ? "none" : "missing", numbers[i].whole ? " whole" : "", numbers[i].least,
+                 numbers[i].most);
+        const int64_t whole = (int64_t)x;
+        memcpy((char *)c + numbers[i].at, numbers[i].whole ? (const void *)&whole : &x, 8);
+    }
+}
+
+/* One a layer; those past the layers are of multi-token prediction. */
+static void read_ratios(const json_t *config, v4_config *c)
+{
+    const json_t *list = json_object_get(config, "compress_ratios");
+    for (int64_t i = 0; i < c->layers; i++) {
+        const json_t *from = json_array_get(list, (size_t)i);
+        const int64_t ratio = c->ratio[i] = json_is_integer(from) ? json_integer_value(from) : -1;
+        int at = 0;
+        while (ratio > 0 && at < RATIOS && c->ratios[at] != ratio && c->ratios[at] != 0) at++;
+        if (ratio < 0 || ratio > 4096 || at == RATIOS)
+            fail("config.json: compress_ratios[%lld] is missing or out of place: whole numbers from 0 to "
+                 "4096, of which up to %d differ, are accepted",
+                 (long long)i, RATIOS);
+        c->pool[i] = 1 + at;
+        if (ratio > 0) c->ratios[at] = ratio;
+    }
+}
+
+static void read_config(const char *folder, v4_config *c)
+{
+    static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid"};
+    char path[4096];
+    json_error_t error;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    json_t *config = json_load_file(path, 0, &error);
+    if (config == NULL) fail("%s: %s", path, error.text);
+    const char *type = json_string_value(json_object_get(config, "model_type")),
+               *score = json_string_value(json_object_get(config, "scoring_func"));
+    const json_t *renormalize = json_object_get(config, "norm_topk_prob");
+    int chosen = 0;
+    if (type == NULL || strcmp(type, "deepseek_v4") != 0)
+        fail("config.json: model_type %s: deepseek_v4 is accepted", type != NULL ? type : "is missing");
+    while (chosen < 3 && (score == NULL || strcmp(score, scores[chosen]) != 0)) chosen++;
+    if (chosen == 3)
+        fail("config.json: scoring_func %s: softmax, sqrtsoftplus and sigmoid are accepted",
+             score != NULL ? score : "is missing");
+    c->score = (quern_moe_score)chosen;
+    c->renormalize = renormalize == NULL || json_is_true(renormalize);
+    read_numbers(config, c);
+    read_ratios(config, c);
+    if (c->heads % c->groups != 0 || c->rope_dim % 2 != 0 || c->rope_dim > c->dim ||
+        c->rope_dim > c->index_dim || c->top > c->experts)
+        fail("config.json: o_groups must divide num_attention_heads, qk_rope_head_dim be even and within "
+             "head_dim and index_head_dim, num_experts_per_tok within n_routed_experts");
+    json_decref(config);
+}
 
 /* A tensor [n, k], or [n] with k 0, and where it goes: one of the two. */
 typedef struct weight {
@@ -36,12 +142,12 @@ static quern_tensor find(const v4_model *m, const char *name, int64_t n, int64_t
 }
 
 /* A copy on the device. */
-static quern_tensor place(const v4_device *d, quern_tensor from)
+static quern_tensor place(const v4_model *m, quern_tensor from)
 {
     quern_tensor t = from;
-    t.device = d->cuda ? QUERN_CUDA : QUERN_CPU;
-    t.data = device_take(d, tensor_bytes(&t));
-    device_copy(d, t.data, from.data, tensor_bytes(&t));
+    t.device = m->cuda ? QUERN_CUDA : QUERN_CPU;
+    t.data = device_take(m, tensor_bytes(&t));
+    device_copy(m, t.data, from.data, tensor_bytes(&t));
     return t;
 }
 
@@ -56,7 +162,7 @@ static void read_scales(const v4_model *m, const char *name, int64_t n, int64_t 
     quern_tensor t = find(m, beside, 0, 0, true);
     if (t.ndim > 1 && (t.shape[0] != (n + 127) / 128 || t.shape[1] != (k + 127) / 128)) w->block = 32;
     if (t.ndim > 1) t = find(m, beside, (n + w->block - 1) / w->block, (k + w->block - 1) / w->block, true);
-    w->scale = place(&m->device, t);
+    w->scale = place(m, t);
 }
 
 /* Those of a list, whose names go on behind the prefix. */
@@ -68,11 +174,11 @@ static void read(const v4_model *m, const char *prefix, const weight *list, size
         quern_tensor t = find(m, name, w->n, w->k, true);
         if (w->matrix == NULL || t.dtype != QUERN_E4M3) t = find(m, name, w->n, w->k, false);
         if (w->matrix != NULL) {
-            *w->matrix = (v4_matrix){.w = place(&m->device, t), .block = 128};
+            *w->matrix = (v4_matrix){.w = place(m, t), .block = 128};
             if (t.dtype == QUERN_E4M3) read_scales(m, name, w->n, w->k, w->matrix);
         } else {
-            *w->small = make(&m->device, QUERN_F32, t.shape);
-            widen(&m->device, &t, w->small);
+            *w->small = make(m, QUERN_F32, t.shape);
+            widen(m, &t, w->small);
         }
     }
 }
@@ -91,10 +197,10 @@ static void read_compressor(const v4_model *m, const char *prefix, int64_t ratio
         from[i] = find(m, name, series * dim, width, false);
     }
     if (from[0].dtype != from[1].dtype) fail("%swkv and wgate are of two dtypes", prefix);
-    c->w = (v4_matrix){.w = make(&m->device, from[0].dtype, SHAPE(2 * series * dim, width)), .block = 128};
+    c->w = (v4_matrix){.w = make(m, from[0].dtype, SHAPE(2 * series * dim, width)), .block = 128};
     const size_t part = tensor_bytes(&c->w.w) / (size_t)(2 * series);
     for (int64_t i = 0; i < 2 * series; i++)
-        device_copy(&m->device, (char *)c->w.w.data + (size_t)i * part,
+        device_copy(m, (char *)c->w.w.data + (size_t)i * part,
                     (const char *)from[i % 2].data + (size_t)(series - 1 - i / 2) * part, part);
     read(m, prefix, small, 2);
     c->b_b.shape[1] = dim; /* columns of the bias */
@@ -146,7 +252,7 @@ void weights_open(v4_model *m, const char *folder)
 {
     v4_config *c = &m->config;
     v4_hyper *h = &m->head_hyper;
-    config_read(folder, c);
+    read_config(folder, c);
     check(quern_checkpoint_open(folder, &m->checkpoint));
     const weight all[] = {{"head.weight", c->vocab, c->width, NULL, &m->head},
                           {"hc_head_fn", c->copies, c->copies * c->width, &h->fn, NULL},
