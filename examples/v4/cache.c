@@ -38,22 +38,22 @@ void cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk)
     }
     p->capacity = capacity;
     check(quern_ledger_size(p, &bytes));
-    k->books = host_take(bytes);
     k->counts = host_take((size_t)sequences * sizeof *k->counts);
     k->ids = host_take((size_t)sequences * sizeof *k->ids);
     for (int32_t i = 0; i < sequences; i++) k->ids[i] = i;
-    check(quern_ledger_create(p, k->books, bytes, &k->ledger));
+    check(quern_ledger_create(p, host_take(bytes), bytes, &k->ledger));
     check(quern_ledger_block_bytes(k->ledger, sequences, &k->books_bytes));
     const int64_t rows = chunk > sequences ? chunk : sequences, columns = (capacity + PAGE - 1) / PAGE;
     k->host_bytes = k->books_bytes + 4 * (size_t)(2 * rows + sequences * columns);
     k->host = host_take(k->host_bytes);
     k->block = m->cuda ? device_take(m, k->host_bytes) : k->host;
     for (v4_layer *l = m->layer; l < m->layer + c->layers; l++) {
-        const int64_t dims[] = {c->dim, c->index_dim}, slots = pages_of(m, QUERN_LEDGER_STATES);
+        const int64_t slots = pages_of(m, QUERN_LEDGER_STATES);
         l->rows[0] = make(m, m->act, SHAPE(pages_of(m, 0), PAGE, c->dim));
         for (int i = 0; i < l->compressors; i++) {
-            l->rows[1 + i] = make(m, m->act, SHAPE(pages_of(m, l->pool), PAGE, dims[i]));
-            l->sums[i] = make(m, QUERN_F32, SHAPE(slots, (l->ratio == CSA ? 6 : 3) * dims[i]));
+            const int64_t dim = i == 1 ? c->index_dim : c->dim;
+            l->rows[1 + i] = make(m, m->act, SHAPE(pages_of(m, l->pool), PAGE, dim));
+            l->sums[i] = make(m, QUERN_F32, SHAPE(slots, (l->ratio == CSA ? 6 : 3) * dim));
             l->merged[i] = make(m, QUERN_I32, SHAPE(slots));
         }
     }
@@ -208,7 +208,7 @@ int64_t session_load(v4_model *m, const char *path, const int32_t *tokens, int64
                  "all "
                  "of them is accepted, or another file",
                  path, (long long)i, (long long)count);
-    /* The ledger's sequence gets its tokens, as steps of at most a chunk; then the walk takes rows and states. */
+    /* The ledger gets the tokens, as steps of at most a chunk; then the walk takes rows and states. */
     for (int64_t at = 0, n; at < count; at += n) {
         n = count - at < m->cache.params.step ? count - at : m->cache.params.step;
         cache_begin(m, 0, 1, n, &step);

@@ -30,13 +30,10 @@ void *device_take(const v4_model *m, size_t bytes)
 
 void device_copy(const v4_model *m, void *to, const void *from, size_t bytes)
 {
-    if (bytes == 0) return;
-    if (m->cuda) {
-        check(quern_cuda_copy(0, to, from, bytes, NULL));
-        check(quern_cuda_synchronize(0, NULL));
-    } else {
-        memcpy(to, from, bytes);
-    }
+    if (bytes > 0 && !m->cuda) memcpy(to, from, bytes);
+    if (bytes == 0 || !m->cuda) return;
+    check(quern_cuda_copy(0, to, from, bytes, NULL));
+    check(quern_cuda_synchronize(0, NULL));
 }
 
 void *device_room(v4_model *m, int i, size_t bytes)
@@ -81,9 +78,9 @@ quern_tensor room(v4_model *m, int i, const int64_t *shape)
 
 float number(const void *data, quern_dtype dtype, int64_t i)
 {
+    if (dtype == QUERN_F32) return ((const float *)data)[i];
+    const uint32_t bits = (uint32_t)((const uint16_t *)data)[i] << 16; /* bf16 */
     float x;
-    const uint32_t bits = dtype == QUERN_F32 ? ((const uint32_t *)data)[i]
-                                             : (uint32_t)((const uint16_t *)data)[i] << 16; /* bf16 */
     memcpy(&x, &bits, sizeof x);
     return x;
 }

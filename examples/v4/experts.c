@@ -44,12 +44,12 @@ static uint64_t source_of(const v4_model *m)
 }
 
 /* Lays the layer's experts out in memory, or finds them there. */
-static void lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_t bytes)
+static void lay_out(v4_model *m, int layer, bool filled, void *memory, size_t bytes)
 {
     const v4_config *c = &m->config;
     quern_checkpoint_moe *e = &m->layer[layer].experts;
     *e = (quern_checkpoint_moe)QUERN_CHECKPOINT_MOE_INIT;
-    note(m, true, "experts of layer %lld of %lld", (long long)layer + 1, (long long)c->layers);
+    note(m, true, "experts of layer %d of %d", layer + 1, (int)c->layers);
     check((filled ? quern_checkpoint_experts_filled : quern_checkpoint_experts)(
         m->ctx, m->checkpoint, layer, QUERN_CPU, !m->cuda, memory, bytes, e));
     quern_moe_tensors *t = &e->tensors;
@@ -58,12 +58,12 @@ static void lay_out(v4_model *m, int64_t layer, bool filled, void *memory, size_
     *(hash ? &t->bias : &t->tid2eid) = NULL;
     if (t->weight == NULL || choice == NULL || choice->shape[0] != (hash ? c->vocab : c->experts) ||
         (hash && choice->shape[1] != c->top))
-        fail("layer %lld: ffn.gate has no weight, or no %s, in a dtype that is accepted", (long long)layer,
+        fail("layer %d: ffn.gate has no weight, or no %s, in a dtype that is accepted", layer,
              hash ? "tid2eid [vocab_size, num_experts_per_tok]" : "bias [n_routed_experts]");
     if (e->experts != c->experts || e->hidden != c->width || e->intermediate != c->inner ||
         e->shared_intermediate != c->shared * c->inner)
-        fail("layer %lld has %lld experts of %lld x %lld and a shared one of %lld, unlike config.json",
-             (long long)layer, (long long)e->experts, (long long)e->intermediate, (long long)e->hidden,
+        fail("layer %d has %lld experts of %lld x %lld and a shared one of %lld, unlike config.json", layer,
+             (long long)e->experts, (long long)e->intermediate, (long long)e->hidden,
              (long long)e->shared_intermediate);
 }
 
@@ -123,12 +123,11 @@ static void map_all(v4_model *m, const char *path, size_t bytes, int *lock)
         fail("%s is damaged, or of another checkpoint, device or version", path);
 }
 
-static void open_layer(v4_model *m, const char *path, int64_t layer, void *memory, size_t bytes)
+static void open_layer(v4_model *m, const char *path, int layer, void *memory, size_t bytes)
 {
     uint64_t *sum = &((header *)m->mapped)->sum[layer];
     const bool filled = *sum != 0;
-    if (filled && (checksum(0, memory, bytes) | 1) != *sum)
-        fail("%s is damaged in layer %lld", path, (long long)layer);
+    if (filled && (checksum(0, memory, bytes) | 1) != *sum) fail("%s is damaged in layer %d", path, layer);
     lay_out(m, layer, filled, memory, bytes);
     if (path != NULL && !filled) {
         if (msync(memory, bytes, MS_SYNC) != 0) fail("%s cannot be written: %s", path, strerror(errno));
@@ -142,12 +141,11 @@ void experts_open(v4_model *m, const char *cache)
 {
     size_t all = aligned(sizeof(header)), bytes[LAYERS_MOST];
     int lock = -1; /* the file, until all layers are there */
-    for (int64_t i = 0; i < m->config.layers; all += aligned(bytes[i++]))
+    for (int i = 0; i < m->config.layers; all += aligned(bytes[i++]))
         check(quern_checkpoint_experts_bytes(m->ctx, m->checkpoint, i, QUERN_CPU, !m->cuda, &bytes[i]));
     map_all(m, cache, all, &lock);
     char *at = (char *)m->mapped + aligned(sizeof(header));
-    for (int64_t i = 0; i < m->config.layers; at += aligned(bytes[i++]))
-        open_layer(m, cache, i, at, bytes[i]);
+    for (int i = 0; i < m->config.layers; at += aligned(bytes[i++])) open_layer(m, cache, i, at, bytes[i]);
     (void)mprotect(m->mapped, all, PROT_READ);
     if (lock >= 0) close(lock);
 }

@@ -9,6 +9,14 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+
+static double seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 /* Prompts of B sequences, in rows of `most` tokens. */
 typedef struct prompts {
@@ -39,17 +47,6 @@ static void read_prompts(const char *path, bool batch, prompts *p)
         if (p->lengths[b] < 1 || p->lengths[b] > p->most)
             fail("%s: lengths[%lld] is %d: 1 to %lld is accepted", path, (long long)b, p->lengths[b],
                  (long long)p->most);
-}
-
-static void check_tokens(const prompts *p, int64_t vocab)
-{
-    for (int64_t b = 0; b < p->batch; b++)
-        for (int64_t i = 0; i < p->lengths[b]; i++) {
-            const int32_t token = p->tokens[b * p->most + i];
-            if (token < 0 || token >= vocab)
-                fail("token %lld of sequence %lld is %d: 0 to %lld is accepted", (long long)i, (long long)b,
-                     token, (long long)vocab - 1);
-        }
 }
 
 /* Tokens first ... end - 1 of a sequence, a chunk at a time. Logits: of all, or after the last one. */
@@ -151,10 +148,14 @@ static void run(const v4_options *o)
     static prompts p;
     if (written != NULL) check(quern_file_check(written));
     read_prompts(o->batch != NULL ? o->batch : o->tokens, o->batch != NULL, &p);
-    const int64_t most = p.most + o->max_new;
+    const int64_t most = p.most + (o->out != NULL ? 0 : o->max_new);
     if (most >= INT32_MAX / 2) fail("%lld tokens: fewer than 2^30 are accepted", (long long)most);
     model_open(&m, o, p.batch, most);
-    check_tokens(&p, m.config.vocab);
+    for (int64_t b = 0; b < p.batch; b++)
+        for (int64_t i = 0; i < p.lengths[b]; i++)
+            if (p.tokens[b * p.most + i] < 0 || p.tokens[b * p.most + i] >= m.config.vocab)
+                fail("token %lld of sequence %lld is %d: 0 to %lld is accepted", (long long)i, (long long)b,
+                     p.tokens[b * p.most + i], (long long)m.config.vocab - 1);
     if (o->out != NULL) write_logits(&m, o->out, &p);
     else generate(&m, o, &p);
 }
@@ -170,10 +171,8 @@ static const char help[] =
     "  --device cpu|cuda        where it computes (cpu)\n"
     "  --activations f32|bf16   what activations and cached rows are in (f32)\n"
     "  --chunk N                tokens of a step while prompts are read (512)\n"
-    "  --cache FILE             keeps the repacked experts; later runs map them, an interrupted one\n"
-    "                           goes on\n"
-    "  --session FILE           keeps the state after the prompt, or what all of --batch begin with,\n"
-    "                           for runs whose prompts begin with it\n"
+    "  --cache FILE             keeps the repacked experts for later runs; one interrupted goes on\n"
+    "  --session FILE           keeps the state after what all prompts begin with, for runs that do so\n"
     "  --greedy                 takes the likeliest token, of equals the lowest id, as without it\n"
     "  --threads N              threads of the CPU (OMP_NUM_THREADS, or all)\n"
     "  --json                   prints {\"tokens\": [...]}, with --batch a list of lists\n"
@@ -254,7 +253,6 @@ int main(int argc, char **argv)
     if (logits) {
         o.tokens = words[2];
         o.out = words[3];
-        o.max_new = 0;
     }
     exit_code = 3;
     run(&o);

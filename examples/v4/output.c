@@ -7,7 +7,6 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 int exit_code = 2;
@@ -44,13 +43,6 @@ void note(const v4_model *m, bool passing, const char *format, ...)
     va_start(args, format);
     say(passing ? "" : "\n", format, args);
     va_end(args);
-}
-
-double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 uint64_t checksum(uint64_t start, const void *bytes, size_t size)

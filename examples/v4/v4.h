@@ -5,12 +5,12 @@
  *
  *   x = n copies of the tokens' embeddings                                         [R, n, Dm]      model.c
  *   in each layer, with f = attention, then with f = experts:
- *       x = comb x + post f(norm(pre x))       hyper-connections around the sub-layer              layer.c
+ *       x = comb x + post f(norm(pre x))       hyper-connections around the sub-layer              model.c
  *   logits = head(norm(pre x))
  *
  * Attention leaves rows that later tokens read (raw rows, compressed entries, the indexer's keys); cache.c
  * says where they stand. Projections are computed from the checkpoint's own bytes (weights.c), experts from
- * repacked ones (experts.c). What fails ends the process with a sentence, and memory is its own until it ends.
+ * repacked ones (experts.c). What fails ends the process with a sentence; memory is kept until then.
  */
 #ifndef V4_H
 #define V4_H
@@ -27,11 +27,10 @@
 enum { CSA = 4 /* tokens of an entry */, PAGE = 64, RATIOS = 3, LAYERS_MOST = 1024, NAME = 160 };
 
 /* Memory of intermediate results, made larger where it has to be, as is the operations' workspace. Two that
- * follow one another (Q, Q_NEXT) take turns. First those in the activations' dtype: a layer's, attention's. */
+ * follow one another (Q, Q_NEXT) take turns. First a layer's and attention's, in the activations' dtype. */
 enum { X, X_NEXT, X_MIDDLE, H, F };
 enum { QR_RAW = F + 1, QR, Q, Q_NEXT, KV, KV_NEXT, GROUPS, PROJ, INDEX_PROJ, IQ, IQ_NEXT, IW };
-enum { IDS = IW + 1, IDX, COUNT };                   /* i32 */
-enum { WIDE = COUNT + 1, LOGITS, WORKSPACE, ROOMS }; /* f32, and bytes */
+enum { IDS = IW + 1, IDX, COUNT, WIDE, LOGITS, WORKSPACE, ROOMS }; /* i32; from WIDE on f32; bytes */
 
 /* The extents of a tensor. */
 #define SHAPE(...) ((const int64_t[]){__VA_ARGS__, 0})
@@ -65,7 +64,7 @@ typedef struct v4_hyper {
 } v4_hyper;
 
 typedef struct v4_layer {
-    int64_t ratio;         /* this and the pool as in the config; */
+    int64_t ratio;         /* as in the config, as is the pool */
     int pool, compressors; /* CSA has two, the second of which is the indexer's; HCA one */
     v4_hyper hyper[2];     /* around attention, around the experts */
     v4_matrix q_a, q_b, kv, o_a, o_b, index_q_b, index_heads;
@@ -87,7 +86,6 @@ typedef struct v4_step {
 typedef struct v4_cache {
     quern_ledger_params params;
     quern_ledger *ledger;
-    void *books;           /* its memory */
     int64_t *counts;       /* tokens of each sequence in a step */
     int32_t *ids;          /* 0, 1, ... */
     int32_t *host, *block; /* a step's numbers, and the device's copy of them */
@@ -122,7 +120,6 @@ _Noreturn void fail(const char *format, ...) __attribute__((format(printf, 1, 2)
 void check(quern_status status); /* fails with Quern's sentence */
 /* Progress, which the next line replaces, where stderr is a terminal; or a line that stays. */
 void note(const v4_model *m, bool passing, const char *format, ...) __attribute__((format(printf, 3, 4)));
-double seconds(void);
 uint64_t checksum(uint64_t start, const void *bytes, size_t size);
 
 /* device.c. Memory of the host, which is cleared, and of the device. */
@@ -153,8 +150,8 @@ int64_t session_load(v4_model *m, const char *path, const int32_t *tokens, int64
 
 /* model.c */
 void model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity);
-/* `count` tokens of each of the sequences first ... first + batch - 1; tokens [batch, count], where one extent
- * is 1. The logits of the last n of these rows, f32 [n, vocab]; n 0: none. */
+/* `count` tokens of each of the sequences first ... first + batch - 1: tokens [batch, count], one extent of
+ * which is 1. The logits of the last n of these rows, f32 [n, vocab]; n 0: none. */
 void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
                 float *logits);
 void op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);
