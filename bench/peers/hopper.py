@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """What attention and experts must reach on one H200: dense beside cuDNN, NSA's stages, whole layers beside
 cuDNN's dense attention, short sequences in graphs, DeepSeek-V4's core and indexer (v4.py), the rest of its
-layers (models.py), and decoding from paged caches (pages.py). Medians of CUDA events, dense attention in
-turns with cuDNN's, random data; "smooth" data moves from one random vector to the next over 512 tokens.
-Operations: 4 D a pair of query and key that see each other, 10 D in the backward. usage: hopper.py LIBQUERN
-QUERN_ACCEPT_PARTS names the parts to run (all)"""
+layers (models.py), decoding from paged caches (pages.py), and MiniMax-M3's attention (msa.py). Medians of
+CUDA events, dense attention in turns with cuDNN's, random data; "smooth" data moves from one random vector to
+the next over 512 tokens. Operations: 4 D a pair of query and key that see each other, 10 D in the backward.
+usage: hopper.py LIBQUERN QUERN_ACCEPT_PARTS names the parts to run (all)"""
 
 import os
 import sys
@@ -14,6 +14,7 @@ import torch
 
 import experts
 import models
+import msa
 import pages
 import v4
 from measure import act, attempt, beside_cudnn, cudnn, empty, failures, graph_of, graph_us
@@ -346,6 +347,7 @@ parts["moe"] = lambda: experts.moe(quern)
 parts["v4"] = lambda: v4.accept(quern)
 parts["models"] = lambda: models.accept(quern)
 parts["pages"] = lambda: pages.accept(quern)
+parts["msa"] = lambda: msa.accept(quern, dense_of)
 for part in os.environ.get("QUERN_ACCEPT_PARTS", " ".join(parts)).split():
     attempt(parts[part])
     torch.cuda.empty_cache()

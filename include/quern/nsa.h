@@ -389,7 +389,8 @@ typedef struct quern_nsa_index_params {
     }
 
 /* Varlen, with cu_seqlens_q (and cu_seqlens_kv, else the same): [T,Hs,D_I], [T,D_I] or [T,Hs,D_I], and lists
- * [Hs,T+B,k] whose rows past the last query are -1, count 0. D_I is a multiple of 8, 8 ... 512. */
+ * [Hs,T+B,k] whose rows past the last query are -1, count 0. D_I is a multiple of 8, 8 ... 512,
+ * on a GPU up to 256. */
 typedef struct quern_nsa_index_tensors {
     size_t size;
     const quern_tensor *q_index; /* act [B,N,Hs,D_I], a head a list */

@@ -113,8 +113,28 @@ static void nsa(void **state)
     expect_line(QUERN_OP_NSA_FORWARD, &params, &t, line);
 }
 
+static void nsa_index(void **state)
+{
+    (void)state;
+    const int64_t q_shape[] = {1, N, HKV, D}, k_shape[] = {1, N, D}, list_shape[] = {1, HKV, N, 16},
+                  score_shape[] = {1, HKV, N, (N + 127) / 128};
+    const quern_nsa_index_params params = QUERN_NSA_INDEX_PARAMS_INIT;
+    quern_nsa_index_tensors t = QUERN_NSA_INDEX_TENSORS_INIT;
+    quern_tensor q = view(QUERN_BF16, 4, q_shape), k = view(QUERN_BF16, 3, k_shape),
+                 lists = view(QUERN_I32, 4, list_shape), scores = view(QUERN_F32, 4, score_shape);
+    char line[200];
+    t.q_index = &q;
+    t.k_index = &k;
+    t.block_idx = &lists;
+    snprintf(line, sizeof line, "nsa_index on cuda: block_index by block_index_%s", fast);
+    expect_line(QUERN_OP_NSA_INDEX, &params, &t, line);
+    t.block_score = &scores;
+    expect_line(QUERN_OP_NSA_INDEX, &params, &t, "nsa_index on cuda: block_index by block_index_any");
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(nsa)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(nsa),
+                                       cmocka_unit_test(nsa_index)};
     return cmocka_run_group_tests(tests, open_context, close_context);
 }
