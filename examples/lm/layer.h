@@ -63,11 +63,11 @@ struct lm_cache {
     int64_t position;  /* tokens so far */
     int32_t *chosen;   /* of the last call's queries: nsa [kv_heads][n][selected], csa [n][index_top] */
     quern_cache *rows; /* dense, nsa */
-    void *memory[2];   /* of the rows' bookkeeping and of the rows; of the compressors' states */
-    quern_dsv4_state *main, *index;
-    size_t state_bytes; /* of both */
-    int64_t used;       /* bytes of the keys in the window and of the entries */
-    float *kv;          /* the last tokens' keys, [room][dim] */
+    void *
+        memory[2]; /* of the rows' bookkeeping and of the rows; the states of the compressor, the indexer's */
+    int32_t merged[2]; /* rows in the states' sums */
+    int64_t used;      /* bytes of the keys in the window, of the entries and of the states */
+    float *kv;         /* the last tokens' keys, [room][dim] */
     int64_t held, room;
     float *kv_cmp, *index_k; /* [entries][dim] */
     int32_t *count;

@@ -160,62 +160,26 @@ QUERN_API quern_status quern_dsv4_compress_backward(quern_context *ctx, const qu
                                                     void *workspace, size_t workspace_bytes);
 
 /*
- * A state is what a sequence's compressor keeps between calls: softmax sums (HCA 3 C floats, CSA 6 C) and a
- * ring of the last `ring` projected rows (ring * columns floats), which can be taken back. It lives in the
- * caller's memory. However a sequence is cut into appends, the entries are the same to the bit: those of
- * quern_dsv4_compress() on the same projections and CPU level. One thread at a time may use a state.
+ * Streams. A state is what a sequence's compressor keeps between calls: softmax sums (HCA 3 C floats, CSA
+ * 6 C) and a ring of the last m projected rows (m * columns floats), 0 to 8, which can be taken back. States
+ * stand in the slots of a tensor. However a sequence is cut into appends, the entries are the same to the
+ * bit: those of quern_dsv4_compress() on the same projections and CPU level.
+ *
+ * The tensors of an append; NULL means absent. act: f32, f16 or bf16.
  */
-typedef struct quern_dsv4_state quern_dsv4_state;
-
-/* Bytes of memory for a state of `width` channels with a ring of 0 ... 8 rows. */
-QUERN_API quern_status quern_dsv4_state_size(const quern_dsv4_compress_params *params, int64_t width,
-                                             int64_t ring, size_t *bytes);
-/* Makes an empty state in `memory` (any alignment; it may not move). Its first token stands at
- * params->start_abs_pos. */
-QUERN_API quern_status quern_dsv4_state_create(const quern_dsv4_compress_params *params, int64_t width,
-                                               int64_t ring, void *memory, size_t bytes,
-                                               quern_dsv4_state **state);
-/* The position of the next token, and how many of the last ones can be taken back. Either may be NULL. */
-QUERN_API quern_status quern_dsv4_state_position(const quern_dsv4_state *state, int64_t *position,
-                                                 int64_t *held);
-/* Takes back the last n tokens; more than the ring holds is an error. (position - start_abs_pos) / r
- * entries remain. The entries of blocks that are no longer whole are computed again when the blocks are. */
-QUERN_API quern_status quern_dsv4_state_rollback(quern_dsv4_state *state, int64_t n);
-/* An independent copy in memory of its own, as large as for quern_dsv4_state_create(). */
-QUERN_API quern_status quern_dsv4_state_fork(const quern_dsv4_state *state, void *memory, size_t bytes,
-                                             quern_dsv4_state **copy);
-/* Writes a state into `to`. *bytes is the room that `to` has, and becomes the length written; too little
- * room is QUERN_ERR_WORKSPACE, and both stay as they were. With `to` NULL only sets *bytes, whatever it was.
- * In two calls:
- *
- *     size_t bytes;
- *     quern_dsv4_state_save(state, NULL, &bytes);
- *     void *to = malloc(bytes);
- *     quern_dsv4_state_save(state, to, &bytes);
- *
- * The bytes have the machine's byte order and hold a version and a checksum. */
-QUERN_API quern_status quern_dsv4_state_save(const quern_dsv4_state *state, void *to, size_t *bytes);
-/* Makes a state from saved bytes. Refused (QUERN_ERR_FORMAT) are bytes that are damaged or cut off, or of
- * another kind, ratio, width or ring; *state is then unchanged. */
-QUERN_API quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, int64_t width,
-                                                int64_t ring, const void *from, size_t from_bytes,
-                                                void *memory, size_t bytes, quern_dsv4_state **state);
-
-/* The tensors of an append; NULL means absent. act: f32, f16 or bf16. */
 typedef struct quern_dsv4_append_tensors {
     size_t size;
-    const quern_tensor *proj;  /* act [T, columns]: the tokens of the first state, then of the second, ... */
-    const quern_tensor *x, *w; /* instead of proj: act [T, Dm], and [Dm, columns] f32 or as x */
-    const quern_tensor *b_a, *b_b; /* [r, C]; b_b for CSA. These and the next two: f32, or proj's dtype */
     const quern_tensor
-        *prev_b; /* [B, r, 2C] = C_b Z_b of the block before; CSA states without a token yet. May be NULL */
+        *proj; /* act [T, columns]: the tokens of the first sequence, then of the second, ... */
+    const quern_tensor *x, *w;       /* instead of proj: act [T, Dm], and [Dm, columns] f32 or as x */
+    const quern_tensor *b_a, *b_b;   /* [r, C]; b_b for CSA. These and the next two: f32, or proj's dtype */
     const quern_tensor *norm_weight; /* [C]; NULL: no norm */
     const quern_tensor *cos_sin;     /* [P, R], see quern_dsv4_rope_table(); NULL: no rotation */
     const quern_tensor *out;         /* f32, f16 or bf16 [n, C], or with a format u8 [n, bytes of a row] */
     const quern_tensor *pooled;      /* f32 [n, C], before anything else; may be NULL */
     /* Instead of w, beside x: as in quern_dsv4_compress_tensors. FP8 is widened by every call. */
     const quern_tensor *w_fp8, *w_fp8_scales, *w_codes, *w_scales, *w_global;
-    /* Of quern_dsv4_append_step() alone. slots, positions, cu and copies are a step's (ledger.h): */
+    /* A step's (ledger.h) slots, positions, offsets and copies; the states: */
     const quern_tensor *slots, *positions, *cu; /* i32 [B], [B], [B+1] */
     const quern_tensor *states; /* f32 [slots, (6 + 4m) C], HCA [slots, (3 + 2m) C]; updated */
     const quern_tensor *merged; /* i32 [slots]: how many rows a state's sums contain; updated */
@@ -235,39 +199,22 @@ typedef struct quern_dsv4_append_tensors {
 } quern_dsv4_append_tensors;
 #define QUERN_DSV4_APPEND_TENSORS_INIT QUERN_SIZED(quern_dsv4_append_tensors)
 
-/* The entries that become whole when counts[b] tokens go to states[b]: n of out. */
-QUERN_API quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts,
-                                                 int64_t batch, int64_t *n);
 /*
- * Appends counts[b] >= 0 tokens to states[b], b < batch. Each state may stand there once; all have the
- * params' kind and ratio and the same width and ring size. Entries come out state after state.
- * params->start_token, n_blocks and start_abs_pos are ignored. On an error states and outputs are as they
- * were. CPU alone.
- */
-QUERN_API quern_status quern_dsv4_append_workspace(quern_context *ctx,
-                                                   const quern_dsv4_compress_params *params,
-                                                   quern_dsv4_state *const *states, const int64_t *counts,
-                                                   int64_t batch, const quern_dsv4_append_tensors *tensors,
-                                                   size_t *bytes);
-QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec,
-                                         const quern_dsv4_compress_params *params,
-                                         quern_dsv4_state *const *states, const int64_t *counts,
-                                         int64_t batch, const quern_dsv4_append_tensors *tensors,
-                                         void *workspace, size_t workspace_bytes);
-
-/*
- * The same as an operation on tensors: the tokens of a step (ledger.h) into states that stand in the slots
- * of a tensor, with a ring of m rows, 0 to 8. Sequences begin at position 0, where a state starts anew,
- * whatever its slot holds; nothing needs to be cleared. out and pooled have n = floor(T / r) + B rows: the
- * entries that become whole, sequence after sequence, then rows of 0. Their bits are those of
- * quern_dsv4_compress(). The sums contain the rows before positions + tokens - m, and no later ones, so that
- * a step of up to m tokens may run twice, and up to m tokens can be taken back.
+ * Appends a step's tokens to the states in its slots. Sequences begin at position 0, where a state starts
+ * anew, whatever its slot holds; nothing needs to be cleared. out and pooled have n = floor(T / r) + B rows:
+ * the entries that become whole, sequence after sequence, then rows of 0. The sums contain the rows before
+ * positions + tokens - m, and no later ones, so that a step of up to m tokens may run twice, and up to m
+ * tokens can be taken back: a next step then begins at an earlier position. Entries of blocks that are no
+ * longer whole are computed again when the blocks are. A copy of a sequence is a copy of its row of states
+ * and its element of merged; a sequence that begins at position p, a multiple of r unless rope_last, counts
+ * from 0 with rows p and later of cos_sin; one that has a block before it, which only series b of is known,
+ * begins with r rows of 0 in C_a and Z_a, whose entry is not used.
  *
- * params->start_token, n_blocks and start_abs_pos are ignored; prev_b is refused. Refused as above, and:
- * offsets that fall or go past T; a slot outside the states, or of two sequences that both have tokens; a
- * position that is negative, that cos_sin lacks, or that is not within merged ... merged + m; a page that a
- * table lacks or that is none of the pool's. On an error states and outputs are as they were, but for slots
- * that are copied to.
+ * params->start_token, n_blocks and start_abs_pos are ignored. Refused as above, and: offsets that fall or
+ * go past T; a slot outside the states, or of two sequences that both have tokens; a position that is
+ * negative, that cos_sin lacks, or that is not within merged ... merged + m; a page that a table lacks or
+ * that is none of the pool's. On an error states and outputs are as they were, but for slots that are copied
+ * to.
  *
  * With fault a sequence's wrong position or page, or an entry that its format refuses, is no error: the
  * sequence takes the bit (QUERN_STATUS_BAD_POSITION, .._BAD_PAGE, .._NOT_FINITE, cuda.h) at its slot, its

@@ -73,6 +73,36 @@ class _BFloat16:
 _DTYPE_CODE, _BFLOAT = 20, 4
 
 
+def over(memory: bytearray, dtype: str, *shape: int) -> Any:
+    """A tensor of this memory, in a framework that is there."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.frombuffer(memory, dtype=getattr(torch, dtype)).reshape(shape)
+    import numpy
+
+    return numpy.frombuffer(memory, dtype).reshape(shape)
+
+
+def _module_of(tensor: Any) -> Any:
+    """What has the framework's functions."""
+    module = sys.modules[framework(tensor)]
+    return module.numpy if module.__name__ == "jax" else module
+
+
+def joined(tensors: Sequence[Any], axis: int = 0) -> Any:
+    """Tensors of one framework, laid end to end."""
+    return tensors[0] if len(tensors) == 1 else _module_of(tensors[0]).concatenate(tensors, axis)
+
+
+def zeros_like(tensor: Any) -> Any:
+    return _module_of(tensor).zeros_like(tensor)
+
+
+def widened(tensor: Any) -> Any:
+    """The same numbers in float32."""
+    return tensor.float() if is_torch(tensor) else tensor.astype("float32")
+
+
 def exported(array: Any) -> Any:
     """An array that DLPack takes."""
     if type(array).__module__ == "numpy" and array.dtype.name == "bfloat16":

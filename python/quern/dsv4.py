@@ -10,7 +10,9 @@ NumPy.
 
 from __future__ import annotations
 
+import itertools
 import struct
+import zlib
 from typing import Any, Mapping, Sequence
 
 from . import _arrays
@@ -35,6 +37,14 @@ __all__ = [
     "rope_table",
     "store",
 ]
+
+
+_APPEND = "v4-append-step"
+_CODES = ("fp8", "fp8_scales", "codes", "scales", "global")
+_OF_ONE_CALL = ("start_token", "start_abs_pos", "n_blocks")  # Settings of compress() that an append has not.
+_RING_MOST = 8
+_SAVED = b"quern-state-2"
+_NUMBERS = struct.Struct("8q")  # CSA, ratio, width, ring, start, next row, rows in the sums, rows before
 
 
 def compress(
@@ -331,61 +341,69 @@ class State:
         ring: int = 0,
         start_abs_pos: int = 0,
         like: Any = None,
-        _source: tuple[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         if kind not in ("csa", "hca"):
             raise ValueError(f"kind is '{kind}': 'csa' and 'hca' are accepted")
-        self.kind, self.width, self.ring, self.like = kind, width, ring, like
+        if not 0 <= integer("ring", ring) <= _RING_MOST:
+            raise ValueError(f"ring is {ring}: 0 to {_RING_MOST} rows are accepted")
+        if hasattr(like, "__dlpack_device__") and like.__dlpack_device__()[0] != 1:
+            raise NotImplementedError("like is on a GPU: states are on the cpu")
+        self.kind, self.width, self.ring, self.like = kind, integer("width", width), ring, like
         settings["rope_last"] = settings.pop("rope_at", None)
         if settings.get("format") == "rows":
             del settings["format"]
-        self._settings = {"ratio": ratio, "start_abs_pos": start_abs_pos, **settings}
-        name = f"{kind}-compress"
-        self.params = ops.params(name, **self._settings)
-        length = ratio or (4 if kind == "csa" else 128)
-        shapes = {"proj": (length, (4 if kind == "csa" else 2) * width), "b_a": (length, width)}
+        stated = {"ratio": ratio, "start_abs_pos": start_abs_pos, **settings}
+        self._settings = stated
+        name, series = f"{kind}-compress", 2 if kind == "csa" else 1
+        self.ratio = integer("ratio", ratio) or (4 if kind == "csa" else 128)
+        shapes = {"proj": (self.ratio, 2 * series * width), "b_a": (self.ratio, width)}
         if kind == "csa":
-            shapes["b_b"] = (length, width)
+            shapes["b_b"] = (self.ratio, width)
         views = {field: (0, 0, shape) for field, shape in shapes.items()}
-        dtype, shape = ops.expect_of(name, False, ops.lines(tuple(self._settings.items())), views)["out"]
+        dtype, shape = ops.expect_of(name, False, ops.lines(tuple(stated.items())), views)["out"]
         self.row_shape, self.row_dtype = shape[1:], ops.DTYPES[dtype] if "format" in settings else None
-        size = ops.library.state_size(self.params, width, ring)
-        self._memory = _arrays.empty_like(_arrays.numpy_like() if like is None else like, (size,), "uint8")
-        how, source = _source or ("create", None)
-        if how == "fork":
-            self.handle = ops.library.state_fork(source, self._memory)
-        elif how == "restore":
-            self.handle = ops.library.state_restore(self.params, width, ring, source, self._memory)
-        else:
-            self.handle = ops.library.state_create(self.params, width, ring, self._memory)
+        step = {key: value for key, value in stated.items() if key not in _OF_ONE_CALL}
+        self.params = ops.params(_APPEND, kind=kind, **step)
+        # In the operation's count, which begins with the rows of a block before: the next row, and how many
+        # the sums contain.
+        self._next = self._merged = self._before = 0
+        self._memory = bytearray(4 * series * width * (3 + 2 * ring))
 
-    def _again(self, how: str, source: Any) -> State:
+    def _again(self, start: int) -> State:
         named = {name: value for name, value in self._settings.items() if name != "rope_last"}
-        named["rope_at"] = self._settings["rope_last"]
-        return State(self.kind, self.width, ring=self.ring, like=self.like, _source=(how, source), **named)
-
-    def _found(self) -> tuple[int, int]:
-        position, held = struct.unpack("2q", bytes(ops.library.state_position(self.handle)))
-        return position, held
+        named.update(rope_at=self._settings["rope_last"], start_abs_pos=start)
+        return State(self.kind, self.width, ring=self.ring, like=self.like, **named)
 
     @property
     def position(self) -> int:
         """The position of the next token."""
-        return self._found()[0]
+        return self._first_row() + self._next
 
     @property
     def held(self) -> int:
         """How many of the last tokens can be taken back."""
-        return self._found()[1]
+        return min(self._next - self._merged, self._next - self._before)
+
+    def _first_row(self) -> int:
+        """The position of row 0."""
+        return int(self._settings["start_abs_pos"]) - self._before
+
+    def _form(self) -> tuple[Any, ...]:
+        return self.kind, self.ratio, self.width, self.ring
 
     def rollback(self, n: int) -> None:
         """Takes back the last n tokens."""
-        ops.library.state_rollback(self.handle, integer("n", n))
+        if not 0 <= integer("n", n) <= self.held:
+            raise ValueError(f"n is {n}: 0 to {self.held} tokens, those in the ring, are accepted")
+        self._next -= integer("n", n)
 
     def fork(self) -> State:
         """An independent copy."""
-        return self._again("fork", self.handle)
+        copy = self._again(self._settings["start_abs_pos"])
+        copy._next, copy._merged, copy._before = self._next, self._merged, self._before
+        copy._memory[:] = self._memory
+        return copy
 
     def __deepcopy__(self, memo: Any) -> State:
         return self.fork()
@@ -395,11 +413,28 @@ class State:
 
     def save(self) -> bytes:
         """The state as bytes, with a version and a checksum."""
-        return bytes(ops.library.state_save(self.handle))
+        kind, *numbers = self._form()
+        start = int(self._settings["start_abs_pos"])
+        body = _SAVED + _NUMBERS.pack(
+            kind == "csa", *numbers, start, self._next, self._merged, self._before
+        )
+        body += self._memory
+        return body + struct.pack("I", zlib.crc32(body))
 
     def restored(self, saved: bytes) -> State:
         """A state like this one from save()'s bytes."""
-        return self._again("restore", bytes(saved))
+        saved = bytes(saved)
+        body, end, at = saved[:-4], saved[-4:], len(_SAVED)
+        if len(body) < at + _NUMBERS.size or body[:at] != _SAVED or struct.pack("I", zlib.crc32(body)) != end:
+            raise RuntimeError("the saved state is damaged: what State.save() returned is accepted")
+        csa, *form, start, following, merged, before = _NUMBERS.unpack_from(body, at)
+        given, own = ("csa" if csa else "hca", *form), self._form()
+        if given != own:
+            raise RuntimeError(f"the saved state is of kind, ratio, width, ring {given}: {own} are accepted")
+        state = self._again(start)
+        state._next, state._merged, state._before = following, merged, before
+        state._memory[:] = body[at + _NUMBERS.size :]
+        return state
 
     def append(self, proj: Any = None, b_a: Any = None, b_b: Any = None, **tensors: Any) -> Any:
         """proj [T, 4C or 2C], or x [T, Dm] and w → the entries that become whole [n, C]. See append()."""
@@ -412,6 +447,57 @@ def _rows_of(proj: Any, x: Any) -> Any:
     if not len(getattr(rows, "shape", ())):
         raise TypeError("neither proj nor x is a tensor of rows: one of them is needed")
     return rows
+
+
+class _Step:
+    """States while tokens go into copies of them: memory, next rows, rows in the sums."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self.states, self.first = states, states[0]
+        self.memory = bytearray().join(state._memory for state in states)
+        self.next = [state._next for state in states]
+        self.merged = bytearray(struct.pack(f"{len(states)}i", *[state._merged for state in states]))
+        self.before = [state._before for state in states]
+
+    def run(self, counts: Sequence[int], tensors: Mapping[str, Any], pooled: bool) -> list[Any]:
+        """The entries, and the pooled rows where they are asked for; rows behind them are cut off."""
+        first, rows, batch = self.first, _rows_of(tensors.get("proj"), tensors.get("x")), len(counts)
+        offsets = list(itertools.accumulate(counts, initial=0))
+        n = rows.shape[0] // first.ratio + batch
+        made = [_arrays.empty_like(rows, (n, *first.row_shape), first.row_dtype or _dtype(rows))]
+        if pooled:
+            made.append(_arrays.empty_like(rows, (n, first.width), "float32"))
+        if _arrays.framework(rows) == "jax":
+            _arrays.wait_for(tensors.values())
+        given = {name: _arrays.readable(t) for name, t in tensors.items()}
+        given.update(zip(("out", "pooled"), map(_arrays.exported, made)))
+        for name, numbers in (("slots", range(batch)), ("positions", self.next), ("cu", offsets)):
+            given[name] = _arrays.over(bytearray(numbers_of(name, numbers, "i")), "int32", len(numbers))
+        given["states"] = _arrays.over(self.memory, "float32", batch, -1)
+        given["merged"] = _arrays.over(self.merged, "int32", batch)
+        operation = ops.OPERATIONS[_APPEND]
+        ops.library.run(operation.number, 0, first.params, *map(given.get, operation.fields))
+        whole = sum((at + count) // first.ratio - at // first.ratio for at, count in zip(self.next, counts))
+        self.next = [at + count for at, count in zip(self.next, counts)]
+        return [t[:whole] for t in made]
+
+    def begin(self, prev_b: Any, b_a: Any, b_b: Any) -> None:
+        """Rows of a block before: 0, but for series b. Its entries are not kept."""
+        ratio, width = self.first.ratio, self.first.width
+        if any(self.next):
+            raise ValueError("prev_b is given, and a state has begun: empty states are accepted")
+        if tuple(prev_b.shape) != (len(self.next), ratio, 2 * width) or self.first.kind != "csa":
+            raise ValueError(f"prev_b has shape {tuple(prev_b.shape)}: [B, r, 2C] of CSA is accepted")
+        prev, *biases = (_arrays.widened(t) for t in (prev_b, b_a, b_b))
+        proj = _arrays.joined((_arrays.zeros_like(prev), prev), 2).reshape(-1, 4 * width)
+        self.run([ratio] * len(self.next), {"proj": proj, **dict(zip(("b_a", "b_b"), biases))}, False)
+        self.before = [ratio] * len(self.next)
+
+    def commit(self) -> None:
+        size, merged = len(self.first._memory), struct.unpack(f"{len(self.next)}i", self.merged)
+        for i, state in enumerate(self.states):
+            state._memory[:] = self.memory[i * size : (i + 1) * size]
+            state._next, state._merged, state._before = self.next[i], merged[i], self.before[i]
 
 
 def append(
@@ -432,23 +518,65 @@ def append(
     become whole, state after state: out [n, C], or (out, pooled f32 [n, C]). The tensors are those of
     compress(); prev_b [B, r, 2C] is for states without a token yet."""
     weights = _weight("w", w)
-    codes = [weights.get(f"w_{kind}") for kind in ("fp8", "fp8_scales", "codes", "scales", "global")]
+    codes = [weights.get(f"w_{kind}") for kind in _CODES]
     _rows_of(proj, x)
     named = {"proj": proj, "x": x, "w": weights.get("w"), "b_a": b_a, "b_b": b_b, "prev_b": prev_b}
     named.update(norm_weight=norm_weight, cos_sin=cos_sin)
     _arrays.need_tensors(named)
-    named = cast("csa-compress", named)
-    given, rows = tuple(named.values()), _rows_of(named["proj"], named["x"])
-    _arrays.need_plain("dsv4.append", *given)
+    named = dict(cast("csa-compress", named))
+    _arrays.need_plain("dsv4.append", *named.values())
     if not states or not all(isinstance(state, State) for state in states):
         raise TypeError(f"states is {states!r}: one State or more are accepted")
-    handles = struct.pack(f"{len(states)}q", *[state.handle for state in states])
-    numbers = numbers_of("counts", counts, "q")
-    n = ops.library.state_entries(handles, numbers)
-    first = states[0]
-    out = _arrays.empty_like(rows, (n, *first.row_shape), first.row_dtype or _dtype(rows))
-    pooled = _arrays.empty_like(rows, (n, first.width), "float32") if return_pooled else None
-    read, bytes_read = ([_arrays.readable(t) for t in tensors] for tensors in (given, codes))
-    written = _arrays.exported(out)
-    ops.library.state_append(first.params, handles, numbers, *read, written, pooled, *bytes_read)
-    return (out, pooled) if return_pooled else out
+    lengths = struct.unpack(f"{len(counts)}i", numbers_of("counts", counts, "i"))
+    named.update(zip((f"w_{kind}" for kind in _CODES), codes))
+    rows = "x" if named["proj"] is None else "proj"
+    _need_batch(states, lengths, named[rows].shape[0])
+    steps, made, at = [], [], 0
+    for first, batch in _batches(states, prev_b is not None):
+        step, end = _Step([states[b] for b in batch]), at + sum(lengths[b] for b in batch)
+        own = {**named, rows: named[rows][at:end]}
+        before = own.pop("prev_b")
+        if before is not None:
+            step.begin(before[batch.start : batch.stop], named["b_a"], named["b_b"])
+        if cos_sin is not None:
+            own["cos_sin"] = _table(named["cos_sin"], first)
+        made.append(step.run([lengths[b] for b in batch], own, return_pooled))
+        steps.append(step)
+        at = end
+    for step in steps:
+        step.commit()
+    out, *pooled = (_arrays.joined(parts) for parts in zip(*made))
+    return (out, *pooled) if return_pooled else out
+
+
+def _need_batch(states: Sequence[State], counts: Sequence[int], rows: int) -> None:
+    if len(counts) != len(states) or min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(
+            f"counts is {list(counts)}: 0 or more of each of {len(states)} states, {rows} in all, are "
+            "accepted"
+        )
+    if len({id(state) for state in states}) < len(states):
+        raise ValueError("a state is given twice: each is accepted once")
+    form = states[0]._form()
+    for state in states:
+        if state._form() != form:
+            raise ValueError(
+                f"a state is of kind, ratio, width, ring {state._form()}: {form}, those of the first, are "
+                "accepted"
+            )
+
+
+def _batches(states: Sequence[State], begins: bool) -> list[tuple[int, range]]:
+    """The states that a step takes, and the position of their row 0: all, where it is one."""
+    firsts = [state._first_row() - (state.ratio if begins else 0) for state in states]
+    if len(set(firsts)) == 1:
+        return [(firsts[0], range(len(states)))]
+    return [(first, range(b, b + 1)) for b, first in enumerate(firsts)]
+
+
+def _table(cos_sin: Any, first: int) -> Any:
+    """Angles from a position on; those of a block that would begin before position 0 are not read."""
+    if first >= 0:
+        return cos_sin[first:]
+    missing = _arrays.empty_like(cos_sin, (-first, *cos_sin.shape[1:]), _dtype(cos_sin))
+    return _arrays.joined((missing, cos_sin))

@@ -175,10 +175,82 @@ def test_states_fork_save_restore():
     damaged[-1] ^= 1
     with pytest.raises(RuntimeError):
         state.restored(bytes(damaged))
+    for saved in (b"", state.save()[:-9], bytes(state.save()[:-4]) + b"1234"):
+        with pytest.raises(RuntimeError, match="damaged"):
+            state.restored(saved)
+    with pytest.raises(RuntimeError, match=r"ratio, width, ring \('csa', 4, 16, 2\)"):
+        dsv4.State("csa", 16, ratio=4, ring=3).restored(state.save())
     first, second = (dsv4.State("csa", 16, ratio=4, like=proj) for _ in range(2))
     out = dsv4.append([first, second], [10, 8], proj[:18], *biases)
     alone = torch.cat((dsv4.compress(proj[:10], *biases), dsv4.compress(proj[10:18], *biases)))
     assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (4, 4), (8, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_that_begin_after_a_block(starts, dtype):
+    torch.manual_seed(3)
+    proj, prev = torch.randn(2, 22, 64).to(getattr(torch, dtype)), torch.randn(2, 4, 32)
+    shapes = (4, 16), (4, 16), (16,), (64, 8)
+    b_a, b_b, norm, table = (torch.randn(*shape).to(proj.dtype) for shape in shapes)
+    prev[0, 1] = -float("inf")
+    more = {"norm_weight": norm, "cos_sin": table}
+    states = [dsv4.State("csa", 16, ratio=4, ring=3, start_abs_pos=start) for start in starts]
+    assert not len(dsv4.append(states, [0, 0], proj[0, :0], b_a, b_b, prev_b=prev, **more))
+    for first, n in ((0, 3), (3, 8), (11, 11)):
+        for i, state in enumerate(states):
+            state.append(proj[i, first : first + n], b_a, b_b, **more)
+            held = state.held
+            assert held == min(3, first + n) and state.position == starts[i] + first + n
+            state.rollback(held)
+        rows = proj[:, first + n - held : first + n].reshape(-1, 64)
+        dsv4.append(states, [held, held], rows, b_a, b_b, **more)
+    for i, state in enumerate(states):
+        with pytest.raises(ValueError, match="has begun"):
+            state.append(proj[i, :4], b_a, b_b, prev_b=prev[i : i + 1])
+        whole = dsv4.State("csa", 16, ratio=4, start_abs_pos=starts[i])
+        want = dsv4.compress(proj[i], b_a, b_b, prev_b=prev[i], start_abs_pos=starts[i], **more)
+        assert torch.equal(whole.append(proj[i], b_a, b_b, prev_b=prev[i : i + 1], **more), want)
+    fresh = [dsv4.State("csa", 16, ratio=4, start_abs_pos=start) for start in starts]
+    got, pooled = dsv4.append(
+        fresh, [22, 9], torch.cat((proj[0], proj[1, :9])), b_a, b_b, prev_b=prev, return_pooled=True, **more
+    )
+    alone = [
+        dsv4.compress(rows, b_a, b_b, prev_b=prev[i], start_abs_pos=starts[i], **more)
+        for i, rows in enumerate((proj[0], proj[1, :9]))
+    ]
+    assert torch.equal(got, torch.cat(alone)) and pooled.shape == got.shape
+    last = dsv4.append(states, [2, 2], proj[:, :2].reshape(-1, 64), b_a, b_b, **more)
+    longer = (torch.cat((proj[i], proj[i, :2])) for i in range(2))
+    whole = [
+        dsv4.compress(rows, b_a, b_b, prev_b=prev[i], start_abs_pos=starts[i], **more)[-1:]
+        for i, rows in enumerate(longer)
+    ]
+    assert torch.equal(last, torch.cat(whole))
+
+
+def test_appends_that_are_refused_change_no_state():
+    proj, *biases = (t.detach() for t in compressor("csa"))
+    pair = [dsv4.State("csa", 16, ratio=4, format="fp8") for _ in range(2)]
+    dsv4.append(pair, [5, 6], proj[:11], *biases)
+    saved = [state.save() for state in pair]
+    bad = proj[:8].clone()
+    bad[4, 3] = float("nan")  # of the second state
+    for counts, rows, word in (
+        ([4, 4], bad, "nan|NaN|column"),
+        ([4, 3], bad, "8 in all"),
+        ([9, -1], bad, "8 in all"),
+        ([8], bad, "of 2 states"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            dsv4.append(pair, counts, rows, *biases)
+    with pytest.raises(ValueError, match="given twice"):
+        dsv4.append([pair[0]] * 2, [4, 4], proj[:8], *biases)
+    with pytest.raises(ValueError, match="kind, ratio, width, ring"):
+        dsv4.append([pair[0], dsv4.State("csa", 16, ratio=4, ring=1)], [4, 4], proj[:8], *biases)
+    with pytest.raises(ValueError, match="ring is 9"):
+        dsv4.State("csa", 16, ratio=4, ring=9)
+    assert saved == [state.save() for state in pair]
 
 
 @pytest.mark.parametrize("format,row", [("fp8", 36), ("fp4", 17), ("fp8_power", 36)])

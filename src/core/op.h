@@ -180,10 +180,10 @@ typedef struct op_call {
 enum { OP_ALIGN_MOST = 16 };
 
 /* The addresses of a call: its tensors', the workspace's, the status word's (which is exec.status, and stands
- * here because replays compare addresses), and 0 for op_address(). */
+ * here because replays compare addresses). */
 typedef struct op_frame {
     stage_exec exec;
-    uintptr_t base[OP_TENSORS_MAX + 3];
+    uintptr_t base[OP_TENSORS_MAX + 2];
 } op_frame;
 enum { OP_ADDRESSES_BYTES = (OP_TENSORS_MAX + 2) * sizeof(uintptr_t) };
 
@@ -219,9 +219,6 @@ typedef struct op_family {
     /* What the host can read: offsets, globals. `data` as of quern_plan_run(). NULL: nothing. */
     quern_status (*check_data)(const op_call *call, void *const *data);
     void (*build)(op_build *b); /* the call's steps */
-    /* Writes what the host knows beside the tensors, the lengths of a cache's sequences, into the workspace
-     * before the steps run. NULL: nothing. */
-    void (*begin)(const op_call *call, const op_frame *frame);
 } op_family;
 
 /* The tables of a family, arrays whose extents are known, and where the parameters (`params`) and the steps
@@ -269,8 +266,6 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
 /* The view of a tensor for stages, symbolic; absent where the call does not use it. `batch`: varlen
  * activations get a leading extent of 1. A scalar [] comes as [1], for no dimensions are an absent view. */
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
-/* The symbolic pointer of an address that is known already: memory of a cache. */
-void *op_address(const void *p);
 /* The address that a symbolic pointer stands for. */
 void *op_placed(const void *p, const op_frame *frame);
 /* The tensor of the call that a symbolic pointer points into, and how many bytes into it; OP_NONE: none. */

@@ -4,12 +4,7 @@
 #include "core/op.h"
 #include "core/view.h"
 
-enum {
-    REGION_SHIFT = 48,
-    WORKSPACE = OP_TENSORS_MAX,
-    STATUS = OP_TENSORS_MAX + 1,
-    KNOWN = OP_TENSORS_MAX + 2
-};
+enum { REGION_SHIFT = 48, WORKSPACE = OP_TENSORS_MAX, STATUS = OP_TENSORS_MAX + 1 };
 
 /* Offsets may be negative (strides are): they count from the middle of a region. */
 static const uint64_t middle = (uint64_t)1 << (REGION_SHIFT - 1), within = ((uint64_t)1 << REGION_SHIFT) - 1;
@@ -57,11 +52,6 @@ quern_tensor op_view(const op_call *call, int32_t tensor, bool batch)
     return t;
 }
 
-void *op_address(const void *p)
-{
-    return symbolic(KNOWN, (uint64_t)(uintptr_t)p);
-}
-
 arena op_workspace(void)
 {
     return (arena){symbolic(WORKSPACE, 0), 0};
@@ -83,7 +73,6 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
         f.base[i] =
             call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;
     f.base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
-    f.base[KNOWN] = 0;
     f.base[STATUS] = (uintptr_t)f.exec.status;
     return f;
 }

@@ -129,7 +129,6 @@ quern_status op_program_run(const op_call *call, const op_frame *frame)
     backend_point start;
     int32_t asked = 0;
     quern_status status = QUERN_OK;
-    if (call->family->begin != NULL) call->family->begin(call, frame);
     if (!program->beside) return run_in_turn(call, frame, step);
     for (; asked < program->steps && step->asked && status == QUERN_OK; asked++, step = op_step_next(step))
         status = run_step(call, frame, step, NULL, NULL);

@@ -1,7 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* append_schema.c - what appends to both kinds of states share: the tensors, their roles and extents, and the
- * projections. */
+/* append_schema.c - an append's tensors, what the main compressor's say of its extents, and projections. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
@@ -12,7 +11,6 @@ const op_tensor dsv4_append_rows[] = {
     {"w", "W", OP_WEIGHT, OP_NONE, {DS_IN, DS_COLUMNS}, {0}},
     {"b_a", "B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
     {"b_b", "B_b", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
-    {"prev_b", "prev_b", OP_WEIGHT, OP_NONE, {DS_B, DS_R, DS_2C}, {0}},
     {"norm_weight", "norm_weight", OP_WEIGHT, OP_NONE, {DS_C}, {0}},
     {"cos_sin", "cos_sin", OP_WEIGHT, OP_NONE, {DS_P, DS_ROPE}, {0}},
     {"out", "out", OP_STORED, OP_NONE, {OP_LEAD, DS_ROW}, {0}},
@@ -41,37 +39,6 @@ _Static_assert(sizeof dsv4_append_rows / sizeof *dsv4_append_rows == DSV4_APPEND
 const dsv4_weight_row dsv4_append_weights[2] = {{{DP(w), OP_NONE}, DP(w_fp8)},
                                                 {{DP(index_w), OP_NONE}, DP(index_w_fp8)}};
 
-static const quern_dsv4_compress_params *params_of(const op_call *call)
-{
-    const char *at = (const char *)call + call->family->params_at;
-    return (const quern_dsv4_compress_params *)(const void *)at;
-}
-
-void dsv4_append_roles(op_call *call)
-{
-    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, project = call->given[DP(x)] != NULL;
-    uint8_t *r = call->role;
-    r[DP(proj)] = project ? OP_REFUSED : OP_NEEDED;
-    r[DP(x)] = r[DP(norm_weight)] = r[DP(cos_sin)] = OP_OPTIONAL;
-    r[DP(b_a)] = OP_NEEDED;
-    r[DP(b_b)] = csa ? OP_NEEDED : OP_REFUSED;
-    r[DP(prev_b)] = csa ? OP_OPTIONAL : OP_REFUSED;
-    r[DP(out)] = OP_RESULT;
-    r[DP(pooled)] = OP_OPTIONAL_RESULT;
-    for (int i = DP(slots); i < DSV4_APPEND_TENSORS; i++) r[i] = OP_REFUSED;
-    dsv4_weight_roles(call, &dsv4_append_weights[0], project);
-}
-
-quern_status dsv4_append_refuse(const op_call *call, int32_t tensor)
-{
-    const char *why = "proj alone, or x and a weight are accepted";
-    if (tensor == DP(b_b) || tensor == DP(prev_b)) why = "HCA has no series b";
-    else if (tensor >= DP(slots)) why = "quern_dsv4_append_step() takes it";
-    else if (tensor != DP(proj) && call->given[DP(x)] != NULL)
-        return dsv4_weight_refuse(call, &dsv4_append_weights[0], tensor);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", dsv4_append_rows[tensor].field, why);
-}
-
 quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params *p, int64_t width)
 {
     const int32_t first = call->given[DP(x)] != NULL ? DP(x) : DP(proj);
@@ -86,7 +53,6 @@ quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params 
     s[DS_IN] = main->shape[1];
     s[DS_R] = p->ratio;
     s[DS_C] = width;
-    s[DS_2C] = 2 * width;
     s[DS_COLUMNS] = pool_row_columns(p->kind == QUERN_DSV4_CSA, width);
     s[DS_P] = cos_sin != NULL ? cos_sin->shape[0] : 0;
     s[DS_ROPE] = cos_sin != NULL ? cos_sin->shape[1] : 0;

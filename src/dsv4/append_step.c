@@ -80,20 +80,27 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    dsv4_append_roles(call);
     const quern_tensor *const *t = call->given;
-    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, both = csa && t[DP(index_b_a)] != NULL;
+    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, both = csa && t[DP(index_b_a)] != NULL,
+               project = t[DP(x)] != NULL;
     uint8_t *r = call->role;
-    r[DP(prev_b)] = OP_REFUSED;
+    for (int i = 0; i < DSV4_APPEND_TENSORS; i++) r[i] = OP_REFUSED;
+    r[DP(proj)] = project ? OP_REFUSED : OP_NEEDED;
+    r[DP(x)] = r[DP(norm_weight)] = r[DP(cos_sin)] = OP_OPTIONAL;
+    r[DP(b_a)] = OP_NEEDED;
+    if (csa) r[DP(b_b)] = OP_NEEDED;
+    r[DP(out)] = OP_RESULT;
+    r[DP(pooled)] = OP_OPTIONAL_RESULT;
     r[DP(slots)] = r[DP(positions)] = r[DP(cu)] = OP_NEEDED;
     r[DP(states)] = r[DP(merged)] = OP_UPDATED;
     r[DP(copies)] = r[DP(table)] = OP_OPTIONAL;
     if (t[DP(table)] != NULL) r[DP(out)] = OP_UPDATED;
     r[DP(fault)] = t[DP(fault)] != NULL ? OP_UPDATED : OP_OPTIONAL;
-    dsv4_weight_roles(call, &dsv4_append_weights[INDEX], both && t[DP(x)] != NULL);
+    dsv4_weight_roles(call, &dsv4_append_weights[MAIN], project);
+    dsv4_weight_roles(call, &dsv4_append_weights[INDEX], both && project);
     if (csa) r[DP(index_b_a)] = OP_OPTIONAL;
     if (!both) return;
-    r[DP(index_proj)] = t[DP(x)] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[DP(index_proj)] = project ? OP_REFUSED : OP_NEEDED;
     r[DP(index_b_b)] = OP_NEEDED;
     r[DP(index_norm_weight)] = r[DP(index_table)] = OP_OPTIONAL;
     r[DP(index_out)] = t[DP(index_table)] != NULL ? OP_UPDATED : OP_RESULT;
@@ -103,15 +110,14 @@ static void roles(op_call *call)
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
-    const char *why = "a step's sequences begin at position 0";
-    if (tensor != DP(prev_b) && tensor < DP(index_proj)) return dsv4_append_refuse(call, tensor);
-    if (tensor != DP(prev_b)) {
-        if (params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
-        else if (call->given[DP(index_b_a)] == NULL) why = "it stands beside index_b_a";
-        else if (tensor == DP(index_proj)) why = "it stands beside proj";
-        else if (call->given[DP(x)] == NULL) why = "it stands beside x";
-        else return dsv4_weight_refuse(call, &dsv4_append_weights[INDEX], tensor);
-    }
+    const bool main = tensor < DP(index_proj);
+    const char *why = main ? "proj alone, or x and a weight are accepted" : "it stands beside x";
+    if (tensor == DP(b_b)) why = "HCA has no series b";
+    else if (!main && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
+    else if (!main && call->given[DP(index_b_a)] == NULL) why = "it stands beside index_b_a";
+    else if (tensor == DP(index_proj)) why = "it stands beside proj";
+    else if (tensor != DP(proj) && call->given[DP(x)] != NULL)
+        return dsv4_weight_refuse(call, &dsv4_append_weights[main ? MAIN : INDEX], tensor);
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", dsv4_append_rows[tensor].field, why);
 }
 
@@ -280,7 +286,6 @@ static void build(op_build *b)
                                .ring = ring_of(b->call, b->call->symbol[DS_FLOATS]),
                                .overlap = c->params.kind == QUERN_DSV4_CSA,
                                .step = {view(b, DP(slots)), view(b, DP(positions)), view_ranges(&cu)},
-                               .by_slot = true,
                                .fault = view(b, DP(fault))};
     for (int i = 0; i < parts; i++) build_part(b, i, &proj[i], &args->part[i]);
 }

@@ -60,9 +60,7 @@ typedef struct dsv4_compress_call {
 } dsv4_compress_call;
 
 extern const op_family dsv4_compress_family;
-/* The parameters, which appends have, too. */
-enum { DSV4_COMPRESS_PARAMS = 12 };
-extern const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS];
+/* An append has them, too. */
 extern const quern_dsv4_compress_params dsv4_compress_defaults;
 extern const dsv4_weight_row dsv4_compress_weights[2];
 
@@ -78,9 +76,7 @@ extern const op_tensor dsv4_append_rows[DSV4_APPEND_TENSORS];
 extern const dsv4_weight_row dsv4_append_weights[2]; /* the compressor's, the indexer's */
 extern const op_family dsv4_append_step_family;
 
-/* In append_schema.c, for both kinds of states. Roles, but for those of a step's tensors. */
-void dsv4_append_roles(op_call *call);
-quern_status dsv4_append_refuse(const op_call *call, int32_t tensor);
+/* In append_schema.c. */
 /* Checks what comes in and the weights, by the extents B, T and n; sets the others. */
 quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params *p, int64_t width);
 /* x w in f32, or the caller's projections, of the compressor or of the indexer's. */

@@ -201,7 +201,6 @@ static void append(op_build *b, const step_rooms *r, const layer_parts *parts, c
     args->overlap = step_params(b)->kind == QUERN_DSV4_LAYER_CSA;
     args->step = r->step;
     if (may_refuse(b)) args->step.slots = r->own;
-    args->by_slot = true;
     for (int i = 0; i < 2 && proj[i]->ndim > 0; i++) fill_part(b, proj[i], &c[i], &args->part[i]);
 }
 

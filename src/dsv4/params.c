@@ -22,14 +22,6 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p)
     return QUERN_OK;
 }
 
-quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_compress_params *known)
-{
-    *known = (quern_dsv4_compress_params)QUERN_DSV4_COMPRESS_PARAMS_INIT;
-    quern_status status = op_struct(known, given, "params", "QUERN_DSV4_COMPRESS_PARAMS_INIT");
-    if (status == QUERN_OK) status = op_check_ranges(&dsv4_compress_family, known);
-    return status != QUERN_OK ? status : dsv4_resolve(known);
-}
-
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim)
 {
     if (width < 1 || width > DSV4_WIDTH_MOST)

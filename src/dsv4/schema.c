@@ -68,7 +68,7 @@ static const dsv4_weight_row *const main_weight = &dsv4_compress_weights[0], *co
 
 static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
-const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS] = {
+static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of a block; 0: 4 (csa), 128 (hca)"},
     {"start_token", AT(start_token), OP_INTEGER, 0, INT32_MAX, NULL, "row where the first block starts"},
@@ -365,7 +365,7 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family dsv4_compress_family = {
-    OP_TABLES(dsv4_compress_call, operations, tensors, dsv4_compress_param_rows, symbols, ops),
+    OP_TABLES(dsv4_compress_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_DSV4_COMPRESS,
     .varlen_by = DC(cu_seqlens),
     .defaults = &dsv4_compress_defaults,

@@ -74,8 +74,7 @@ static bool is_of(const struct kept_replay *kept, const op_call *call, const voi
 
 void *replays_find(replays *all, const op_call *call, const void *stream)
 {
-    /* What begin() reads of the host is no part of the call: two that are equal may differ in it. */
-    if (call->backend->replay == NULL || call->family->begin != NULL) return NULL;
+    if (call->backend->replay == NULL) return NULL;
     const uint64_t key = key_of(call, stream);
     for (size_t i = 0; i < TRIES; i++) {
         const size_t at = ((size_t)(key >> 32) + i) % REPLAYS_MAX;

@@ -74,9 +74,10 @@ STAGE_DECLARE(pool);
     IN(block_counts)                                                                                         \
     IN(has_prev)                                                                                             \
     IN(proj)                                                                                                 \
-    IN(x) IN(w) IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) IN(cu_entries) OUT(pooled) OUT(out)       \
-        IN(d_out) GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b) GRAD(d_bias_a) GRAD(d_bias_b)              \
-            GRAD(d_norm_weight)
+    IN(x)                                                                                                    \
+    IN(w)                                                                                                    \
+    IN(bias_a) IN(bias_b) IN(prev_b) ENTRY_TENSORS(IN) IN(cu_entries) OUT(pooled) OUT(out) IN(d_out)         \
+        GRAD(d_proj) GRAD(d_x) GRAD(d_w) GRAD(d_prev_b) GRAD(d_bias_a) GRAD(d_bias_b) GRAD(d_norm_weight)
 #define POOL_VALUES(F)                                                                                       \
     F(ratio)                                                                                                 \
     F(width)                                                                                                 \
@@ -89,18 +90,18 @@ STAGE_DECLARE(pool);
  * A compressor whose sequences are pooled token by token. Row slots[b] of `state` is sequence b's: the sums
  * of the open block (begun with series b of the block before), with overlap the sums of series b of the open
  * block, and a ring of projected rows that can still be taken back, row q of the sequence in slot q mod
- * ring. A sum is [3, width]: maximum, sum of weights, weighted sum. The sums hold the rows before merged[b],
- * the ring those from there on.
+ * ring. A sum is [3, width]: maximum, sum of weights, weighted sum. The sums hold the rows before
+ * merged[slots[b]], the ring those from there on. A sequence at position 0 starts anew, whatever its slot
+ * holds.
  */
 typedef struct pool_append_part {
     int64_t width;       /* 0: the call has no such compressor */
-    quern_tensor merged; /* i32 [B], updated */
+    quern_tensor merged; /* i32 [slots], updated */
     quern_tensor state;  /* f32 [slots, pool_state_floats()], updated */
     quern_tensor proj, bias_a, bias_b;
-    quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of sequences without a row. Or absent */
     entry_args entry;
-    /* Without a table: rows of the entries that become whole, sequence after sequence, and maybe more
-     * rows, which stay. With one, i32 [B, columns]: pages, as store_rows has them, and entry e of the
+    /* Without a table: rows of the entries that become whole, sequence after sequence, and rows behind
+     * these, which become 0. With one, i32 [B, columns]: pages, as store_rows has them, and entry e of the
      * sequence stands in slot e % page of page table[b, e / page]. pooled: rows, or absent. */
     quern_tensor out, pooled, table;
     int64_t page; /* slots of a page of out */
@@ -112,10 +113,6 @@ typedef struct pool_append_args {
     int64_t ratio, ring;
     bool overlap;
     stage_step step; /* rows of proj */
-    /* A step's states: merged is [slots], a sequence at position 0 starts anew, whatever its slot holds, and
-     * rows behind the entries become 0. */
-    bool by_slot;
-    quern_tensor origins; /* i32 [B]: the position of a sequence's first token; absent: 0 */
     /* i32 [slots], updated; or absent. A sequence of a step whose position or page is wrong, or that
      * would have an entry that its format refuses, takes the bit at its slot, keeps its states and has
      * entries of 0, as many as its positions say; the others go on. So it stays until it begins at
@@ -126,17 +123,20 @@ typedef struct pool_append_args {
 STAGE_DECLARE(pool_append);
 #define POOL_APPEND_TENSORS(IN, OUT, GRAD)                                                                   \
     STAGE_STEP_TENSORS(IN)                                                                                   \
-    IN(origins) OUT(fault) OUT(part[0].merged) OUT(part[0].state) IN(part[0].proj) IN(part[0].bias_a)        \
-        IN(part[0].bias_b) IN(part[0].prev_b) IN(part[0].entry.norm_weight) IN(part[0].entry.cos_sin)        \
-            OUT(part[0].out) OUT(part[0].pooled) IN(part[0].table) OUT(part[1].merged) OUT(part[1].state)    \
-                IN(part[1].proj) IN(part[1].bias_a) IN(part[1].bias_b) IN(part[1].prev_b)                    \
-                    IN(part[1].entry.norm_weight) IN(part[1].entry.cos_sin) OUT(part[1].out)                 \
-                        OUT(part[1].pooled) IN(part[1].table)
+    OUT(fault)                                                                                               \
+    OUT(part[0].merged)                                                                                      \
+    OUT(part[0].state) IN(part[0].proj) IN(part[0].bias_a) IN(part[0].bias_b) IN(part[0].entry.norm_weight)  \
+        IN(part[0].entry.cos_sin) OUT(part[0].out) OUT(part[0].pooled) IN(part[0].table) OUT(part[1].merged) \
+            OUT(part[1].state) IN(part[1].proj) IN(part[1].bias_a) IN(part[1].bias_b)                        \
+                IN(part[1].entry.norm_weight) IN(part[1].entry.cos_sin) OUT(part[1].out) OUT(part[1].pooled) \
+                    IN(part[1].table)
 #define POOL_APPEND_VALUES(F)                                                                                \
     F(ratio)                                                                                                 \
-    F(ring) F(overlap) F(by_slot) F(part[0].width) F(part[0].entry.round_bf16) F(part[0].entry.eps)          \
-        F(part[0].entry.rope_last) F(part[0].entry.hadamard) F(part[0].entry.format) F(part[0].page)         \
-            F(part[1].width) F(part[1].entry.round_bf16) F(part[1].entry.eps) F(part[1].entry.rope_last)     \
+    F(ring)                                                                                                  \
+    F(overlap)                                                                                               \
+    F(part[0].width) F(part[0].entry.round_bf16) F(part[0].entry.eps) F(part[0].entry.rope_last)             \
+        F(part[0].entry.hadamard) F(part[0].entry.format) F(part[0].page) F(part[1].width)                   \
+            F(part[1].entry.round_bf16) F(part[1].entry.eps) F(part[1].entry.rope_last)                      \
                 F(part[1].entry.hadamard) F(part[1].entry.format) F(part[1].page)
 
 /* Columns of a projected row, floats of the sums, and floats of both with the ring. */

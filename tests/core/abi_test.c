@@ -162,7 +162,7 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_dsv4_compress_params, rope_last), 48);
     assert_int_equal(sizeof(quern_dsv4_compress_tensors), 400);
     assert_int_equal(offsetof(quern_dsv4_compress_tensors, d_out), 136);
-    assert_int_equal(sizeof(quern_dsv4_append_tensors), 312);
+    assert_int_equal(sizeof(quern_dsv4_append_tensors), 304);
     assert_int_equal(sizeof(quern_dsv4_rope_params), 32);
     assert_int_equal(sizeof(quern_dsv4_index_params), 48);
     assert_int_equal(offsetof(quern_dsv4_index_params, key_format), 32);

@@ -250,21 +250,10 @@ static void use_layer_cache(const void *params)
     if (quern_dsv4_layer_cache_size(params, &memory, &rows) == QUERN_OK) assert_true(memory > 0);
 }
 
-static void use_state(const void *params)
-{
-    size_t bytes;
-    for (size_t i = 0; i < COUNT(wide); i++) {
-        (void)quern_dsv4_state_size(params, wide[i], 4, &bytes);
-        (void)quern_dsv4_state_size(params, 8, wide[i], &bytes);
-    }
-    (void)quern_dsv4_state_size(params, 8, 4, &bytes);
-}
-
 static void numbers_of_caches(void **state)
 {
     typedef quern_cache_params cp;
     typedef quern_dsv4_layer_cache_params lp;
-    typedef quern_dsv4_compress_params sp;
     static const field of_cache[] = {NARROW(cp, dtype), WIDE(cp, sequences),   WIDE(cp, kv_heads),
                                      WIDE(cp, dim),     WIDE(cp, dim_v),       WIDE(cp, capacity),
                                      WIDE(cp, page),    WIDE(cp, pages),       WIDE(cp, block_size),
@@ -275,9 +264,6 @@ static void numbers_of_caches(void **state)
                                      WIDE(lp, ratio),    WIDE(lp, index_dim),    WIDE(lp, ring),
                                      NARROW(lp, format), NARROW(lp, key_format), WIDE(lp, page),
                                      WIDE(lp, pages)};
-    static const field of_state[] = {NARROW(sp, kind),        WIDE(sp, ratio),    WIDE(sp, start_token),
-                                     WIDE(sp, start_abs_pos), WIDE(sp, n_blocks), NARROW(sp, format),
-                                     NARROW(sp, index_format)};
     (void)state;
     for (int paged = 0; paged < 2; paged++) {
         cp c = QUERN_CACHE_PARAMS_INIT;
@@ -293,8 +279,6 @@ static void numbers_of_caches(void **state)
         use_layer_cache(&l);
         change_fields(&l, of_layer, COUNT(of_layer), use_layer_cache);
     }
-    sp s = QUERN_DSV4_COMPRESS_PARAMS_INIT;
-    change_fields(&s, of_state, COUNT(of_state), use_state);
 }
 
 /* Sequences, counts and rows to take back. */

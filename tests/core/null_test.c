@@ -389,46 +389,19 @@ static quern_status step_calls(void)
 
 /* ---- DeepSeek V4 ---- */
 
-static quern_dsv4_state *state_of_hca;
 static quern_dsv4_layer_cache *layer;
 
-static quern_status states(void)
-{
-    const quern_dsv4_compress_params p = {.size = sizeof p, .kind = QUERN_DSV4_HCA};
-    quern_dsv4_state *made = NULL;
-    int64_t a, b;
-    (void)quern_dsv4_state_size(at(0, &p), 8, 4, at(1, &bytes));
-    (void)quern_dsv4_state_create(at(2, &p), 8, 4, at(3, saved), sizeof saved, at(4, &made));
-    const quern_status status = quern_dsv4_state_create(&p, 8, 4, memory, sizeof memory, &state_of_hca);
-    assert_int_equal(status, QUERN_OK);
-    (void)quern_dsv4_state_position(at(5, state_of_hca), at(6, &a), at(7, &b));
-    (void)quern_dsv4_state_rollback(at(8, state_of_hca), 0);
-    (void)quern_dsv4_state_fork(at(9, state_of_hca), at(10, rows), sizeof rows, at(11, &made));
-    bytes = sizeof saved;
-    (void)quern_dsv4_state_save(at(12, state_of_hca), at(13, saved), at(14, &bytes));
-    return quern_dsv4_state_restore(at(15, &p), 8, 4, at(16, saved), bytes, at(17, rows), sizeof rows,
-                                    at(18, &made));
-}
 static quern_status appends(void)
 {
     const quern_dsv4_compress_params p = {.size = sizeof p, .kind = QUERN_DSV4_HCA};
-    quern_dsv4_state *const all[] = {at(0, state_of_hca)};
-    const quern_dsv4_append_tensors t = {
-        .size = sizeof t, .proj = at(1, &view), .b_a = at(2, &view), .out = at(3, &view)};
-    int64_t n;
-    (void)quern_dsv4_append_entries(at(4, all), at(5, counts), 1, at(6, &n));
-    (void)quern_dsv4_append_workspace(at(7, ctx), at(8, &p), at(9, all), at(10, counts), 1, at(11, &t),
-                                      at(12, &bytes));
-    const quern_dsv4_append_tensors s = {.size = sizeof s,
-                                         .proj = at(19, &view),
-                                         .b_a = at(20, &view),
-                                         .out = at(21, &view),
-                                         .slots = at(22, &view),
-                                         .states = at(23, &view)};
-    (void)quern_dsv4_append_step_workspace(at(24, ctx), at(25, &p), at(26, &s), at(27, &bytes));
-    (void)quern_dsv4_append_step(at(28, ctx), NULL, at(29, &p), at(30, &s), at(31, saved), sizeof saved);
-    return quern_dsv4_append(at(13, ctx), NULL, at(14, &p), at(15, all), at(16, counts), 1, at(17, &t),
-                             at(18, saved), sizeof saved);
+    const quern_dsv4_append_tensors t = {.size = sizeof t,
+                                         .proj = at(0, &view),
+                                         .b_a = at(1, &view),
+                                         .out = at(2, &view),
+                                         .slots = at(3, &view),
+                                         .states = at(4, &view)};
+    (void)quern_dsv4_append_step_workspace(at(5, ctx), at(6, &p), at(7, &t), at(8, &bytes));
+    return quern_dsv4_append_step(at(9, ctx), NULL, at(10, &p), at(11, &t), at(12, saved), sizeof saved);
 }
 static quern_status tables(void)
 {
@@ -486,9 +459,9 @@ static quern_status layer_decodes(void)
 
 static void caches(void **state)
 {
-    static quern_status (*const calls[])(void) = {cache_make,  cache_use,   cache_calls,  states,
-                                                  appends,     tables,      layer_caches, layer_decodes,
-                                                  layer_steps, ledger_make, ledger_use,   step_calls};
+    static quern_status (*const calls[])(void) = {cache_make,  cache_use,    cache_calls,   appends,
+                                                  tables,      layer_caches, layer_decodes, layer_steps,
+                                                  ledger_make, ledger_use,   step_calls};
     static quern_tensor absent_view;
     (void)state;
     const int64_t shape[] = {1, 1, 8};

@@ -43,12 +43,6 @@ static quern_status run_replay(void *replay, const stage_exec *exec, const void 
     return run(arg, exec);
 }
 
-static void write_numbers(const op_call *call, const op_frame *frame)
-{
-    (void)call;
-    (void)frame;
-}
-
 static const quern_backend with_replays = {
     .replay_open = open_replay, .replay_close = close_replay, .replay = run_replay};
 static const quern_backend without_replays = {.name = "none"};
@@ -71,19 +65,6 @@ static int start(void **state)
     closed = 0;
     memory_is_short = false;
     return 0;
-}
-
-/* Two such calls that are equal may write other numbers. */
-static void calls_with_numbers_of_the_host_find_none(void **state)
-{
-    (void)state;
-    static replays all;
-    op_family with_begin = family;
-    with_begin.begin = write_numbers;
-    own_call c = call_of(7);
-    c.call.family = &with_begin;
-    for (int i = 0; i < 3; i++) assert_null(replays_find(&all, &c.call, NULL));
-    assert_int_equal(opened, 0);
 }
 
 static void a_call_that_is_made_again_finds_a_replay(void **state)
@@ -266,7 +247,6 @@ static void a_call_at_other_addresses_finds_its_replay(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup(calls_with_numbers_of_the_host_find_none, start),
         cmocka_unit_test_setup(a_call_that_is_made_again_finds_a_replay, start),
         cmocka_unit_test_setup(each_stream_has_its_own, start),
         cmocka_unit_test_setup(a_call_with_anothers_key_gets_no_replay_of_it, start),

@@ -54,19 +54,31 @@ static const quern_dsv4_layer_cache_params layer_params = {.size = sizeof layer_
                                                            .ring = 3};
 static const int32_t ids[] = {1};
 static const int64_t counts[] = {3};
-static float rows[3 * 16 * 4], more[3 * 16 * 4];
+static float rows[3 * 16 * 4], more[3 * 16 * 4], sums[6 * 8];
+static int32_t numbers[4];
 static const quern_tensor key = {rows, QUERN_F32, QUERN_CPU, 0, 3, {3, 1, 16}, {16, 16, 1}},
                           query = {more, QUERN_F32, QUERN_CPU, 0, 3, {3, 1, 16}, {16, 16, 1}},
                           proj = {rows, QUERN_F32, QUERN_CPU, 0, 2, {3, 32}, {32, 1}},
                           bias = {rows, QUERN_F32, QUERN_CPU, 0, 2, {4, 8}, {8, 1}},
-                          entries = {more, QUERN_F32, QUERN_CPU, 0, 2, {0, 8}, {8, 1}};
+                          entries = {more, QUERN_F32, QUERN_CPU, 0, 2, {1, 8}, {8, 1}},
+                          one = {numbers, QUERN_I32, QUERN_CPU, 0, 1, {1}, {1}},
+                          offsets = {numbers + 1, QUERN_I32, QUERN_CPU, 0, 1, {2}, {1}},
+                          merged = {numbers + 3, QUERN_I32, QUERN_CPU, 0, 1, {1}, {1}},
+                          states = {sums, QUERN_F32, QUERN_CPU, 0, 2, {1, 6 * 8}, {6 * 8, 1}};
 static quern_cache *cache;
-static quern_dsv4_state *a_state;
 static const quern_cache_batch batch = {sizeof batch, 1, ids, counts};
 static const quern_cache_tensors tensors = {.size = sizeof tensors, .k = &key, .v = &key};
 static const quern_decode_tensors decode_tensors = {.size = sizeof decode_tensors, .q = &query, .o = &query};
-static const quern_dsv4_append_tensors append_tensors = {
-    .size = sizeof append_tensors, .proj = &proj, .b_a = &bias, .b_b = &bias, .out = &entries};
+static const quern_dsv4_append_tensors append_tensors = {.size = sizeof append_tensors,
+                                                         .proj = &proj,
+                                                         .b_a = &bias,
+                                                         .b_b = &bias,
+                                                         .out = &entries,
+                                                         .slots = &one,
+                                                         .positions = &one,
+                                                         .cu = &offsets,
+                                                         .states = &states,
+                                                         .merged = &merged};
 static const quern_attention_params attention_params = QUERN_ATTENTION_PARAMS_INIT;
 
 static void *memory_of(size_t bytes)
@@ -88,9 +100,6 @@ static int open_all(void **state)
     void *workspace = memory_of(bytes);
     assert_int_equal(quern_cache_append(ctx, NULL, cache, &batch, &tensors, workspace, bytes), QUERN_OK);
     free(workspace);
-    assert_int_equal(quern_dsv4_state_size(&compress_params, 8, 2, &bytes), QUERN_OK);
-    assert_int_equal(quern_dsv4_state_create(&compress_params, 8, 2, memory_of(bytes), bytes, &a_state),
-                     QUERN_OK);
     return 0;
 }
 
@@ -145,20 +154,21 @@ static outcome decode_by_params(void *given)
     return (outcome){status, {(int64_t)bytes}};
 }
 
-static outcome state_size(void *given)
+static outcome append_by(const void *params, const void *tensors_of_it)
 {
     size_t bytes = 0;
-    const quern_status status = quern_dsv4_state_size(given, 8, 2, &bytes);
+    const quern_status status = quern_dsv4_append_step_workspace(ctx, params, tensors_of_it, &bytes);
     return (outcome){status, {(int64_t)bytes}};
 }
 
-static outcome append_to_state(void *given)
+static outcome append_by_params(void *given)
 {
-    size_t bytes = 0;
-    quern_dsv4_state *const states[] = {a_state};
-    const quern_status status =
-        quern_dsv4_append_workspace(ctx, &compress_params, states, counts, 1, given, &bytes);
-    return (outcome){status, {(int64_t)bytes}};
+    return append_by(given, &append_tensors);
+}
+
+static outcome append_to_states(void *given)
+{
+    return append_by(&compress_params, given);
 }
 
 static outcome rope(void *given)
@@ -280,9 +290,9 @@ static void structs_may_be_older_or_newer(void **state)
     SUBJECT("params", quern_attention_params, QUERN_ATTENTION_PARAMS_INIT, &attention_params,
             decode_by_params)
     SUBJECT("params", quern_dsv4_compress_params, QUERN_DSV4_COMPRESS_PARAMS_INIT, &compress_params,
-            state_size)
+            append_by_params)
     SUBJECT("tensors", quern_dsv4_append_tensors, QUERN_DSV4_APPEND_TENSORS_INIT, &append_tensors,
-            append_to_state)
+            append_to_states)
     SUBJECT("params", quern_dsv4_rope_params, QUERN_DSV4_ROPE_PARAMS_INIT, &rope_params, rope)
     SUBJECT("params", quern_dsv4_layer_cache_params, QUERN_DSV4_LAYER_CACHE_PARAMS_INIT, &layer_params,
             layer_cache_size)
@@ -300,8 +310,8 @@ static void whole_structs_are_accepted(void **state)
     assert_int_equal(append_by_batch((void *)(uintptr_t)&batch).status, QUERN_OK);
     assert_int_equal(append_by_tensors((void *)(uintptr_t)&tensors).status, QUERN_OK);
     assert_int_equal(decode((void *)(uintptr_t)&decode_tensors).status, QUERN_OK);
-    assert_int_equal(state_size((void *)(uintptr_t)&compress_params).status, QUERN_OK);
-    assert_int_equal(append_to_state((void *)(uintptr_t)&append_tensors).status, QUERN_OK);
+    assert_int_equal(append_by_params((void *)(uintptr_t)&compress_params).status, QUERN_OK);
+    assert_int_equal(append_to_states((void *)(uintptr_t)&append_tensors).status, QUERN_OK);
     assert_int_equal(layer_cache_size((void *)(uintptr_t)&layer_params).status, QUERN_OK);
 }
 

@@ -204,35 +204,40 @@ static quern_status run_appends(appends *a, const bench_case *c, quern_context *
                   n = c->n < TOKENS ? c->n : TOKENS, one = 1;
     quern_dsv4_compress_params params = QUERN_DSV4_COMPRESS_PARAMS_INIT;
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
-    quern_dsv4_state *state = NULL;
-    size_t state_bytes, most = (size_t)1 << 20;
+    size_t most = (size_t)1 << 20;
+    int32_t slot = 0, position = 0, rows = 0, cu[] = {0, 1};
+    const quern_tensor slots = quern_tensor_contiguous(&slot, QUERN_I32, 1, &one),
+                       positions = quern_tensor_contiguous(&position, QUERN_I32, 1, &one),
+                       merged = quern_tensor_contiguous(&rows, QUERN_I32, 1, &one),
+                       offsets = quern_tensor_contiguous(cu, QUERN_I32, 1, (const int64_t[]){2});
     params.kind = QUERN_DSV4_CSA;
     params.ratio = RATIO;
-    quern_status status = quern_dsv4_state_size(&params, width, ring, &state_bytes);
-    if (status != QUERN_OK) return status;
-    a->memory[STATE] = malloc(state_bytes);
     a->memory[WORKSPACE] = malloc(most);
-    if (a->memory[STATE] == NULL || a->memory[WORKSPACE] == NULL ||
+    if (a->memory[WORKSPACE] == NULL || !make(a, STATE, QUERN_F32, 1, (6 + 4 * ring) * width) ||
         !make(a, PROJ, (quern_dtype)c->dtype, n, 4 * width) || !make(a, B_A, QUERN_F32, RATIO, width) ||
         !make(a, B_B, QUERN_F32, RATIO, width) || !make(a, NORM, QUERN_F32, width, 0) ||
         !make(a, TABLE, QUERN_F32, n, rope_of(width)) || !make(a, OUT, (quern_dtype)c->dtype, 1, width))
         return QUERN_ERR_OUT_OF_MEMORY;
-    status = quern_dsv4_state_create(&params, width, ring, a->memory[STATE], state_bytes, &state);
-    quern_tensor proj = a->t[PROJ], out = a->t[OUT];
+    quern_tensor proj = a->t[PROJ];
     proj.shape[0] = 1;
-    t = (quern_dsv4_append_tensors){.size = sizeof t, .proj = &proj, .out = &out, .b_a = &a->t[B_A]};
+    t = (quern_dsv4_append_tensors){.size = sizeof t, .proj = &proj, .out = &a->t[OUT], .b_a = &a->t[B_A]};
     t.b_b = &a->t[B_B];
     t.norm_weight = &a->t[NORM];
     t.cos_sin = &a->t[TABLE];
+    t.slots = &slots;
+    t.positions = &positions;
+    t.cu = &offsets;
+    t.states = &a->t[STATE];
+    t.merged = &merged;
+    size_t bytes = 0;
+    quern_status status = quern_dsv4_append_step_workspace(ctx, &params, &t, &bytes);
+    if (status == QUERN_OK && bytes > most) status = QUERN_ERR_WORKSPACE;
     for (int64_t i = 0; i < n && status == QUERN_OK; i++) {
         const bool commit = (i + 1) % RATIO == 0;
-        size_t bytes = 0;
+        position = (int32_t)i;
         proj.data = (char *)a->memory[PROJ] + i * 4 * width * (int64_t)quern_dtype_size(proj.dtype);
-        out.shape[0] = commit;
-        if (i < 2 * RATIO) status = quern_dsv4_append_workspace(ctx, &params, &state, &one, 1, &t, &bytes);
-        if (status != QUERN_OK || bytes > most) break;
         const double start = now_ms();
-        status = quern_dsv4_append(ctx, NULL, &params, &state, &one, 1, &t, a->memory[WORKSPACE], most);
+        status = quern_dsv4_append_step(ctx, NULL, &params, &t, a->memory[WORKSPACE], most);
         a->ms[commit][a->counts[commit]++] = now_ms() - start;
     }
     return status;

@@ -31,7 +31,7 @@ static const option_row rows[] = {
      "with --chunks: rows taken back and appended again before each piece but the first, where held"},
 };
 #undef AT
-enum { ROWS = sizeof rows / sizeof *rows, CHUNKS_MAX = 65536 };
+enum { ROWS = sizeof rows / sizeof *rows, CHUNKS_MAX = 65536, RING_MOST = 8 };
 static compressor_options options;
 
 static quern_dsv4_compress_params params_of(const job *j)
@@ -76,8 +76,11 @@ static quern_tensor rows_of(const quern_tensor *t, int64_t first, int64_t count)
 typedef struct stream_part {
     quern_dsv4_compress_params params;
     quern_dsv4_append_tensors t; /* whole; proj or x, out and pooled: those of all pieces */
-    quern_dsv4_state *state;
-    void *memory;
+    const quern_tensor *prev_b;
+    /* Its state is one slot, which counts rows from those of prev_b on, and a table of as many angles. */
+    quern_tensor states, cos_sin;
+    int32_t position, merged, before;
+    void *memory[2];
 } stream_part;
 enum { MAIN, INDEX, PARTS };
 
@@ -98,7 +101,7 @@ static stream_part part_of(const job *j, int which)
     part.t.w_global = index ? all.index_w_global : all.w_global;
     part.t.b_a = index ? all.index_b_a : all.b_a;
     part.t.b_b = index ? all.index_b_b : all.b_b;
-    part.t.prev_b = index ? all.index_prev_b : all.prev_b;
+    part.prev_b = index ? all.index_prev_b : all.prev_b;
     part.t.norm_weight = index ? all.index_norm_weight : all.norm_weight;
     part.t.cos_sin = all.cos_sin;
     part.t.out = index ? all.index_out : all.out;
@@ -106,56 +109,91 @@ static stream_part part_of(const job *j, int which)
     return part;
 }
 
-/* Appends rows [first, first + count) of the file's tokens. */
-static int append_piece(const stream_part *part, quern_context *ctx, int64_t first, int64_t count,
-                        bool has_prev)
+/* Appends rows of projections or hidden states; the entries of a block before are not kept. */
+static int append_rows(stream_part *part, quern_context *ctx, quern_dsv4_append_tensors t,
+                       const quern_tensor *given)
 {
-    const quern_dsv4_compress_params *p = &part->params;
-    quern_dsv4_append_tensors t = part->t;
-    quern_dsv4_state *state = part->state;
-    int64_t position, entries;
-    quern_status status = quern_dsv4_append_entries(&state, &count, 1, &entries);
-    if (status == QUERN_OK) status = quern_dsv4_state_position(state, &position, NULL);
-    if (status != QUERN_OK) return fail_status(status);
-    const int64_t entry = (position - p->start_abs_pos) / p->ratio;
-    const quern_tensor tokens = rows_of(t.proj != NULL ? t.proj : t.x, first, count),
-                       out = rows_of(t.out, entry, entries), pooled = rows_of(t.pooled, entry, entries);
-    quern_tensor prev_b;
-    if (t.prev_b != NULL) {
-        const int64_t shape[] = {1, t.prev_b->shape[0], t.prev_b->shape[1]};
-        prev_b = quern_tensor_contiguous(t.prev_b->data, t.prev_b->dtype, 3, shape);
-        t.prev_b = has_prev ? &prev_b : NULL;
+    const int64_t ratio = part->params.ratio, one = 1, two = 2, count = given->shape[0],
+                  first = (part->position - part->before) / ratio,
+                  made = (part->position + count) / ratio - part->position / ratio;
+    const bool kept = part->position >= part->before;
+    int32_t slot = 0, cu[] = {0, (int32_t)count};
+    const quern_tensor slots = quern_tensor_contiguous(&slot, QUERN_I32, 1, &one),
+                       positions = quern_tensor_contiguous(&part->position, QUERN_I32, 1, &one),
+                       merged = quern_tensor_contiguous(&part->merged, QUERN_I32, 1, &one),
+                       offsets = quern_tensor_contiguous(cu, QUERN_I32, 1, &two);
+    quern_tensor results[] = {*t.out, *t.pooled};
+    size_t bytes, row[2];
+    for (int i = 0; i < 2; i++) {
+        row[i] = (size_t)results[i].strides[0] * quern_dtype_size(results[i].dtype);
+        results[i].shape[0] = count / ratio + 1;
     }
-    if (t.proj != NULL) t.proj = &tokens;
-    else t.x = &tokens;
-    t.out = &out;
-    t.pooled = &pooled;
-    size_t bytes;
-    status = quern_dsv4_append_workspace(ctx, p, &state, &count, 1, &t, &bytes);
-    if (status != QUERN_OK) return fail_status(status);
-    void *workspace = malloc(bytes + 1);
-    if (workspace == NULL) return fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", bytes);
-    status = quern_dsv4_append(ctx, NULL, p, &state, &count, 1, &t, workspace, bytes);
-    free(workspace);
+    char *made_rows = malloc((size_t)results[0].shape[0] * (row[0] + row[1]));
+    if (made_rows == NULL)
+        return fail(EXIT_MACHINE, "no memory for the entries of %lld rows", (long long)count);
+    results[1].data = made_rows; /* floats */
+    results[0].data = made_rows + (size_t)results[0].shape[0] * row[1];
+    const quern_tensor *const whole[] = {t.out, t.pooled};
+    if (t.proj != NULL) t.proj = given;
+    else t.x = given;
+    t.out = &results[0];
+    t.pooled = &results[1];
+    t.slots = &slots;
+    t.positions = &positions;
+    t.cu = &offsets;
+    t.states = &part->states;
+    t.merged = &merged;
+    quern_status status = quern_dsv4_append_step_workspace(ctx, &part->params, &t, &bytes);
+    void *workspace = status == QUERN_OK ? malloc(bytes + 1) : NULL;
+    if (status == QUERN_OK && workspace == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK) status = quern_dsv4_append_step(ctx, NULL, &part->params, &t, workspace, bytes);
+    const int64_t left = whole[0]->shape[0] - first, copied = made < left ? made : left; /* of n_blocks */
+    for (int i = 0; i < 2 && status == QUERN_OK && kept && copied > 0; i++)
+        memcpy((char *)whole[i]->data + (size_t)first * row[i], results[i].data, (size_t)copied * row[i]);
+    part->position += status == QUERN_OK ? (int32_t)count : 0;
+    free(workspace), free(made_rows);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
-static int append_pieces(const stream_part *part, quern_context *ctx, const int64_t *pieces, int count)
+static int append_piece(stream_part *part, quern_context *ctx, int64_t first, int64_t count)
+{
+    const quern_tensor given = rows_of(part->t.proj != NULL ? part->t.proj : part->t.x, first, count);
+    return append_rows(part, ctx, part->t, &given);
+}
+
+/* The rows of the block before: 0, but for series b. */
+static int append_before(stream_part *part, quern_context *ctx)
+{
+    const quern_tensor *prev = part->prev_b;
+    if (prev == NULL) return EXIT_DONE;
+    const int64_t shape[] = {prev->shape[0], 2 * prev->shape[1]};
+    const size_t half = (size_t)prev->shape[1] * quern_dtype_size(prev->dtype);
+    char *data = calloc((size_t)shape[0], 2 * half);
+    if (data == NULL) return fail(EXIT_MACHINE, "no memory for the block before");
+    for (int64_t i = 0; i < shape[0]; i++)
+        memcpy(data + (size_t)(2 * i + 1) * half, (const char *)prev->data + (size_t)i * half, half);
+    const quern_tensor given = quern_tensor_contiguous(data, prev->dtype, 2, shape);
+    quern_dsv4_append_tensors t = part->t;
+    t.x = t.w = t.w_fp8 = t.w_fp8_scales = t.w_codes = t.w_scales = t.w_global = NULL;
+    t.proj = &given;
+    const int code = append_rows(part, ctx, t, &given);
+    free(data);
+    return code;
+}
+
+static int append_pieces(stream_part *part, quern_context *ctx, const int64_t *pieces, int count)
 {
     const int64_t start = part->params.start_token;
     int64_t at = 0;
-    int code = EXIT_DONE;
+    int code = append_before(part, ctx);
     for (int i = 0; i < count && code == EXIT_DONE; at += pieces[i++]) {
-        const int64_t skipped = start > at ? start - at : 0, left = pieces[i] - skipped;
-        int64_t held, back = 0;
-        quern_status status = quern_dsv4_state_position(part->state, NULL, &held);
-        if (status == QUERN_OK && i > 0) back = options.rollback < held ? options.rollback : held;
-        if (status == QUERN_OK) status = quern_dsv4_state_rollback(part->state, back);
-        if (status != QUERN_OK) code = fail_status(status);
-        else if (left > 0 || i == 0)
-            code = append_piece(part, ctx, at + (left > 0 ? skipped : 0) - back, (left > 0 ? left : 0) + back,
-                                i == 0);
-        else if (back > 0) code = append_piece(part, ctx, at - back, back, false);
+        const int64_t skipped = start > at ? start - at : 0,
+                      left = pieces[i] > skipped ? pieces[i] - skipped : 0,
+                      had = part->position - part->before, ring = part->position - part->merged,
+                      held = ring < had ? ring : had,
+                      back = options.rollback < held ? options.rollback : held;
+        part->position -= (int32_t)back;
+        if (left + back > 0) code = append_piece(part, ctx, start + had - back, left + back);
     }
     return code;
 }
@@ -175,20 +213,40 @@ static int read_pieces(const job *j, int64_t *pieces, int *count)
                     options.chunks, (long long)main->shape[0]);
     if (options.rollback < 0)
         return fail(EXIT_USAGE, "--rollback %lld: 0 or more rows are accepted", (long long)options.rollback);
+    if (options.ring < 0 || options.ring > RING_MOST)
+        return fail(EXIT_USAGE, "--ring %lld: 0 to %d rows are accepted", (long long)options.ring, RING_MOST);
     return EXIT_DONE;
+}
+
+/* An empty state and its table; one before the file's has rows that no entry is kept of. */
+static bool open_part(stream_part *part, const quern_tensor *table)
+{
+    const bool csa = part->params.kind == QUERN_DSV4_CSA;
+    const int64_t shape[] = {1, ((csa ? 6 : 3) + (csa ? 4 : 2) * options.ring) * part->t.b_a->shape[1]};
+    part->before = part->prev_b != NULL ? (int32_t)part->params.ratio : 0;
+    part->memory[0] = malloc((size_t)shape[1] * sizeof(float) + 1);
+    part->states = quern_tensor_contiguous(part->memory[0], QUERN_F32, 2, shape);
+    if (part->memory[0] == NULL || table == NULL) return part->memory[0] != NULL;
+    const int64_t first = part->params.start_abs_pos - part->before, missing = first < 0 ? -first : 0,
+                  angles = table->shape[0] > first ? table->shape[0] - first : 0;
+    const size_t row = (size_t)table->shape[1] * quern_dtype_size(table->dtype);
+    part->memory[1] = calloc((size_t)angles + 1, row);
+    if (part->memory[1] == NULL) return false;
+    memcpy((char *)part->memory[1] + (size_t)missing * row,
+           (const char *)table->data + (size_t)(first + missing) * row,
+           (size_t)(angles > missing ? angles - missing : 0) * row);
+    part->cos_sin =
+        quern_tensor_contiguous(part->memory[1], table->dtype, 2, (const int64_t[]){angles, table->shape[1]});
+    part->t.cos_sin = &part->cos_sin;
+    return true;
 }
 
 static int stream_one(const job *j, quern_context *ctx, int which, const int64_t *pieces, int count)
 {
     stream_part part = part_of(j, which);
-    const int64_t width = part.t.b_a->shape[1];
-    size_t bytes;
-    quern_status status = quern_dsv4_state_size(&part.params, width, options.ring, &bytes);
-    if (status == QUERN_OK && (part.memory = malloc(bytes + 1)) == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
-    if (status == QUERN_OK)
-        status = quern_dsv4_state_create(&part.params, width, options.ring, part.memory, bytes, &part.state);
-    const int code = status == QUERN_OK ? append_pieces(&part, ctx, pieces, count) : fail_status(status);
-    free(part.memory);
+    const int code = open_part(&part, part.t.cos_sin) ? append_pieces(&part, ctx, pieces, count)
+                                                      : fail(EXIT_MACHINE, "no memory for a state");
+    free(part.memory[0]), free(part.memory[1]);
     return code;
 }
 

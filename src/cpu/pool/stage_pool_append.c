@@ -23,10 +23,10 @@
 /* A sequence of the call. */
 typedef struct append_state {
     step_run run;
-    int64_t origin, position, end; /* of the first token, of the first new one, of the one after these */
-    int64_t merged, left;          /* rows in the sums: before and after the call */
-    int64_t entry, made;           /* its first one in the call's outputs; how many */
-    bool anew;                     /* its sums are cleared first */
+    int64_t position, end; /* of the first new token, of the one after these */
+    int64_t merged, left;  /* rows in the sums: before and after the call */
+    int64_t entry, made;   /* its first one in the call's outputs; how many */
+    bool anew;             /* its sums are cleared first */
     float *data;
 } append_state;
 
@@ -50,11 +50,6 @@ typedef struct append_call {
     int parts;
     append_job job[POOL_PARTS];
 } append_call;
-
-static int64_t entries_before(const append_job *job, const append_state *s, int64_t position)
-{
-    return (position - s->origin) / job->args->ratio;
-}
 
 static float *ring_row(const append_job *job, const append_state *s, int64_t q)
 {
@@ -135,7 +130,7 @@ static quern_status check_part(const stage_exec *exec, const pool_append_args *a
                        part->out.shape[0]);
 }
 
-/* Sequence b of a step that names slots: its state is one of each compressor's, and no other's. */
+/* Sequence b of a step: its state is one of each compressor's, and no other's. */
 static quern_status check_sequence(const stage_exec *exec, const pool_append_args *args, int64_t b)
 {
     const step_run run = step_run_at(&args->step, b);
@@ -151,7 +146,7 @@ static quern_status check_sequence(const stage_exec *exec, const pool_append_arg
     return status;
 }
 
-/* Whether a sequence of a step that names slots goes on, or its fault, old or new, stops it. */
+/* Whether a sequence of a step goes on, or its fault, old or new, stops it. */
 static bool goes_on(const pool_append_args *args, const step_run *run, step_faults *faults)
 {
     const bool known = is_present(&args->fault) && run->slot >= 0 && run->slot < args->fault.shape[0];
@@ -174,12 +169,11 @@ static void find_state(append_job *job, int64_t b, bool goes_on)
     const int64_t first = run.first > 0 ? run.first : 0, count = rows[args->step.rows.strides[1]] - rows[0];
     append_state *s = &job->states[b];
     *s = (append_state){.run = run, .position = first, .end = first + count, .entry = job->entries};
-    s->origin = i32_at(&args->origins, b, 0);
-    s->anew = args->by_slot && first == 0;
+    s->anew = first == 0;
     if (goes_on) s->data = (float *)part->state.data + run.slot * part->state.strides[0];
-    if (goes_on && !s->anew) s->merged = i32_at(&part->merged, args->by_slot ? run.slot : b, 0);
+    if (goes_on && !s->anew) s->merged = i32_at(&part->merged, run.slot, 0);
     s->left = s->end - args->ring > s->merged ? s->end - args->ring : s->merged;
-    s->made = entries_before(job, s, s->end) - entries_before(job, s, s->position);
+    s->made = s->end / job->args->ratio - s->position / job->args->ratio;
     job->entries += s->made;
 }
 
@@ -188,7 +182,7 @@ static void find_states(append_call *call, step_faults *faults)
     const pool_append_args *args = call->job[0].args;
     for (int64_t b = 0; b < call->job[0].batch; b++) {
         const step_run run = step_run_at(&args->step, b);
-        const bool live = args->by_slot ? goes_on(args, &run, faults) : run.slot >= 0;
+        const bool live = goes_on(args, &run, faults);
         for (int i = 0; i < call->parts; i++) find_state(&call->job[i], b, live);
     }
 }
@@ -282,14 +276,14 @@ static int64_t advance(const append_job *job, const append_state *s, int64_t q, 
     const int64_t r = job->args->ratio;
     const bool overlap = job->args->overlap;
     while (q < end) {
-        const int64_t j = (q - s->origin) % r, whole = q - j + r, block = (q - s->origin) / r;
+        const int64_t j = q % r, whole = q - j + r, block = q / r;
         const row_run run = rows_from(job, s, q, whole < end ? whole : end);
         const bool final = last && whole == end;
         if (whole > end || block >= emitted) merge_run(job, 0, &run, j, sums);
         if (overlap && !final) merge_run(job, 1, &run, j, sums + 3 * job->width);
         q += run.rows;
         if (q < whole) continue;
-        if (block >= emitted) emit(job, sums, n++, s->origin + block * r, row);
+        if (block >= emitted) emit(job, sums, n++, block * r, row);
         if (!final) begin_next(job, overlap, sums);
     }
     return n;
@@ -301,24 +295,13 @@ static float *sums_to_keep(const append_job *job, int64_t b)
     return job->finished == NULL ? job->states[b].data : job->work + (2 * b + 1) * job->sums_floats;
 }
 
-static void merge_prev(const append_job *job, int64_t b, float *sums)
-{
-    const quern_tensor *prev = &job->part->prev_b;
-    const char *first =
-        (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
-    const pool_rows before =
-        series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0, job->args->ratio);
-    const pool_sums own = sums_at(sums, job->width);
-    merge_block(job->kernels, &before, job->width, &own);
-}
-
 /* Copies of the sums what the ring's rows up to `last`, the end of a block, need: series a of an emitted
  * block, and series b of the last, are not. */
 static void copy_ahead(const append_job *job, const append_state *s, int64_t last, int64_t emitted,
                        const float *sums, float *ahead)
 {
-    const int64_t r = job->args->ratio, block = (s->left - s->origin) / r, series = 3 * job->width;
-    const bool own = block >= emitted, next = job->args->overlap && s->origin + (block + 1) * r < last;
+    const int64_t r = job->args->ratio, block = s->left / r, series = 3 * job->width;
+    const bool own = block >= emitted, next = job->args->overlap && (block + 1) * r < last;
     if (own) memcpy(ahead, sums, (size_t)series * sizeof *sums);
     if (next) memcpy(ahead + series, sums + series, (size_t)series * sizeof *sums);
 }
@@ -337,14 +320,13 @@ static void append_one(void *arg, int64_t index, int32_t thread)
     const append_job *job = &call->job[index / call->job[0].batch];
     const int64_t b = index % job->batch;
     const append_state *s = &job->states[b];
-    const int64_t emitted = entries_before(job, s, s->position), blocks = entries_before(job, s, s->end),
-                  last = s->origin + blocks * job->args->ratio; /* rows from here on are in no whole block */
+    const int64_t emitted = s->position / job->args->ratio, blocks = s->end / job->args->ratio,
+                  last = blocks * job->args->ratio; /* rows from here on are in no whole block */
     float *kept = sums_to_keep(job, b), *ahead = job->work + 2 * b * job->sums_floats,
           *row = job->rows + 2 * thread * job->width;
     if (s->data == NULL) return;
     if (s->anew) clear_all(job, kept);
     else if (kept != s->data) memcpy(kept, s->data, (size_t)job->sums_floats * sizeof *kept);
-    if (is_present(&job->part->prev_b)) merge_prev(job, b, kept);
     const int64_t n = advance(job, s, s->merged, s->left, false, emitted, s->entry, kept, row);
     if (blocks == emitted || s->left >= last) return;
     copy_ahead(job, s, last, emitted, kept, ahead);
@@ -369,7 +351,7 @@ static void commit_one(void *arg, int64_t index, int32_t thread)
         job->kernels->rows->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype,
                                     ring_row(job, s, q), QUERN_F32, job->columns);
     }
-    ((int32_t *)merged->data)[(job->args->by_slot ? s->run.slot : b) * merged->strides[0]] = (int32_t)s->left;
+    ((int32_t *)merged->data)[s->run.slot * merged->strides[0]] = (int32_t)s->left;
 }
 
 /* Every entry of a sequence is finite before it is quantised. A format may have fewer bytes than the row has
@@ -414,7 +396,7 @@ static void store_entries(const append_job *job, const append_state *s)
 {
     const pool_append_part *part = job->part;
     const quern_tensor *table = &part->table;
-    const int64_t first = entries_before(job, s, s->position);
+    const int64_t first = s->position / job->args->ratio;
     for (int64_t i = 0; i < s->made; i++) {
         const int64_t n = s->entry + i, e = first + i;
         const float *row = job->finished + n * job->width;
@@ -474,8 +456,7 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
     append_call call = carve(exec, args, &a);
     const int64_t batch = call.job[0].batch;
     step_faults faults;
-    quern_status status =
-        args->by_slot ? check_step_rows(exec, &args->step, args->part[0].proj.shape[0]) : QUERN_OK;
+    quern_status status = check_step_rows(exec, &args->step, args->part[0].proj.shape[0]);
     if (status != QUERN_OK) return status;
     step_faults_begin(&faults, exec, is_present(&args->fault));
     find_states(&call, &faults);
@@ -488,7 +469,7 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
         const append_job *job = &call.job[i];
         for (int64_t b = 0; b < batch && job->finished != NULL; b++)
             if (job->states[b].data != NULL) store_entries(job, &job->states[b]);
-        if (args->by_slot) zero_unused(job);
+        zero_unused(job);
     }
     parallel_for(exec, call.parts * batch, commit_one, &call);
     return QUERN_OK;

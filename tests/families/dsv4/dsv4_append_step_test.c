@@ -204,7 +204,7 @@ static quern_tensor table_of(const part *p, const int32_t *ids, int64_t batch)
 
 /* One operation on the step in the block. rows: of a compressor without pages [T / r + B]. */
 static quern_status append(const world *w, const quern_step *step, const int32_t *ids,
-                           const quern_tensor *proj, unsigned char *const *rows, const quern_tensor *prev_b)
+                           const quern_tensor *proj, unsigned char *const *rows)
 {
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
     const int64_t shape[] = {w->slots, w->floats}, batch = step->slots.shape[0];
@@ -230,7 +230,6 @@ static quern_status append(const world *w, const quern_step *step, const int32_t
     t.states = &states[0];
     t.merged = &merged[0];
     t.copies = &step->copies;
-    t.prev_b = prev_b;
     if (w->part[0].page > 0) t.table = &table[0];
     if (w->faults) t.fault = &fault;
     if (w->parts > 1) {
@@ -359,7 +358,7 @@ static void take_step(world *w, test_random *random)
     for (int i = 0; i < w->parts; i++) proj[i] = projections(w, &w->part[i], b.token, b.tokens);
     for (int run = 0; run < (most <= w->ring ? 2 : 1); run++) {
         memset(memory, 0x77, sizeof memory);
-        if (append(w, &step, b.ids, proj, rows, NULL) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+        if (append(w, &step, b.ids, proj, rows) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
         check_step(w, &b, rows);
     }
     keep_step(w, &b);
@@ -455,7 +454,7 @@ static void wrong_numbers_are_refused(void **state)
         const int32_t was = *wrong[i].number;
         *wrong[i].number = wrong[i].value;
         memset(memory, 0x77, sizeof memory);
-        assert_int_equal(append(&w, &step, ids, proj, rows, NULL), QUERN_ERR_INVALID_ARGUMENT);
+        assert_int_equal(append(&w, &step, ids, proj, rows), QUERN_ERR_INVALID_ARGUMENT);
         if (strstr(quern_last_error(ctx), wrong[i].sentence) == NULL)
             fail_msg("\"%s\" lacks \"%s\"", quern_last_error(ctx), wrong[i].sentence);
         *wrong[i].number = was;
@@ -465,29 +464,27 @@ static void wrong_numbers_are_refused(void **state)
         for (int k = 0; k < w.parts; k++)
             assert_memory_equal(before + k * n, w.part[k].states, (size_t)n * sizeof *before);
     }
-    assert_int_equal(append(&w, &step, ids, proj, rows, &main->norm), QUERN_ERR_INVALID_ARGUMENT);
-    assert_non_null(strstr(quern_last_error(ctx), "prev_b is given: a step's sequences begin at position 0"));
 #ifndef QUERN_TEST_GPU /* where it is no error */
     /* An indexer's entry that is not finite leaves the main compressor's states alone, too. */
     float *value = proj[1].data;
     const float was = *value;
     *value = INFINITY;
-    assert_int_equal(append(&w, &step, ids, proj, rows, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(append(&w, &step, ids, proj, rows), QUERN_ERR_INVALID_ARGUMENT);
     for (int k = 0; k < w.parts; k++)
         for (int64_t i = 0; i < n; i++) assert_true(w.part[k].states[i] == before[k * n + i]);
     *value = was;
 #endif
-    assert_int_equal(append(&w, &step, ids, proj, rows, NULL), QUERN_OK);
+    assert_int_equal(append(&w, &step, ids, proj, rows), QUERN_OK);
     assert_int_equal(main->merged[3], 6); /* copied */
     index->pool.shape[1]--;
-    assert_int_equal(append(&w, &step, ids, proj, rows, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(append(&w, &step, ids, proj, rows), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(ctx), "index_out has pages of "));
     index->pool.shape[1]++;
     w.cos_sin.shape[0] = 5;
-    assert_int_equal(append(&w, &step, ids, proj, rows, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(append(&w, &step, ids, proj, rows), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(ctx), ": cos_sin has positions 0 to 4"));
     w.floats++;
-    assert_int_equal(append(&w, &step, ids, proj, rows, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(append(&w, &step, ids, proj, rows), QUERN_ERR_INVALID_ARGUMENT);
     free(before);
     free(proj[0].data);
     free(proj[1].data);
@@ -584,7 +581,7 @@ static void faults_stop_one_sequence(void **state)
             if (page != NULL) page += (w.length[1] / w.params.ratio) / w.part[last].page, good = *page;
             if (now && kind == NOT_A_PAGE) *page = SEQUENCES * COLUMNS;
             memset(memory, 0x77, sizeof memory);
-            if (append(&w, &step, ids, proj, rows, NULL) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+            if (append(&w, &step, ids, proj, rows) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
             if (page != NULL) *page = good;
             for (int64_t i = 0; i < w.slots; i++)
                 assert_int_equal(w.fault[i], i == slot && stopped ? bits[kind] : 0);

@@ -9,6 +9,7 @@
 #include "dsv4_core.h"
 #include "dsv4_index_case.h"
 #include "dsv4_layer_case.h"
+#include "dsv4_states.h"
 #include "float_states.h"
 #include "op_case.h"
 
@@ -50,27 +51,22 @@ static void compressors_keep_the_callers_state(void **state)
 typedef struct stream {
     quern_dsv4_compress_params params;
     test_tensor x, w, b_a, b_b, norm_weight, cos_sin, out;
-    unsigned char *memory;
-    size_t bytes;
 } stream;
 enum { WIDTH = 32, HIDDEN = 24, TOKENS = 21, RATIO = 4, RING = 3 };
 
 static void run_stream(void *arg, quern_context *ctx)
 {
     stream *s = arg;
-    quern_dsv4_state *state;
-    assert_int_equal(quern_dsv4_state_create(&s->params, WIDTH, RING, s->memory, s->bytes, &state), QUERN_OK);
-    int64_t done = 0, made = 0;
+    const int32_t slot = 0;
+    dsv4_states states = dsv4_states_make(&s->params, WIDTH, RING, 1);
+    int64_t done = 0;
     for (int64_t n = 1; done < TOKENS; n += 2) {
         const int64_t count = n < TOKENS - done ? n : TOKENS - done;
         quern_tensor x = s->x.view, out = s->out.view;
-        int64_t entries;
-        size_t bytes;
-        assert_int_equal(quern_dsv4_append_entries(&state, &count, 1, &entries), QUERN_OK);
         x.data = (char *)x.data + done * x.strides[0] * (int64_t)quern_dtype_size(x.dtype);
         x.shape[0] = count;
-        out.data = (char *)out.data + made * out.strides[0] * (int64_t)sizeof(float);
-        out.shape[0] = entries;
+        out.data = (char *)out.data + done / RATIO * out.strides[0] * (int64_t)sizeof(float);
+        out.shape[0] = count / RATIO + 1;
         quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
         t.x = &x;
         t.w = &s->w.view;
@@ -79,14 +75,10 @@ static void run_stream(void *arg, quern_context *ctx)
         t.norm_weight = &s->norm_weight.view;
         t.cos_sin = &s->cos_sin.view;
         t.out = &out;
-        assert_int_equal(quern_dsv4_append_workspace(ctx, &s->params, &state, &count, 1, &t, &bytes),
-                         QUERN_OK);
-        test_workspace w = test_workspace_make(bytes);
-        assert_int_equal(quern_dsv4_append(ctx, NULL, &s->params, &state, &count, 1, &t, w.data, bytes),
-                         QUERN_OK);
-        test_workspace_close(&w);
-        done += count, made += entries;
+        assert_int_equal(dsv4_states_append(&states, ctx, &slot, &count, 1, &t), QUERN_OK);
+        done += count;
     }
+    dsv4_states_free(&states);
 }
 
 static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns)
@@ -109,9 +101,7 @@ static void appends_keep_the_callers_state(void **state)
                 .b_b = matrix(&random, QUERN_F32, RATIO, WIDTH),
                 .norm_weight = matrix(&random, QUERN_F32, 0, WIDTH),
                 .cos_sin = matrix(&random, QUERN_F32, TOKENS, 8),
-                .out = matrix(&random, QUERN_F32, TOKENS / RATIO, WIDTH)};
-    assert_int_equal(quern_dsv4_state_size(&s.params, WIDTH, RING, &s.bytes), QUERN_OK);
-    s.memory = malloc(s.bytes + 1);
+                .out = matrix(&random, QUERN_F32, TOKENS / RATIO + 1, WIDTH)};
     test_float_scale(&s.x);
     test_float_scale(&s.norm_weight);
     test_float_case f = {.name = "append",
@@ -120,7 +110,6 @@ static void appends_keep_the_callers_state(void **state)
                          .t = {&s.x, &s.w, &s.b_a, &s.b_b, &s.norm_weight, &s.cos_sin, &s.out}};
     test_float_case_check(&f);
     for (int i = 0; f.t[i] != NULL; i++) test_tensor_free(f.t[i]);
-    free(s.memory);
 }
 
 static void index_keys(void *arg, quern_context *ctx)

@@ -7,6 +7,7 @@
  */
 #include "cmocka_c11.h"
 #include "dsv4_case.h"
+#include "dsv4_states.h"
 #include "dsv4_weights.h"
 #include "op_case.h"
 
@@ -66,10 +67,11 @@ static quern_tensor rows_of(const quern_tensor *t, int64_t first, int64_t count)
     return v;
 }
 
-static void append(const stream *s, quern_context *ctx, quern_dsv4_state *state, int64_t at, int64_t count,
+static void append(const stream *s, quern_context *ctx, dsv4_states *states, int64_t count,
                    const test_tensor *out, const test_tensor *pooled)
 {
-    const int64_t r = s->params.ratio, entry = at / r, made = (at + count) / r - entry;
+    const int64_t r = s->params.ratio, at = states->position[0], entry = at / r, made = count / r + 1;
+    const int32_t slot = 0;
     const quern_tensor rows = rows_of(&s->rows.view, at, count), o = rows_of(&out->view, entry, made),
                        p = rows_of(&pooled->view, entry, made);
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
@@ -82,41 +84,28 @@ static void append(const stream *s, quern_context *ctx, quern_dsv4_state *state,
     t.cos_sin = &s->cos_sin.view;
     t.out = &o;
     t.pooled = &p;
-    size_t bytes;
-    if (quern_dsv4_append_workspace(ctx, &s->params, &state, &count, 1, &t, &bytes) != QUERN_OK)
+    if (dsv4_states_append(states, ctx, &slot, &count, 1, &t) != QUERN_OK)
         fail_msg("%s", quern_last_error(ctx));
-    test_workspace w = test_workspace_make(bytes);
-    if (quern_dsv4_append(ctx, NULL, &s->params, &state, &count, 1, &t, w.data, bytes) != QUERN_OK)
-        fail_msg("%s", quern_last_error(ctx));
-    test_workspace_close(&w);
 }
 
 /* Pieces from one token to a few thousand, with roll-backs between them. */
 static void append_all(const stream *s, quern_context *ctx, test_random *random)
 {
-    test_tensor out = dsv4_weight_rows(random, QUERN_F32, s->entries, WIDTH),
-                pooled = dsv4_weight_rows(random, QUERN_F32, s->entries, WIDTH);
-    quern_dsv4_state *state = NULL;
-    size_t bytes;
-    assert_int_equal(quern_dsv4_state_size(&s->params, WIDTH, RING, &bytes), QUERN_OK);
-    test_workspace memory = test_workspace_make(bytes);
-    assert_int_equal(quern_dsv4_state_create(&s->params, WIDTH, RING, memory.data, bytes, &state), QUERN_OK);
-    for (int64_t at = 0; at < TOKENS;) {
+    test_tensor out = dsv4_weight_rows(random, QUERN_F32, s->entries + 1, WIDTH),
+                pooled = dsv4_weight_rows(random, QUERN_F32, s->entries + 1, WIDTH);
+    dsv4_states states = dsv4_states_make(&s->params, WIDTH, RING, 1);
+    while (states.position[0] < TOKENS) {
         static const int64_t sizes[] = {7, 130, 900, 3000};
-        const int64_t left = TOKENS - at, most = sizes[test_random_int(random, 0, 3)],
+        const int64_t left = TOKENS - states.position[0], most = sizes[test_random_int(random, 0, 3)],
                       count = test_random_int(random, 1, left < most ? left : most);
-        append(s, ctx, state, at, count, &out, &pooled);
-        at += count;
-        if (at < TOKENS && test_random_one_in(random, 3)) {
-            int64_t held;
-            assert_int_equal(quern_dsv4_state_position(state, NULL, &held), QUERN_OK);
-            const int64_t n = test_random_int(random, 0, held);
-            assert_int_equal(quern_dsv4_state_rollback(state, n), QUERN_OK);
-            at -= n;
-        }
+        append(s, ctx, &states, count, &out, &pooled);
+        if (count < left && test_random_one_in(random, 3))
+            states.position[0] -= (int32_t)test_random_int(random, 0, dsv4_states_held(&states, 0));
     }
+    out.view.shape[0] = pooled.view.shape[0] = s->entries;
     assert_true(test_tensor_same_bits(&s->out, &out) && test_tensor_same_bits(&s->pooled, &pooled));
-    test_workspace_close(&memory);
+    out.view.shape[0] = pooled.view.shape[0] = s->entries + 1;
+    dsv4_states_free(&states);
     test_tensor_free(&out), test_tensor_free(&pooled);
 }
 

@@ -3,6 +3,7 @@
 /* dsv4_weights_checks_test.c - quantised projection weights that the compressors refuse, in one shot and in
  * appends, which leave outputs and states as they were. */
 #include "cmocka_c11.h"
+#include "dsv4_states.h"
 #include "dsv4_weights.h"
 #include "op_case.h"
 
@@ -134,14 +135,16 @@ static void refused_appends(void **state)
     (void)state;
     fixture f = open_fixture();
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
-    quern_dsv4_state *s = NULL;
-    size_t bytes;
-    assert_int_equal(quern_dsv4_state_size(&f.p, WIDTH, 3, &bytes), QUERN_OK);
-    test_workspace memory = test_workspace_make(bytes);
-    assert_int_equal(quern_dsv4_state_create(&f.p, WIDTH, 3, memory.data, bytes, &s), QUERN_OK);
-    const int64_t count = 9;
-    static unsigned char workspace[1 << 23];
-    t.x = &f.x.view;
+    enum { COUNT = 7 }; /* of whose entries, and one row more, `out` has room */
+    const int64_t count = COUNT;
+    const int32_t slot = 0;
+    dsv4_states states = dsv4_states_make(&f.p, WIDTH, 3, 1);
+    const size_t bytes = (size_t)states.floats * sizeof *states.rows;
+    unsigned char *before = malloc(bytes);
+    memcpy(before, states.rows, bytes);
+    quern_tensor x = f.x.view;
+    x.shape[0] = COUNT;
+    t.x = &x;
     t.b_a = &f.b_a.view;
     t.b_b = &f.b_b.view;
     t.out = &f.out.view;
@@ -171,18 +174,18 @@ static void refused_appends(void **state)
             t.w_fp8_scales = &f.fp8.scales.view;
         }
         if (i >= 3) *scale = 0xff;
-        assert_int_equal(quern_dsv4_append(f.ctx, NULL, &f.p, &s, &count, 1, &t, workspace, sizeof workspace),
+        assert_int_equal(dsv4_states_append(&states, f.ctx, &slot, &count, 1, &t),
                          QUERN_ERR_INVALID_ARGUMENT);
         if (strstr(quern_last_error(f.ctx), sentences[i]) == NULL)
             fail_msg("'%s' lacks '%s'", quern_last_error(f.ctx), sentences[i]);
-        int64_t position, held;
-        assert_int_equal(quern_dsv4_state_position(s, &position, &held), QUERN_OK);
-        assert_int_equal(position, 0), assert_int_equal(held, 0);
+        assert_memory_equal(states.rows, before, bytes);
+        assert_int_equal(states.merged[0], 0);
         test_tensor_check_unchanged(&f.out, "out");
         *global = good;
         *scale = byte;
     }
-    test_workspace_close(&memory);
+    free(before);
+    dsv4_states_free(&states);
     close_fixture(&f);
 }
 

@@ -5,6 +5,7 @@
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "dsv4_case.h"
+#include "dsv4_states.h"
 #include "dsv4_weights.h"
 #include "op_case.h"
 
@@ -186,17 +187,14 @@ static quern_tensor rows_of(const quern_tensor *t, int64_t first, int64_t count)
     return v;
 }
 
-/* Appends all tokens in random pieces; out [ENTRIES, WIDTH]. */
+/* Appends all tokens in random pieces; out [ENTRIES + 1, WIDTH]. */
 static void append_all(const quern_dsv4_compress_tensors *all, quern_context *ctx, test_random *random,
                        const quern_tensor *out)
 {
     const quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
-    quern_dsv4_state *state = NULL;
-    size_t bytes;
-    assert_int_equal(quern_dsv4_state_size(&p, WIDTH, 3, &bytes), QUERN_OK);
-    test_workspace memory = test_workspace_make(bytes);
-    assert_int_equal(quern_dsv4_state_create(&p, WIDTH, 3, memory.data, bytes, &state), QUERN_OK);
+    const int32_t slot = 0;
+    dsv4_states states = dsv4_states_make(&p, WIDTH, 3, 1);
     t.w = all->w;
     t.w_fp8 = all->w_fp8;
     t.w_fp8_scales = all->w_fp8_scales;
@@ -205,30 +203,20 @@ static void append_all(const quern_dsv4_compress_tensors *all, quern_context *ct
     t.w_global = all->w_global;
     t.b_a = all->b_a;
     t.b_b = all->b_b;
-    for (int64_t at = 0; at < TOKENS;) {
-        const int64_t left = TOKENS - at, count = test_random_int(random, 1,
-                                                                  test_random_one_in(random, 3) ? left
-                                                                  : left < 3                    ? left
-                                                                                                : 3);
-        const quern_tensor x = rows_of(all->x, at, count),
-                           entries = rows_of(out, at / R, (at + count) / R - at / R);
+    while (states.position[0] < TOKENS) {
+        const int64_t at = states.position[0], left = TOKENS - at,
+                      count = test_random_int(random, 1,
+                                              test_random_one_in(random, 3) ? left
+                                              : left < 3                    ? left
+                                                                            : 3);
+        const quern_tensor x = rows_of(all->x, at, count), entries = rows_of(out, at / R, count / R + 1);
         t.x = &x;
         t.out = &entries;
-        if (quern_dsv4_append_workspace(ctx, &p, &state, &count, 1, &t, &bytes) != QUERN_OK)
+        if (dsv4_states_append(&states, ctx, &slot, &count, 1, &t) != QUERN_OK)
             fail_msg("%s", quern_last_error(ctx));
-        test_workspace w = test_workspace_make(bytes);
-        if (quern_dsv4_append(ctx, NULL, &p, &state, &count, 1, &t, w.data, bytes) != QUERN_OK)
-            fail_msg("%s", quern_last_error(ctx));
-        test_workspace_close(&w);
-        at += count;
-        if (test_random_one_in(random, 3)) {
-            int64_t held;
-            assert_int_equal(quern_dsv4_state_position(state, NULL, &held), QUERN_OK);
-            assert_int_equal(quern_dsv4_state_rollback(state, held), QUERN_OK);
-            at -= held;
-        }
+        if (test_random_one_in(random, 3)) states.position[0] = states.merged[0];
     }
-    test_workspace_close(&memory);
+    dsv4_states_free(&states);
 }
 
 /* Weights in FP8, in NVFP4, in f32, and in the dtype of x. */
@@ -247,7 +235,7 @@ static void pieces_give_the_bits_of_one_shot(void **state)
                     b_a = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),
                     b_b = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),
                     out = dsv4_weight_rows(&random, QUERN_F32, ENTRIES, WIDTH),
-                    pieces = dsv4_weight_rows(&random, QUERN_F32, ENTRIES, WIDTH),
+                    pieces = dsv4_weight_rows(&random, QUERN_F32, ENTRIES + 1, WIDTH),
                     floats =
                         dsv4_weight_rows(&random, kind == WEIGHT_KINDS ? QUERN_F32 : dtype, IN, 4 * WIDTH);
         const quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
@@ -260,7 +248,9 @@ static void pieces_give_the_bits_of_one_shot(void **state)
         t.out = &out.view;
         op_case_call(ctx, "csa-compress", QUERN_OP_FORWARD, &p, &t);
         append_all(&t, ctx, &random, &pieces.view);
+        pieces.view.shape[0] = ENTRIES;
         assert_true(test_tensor_same_bits(&out, &pieces));
+        pieces.view.shape[0] = ENTRIES + 1;
         test_tensor *all[] = {&x, &b_a, &b_b, &out, &pieces, &floats};
         for (int i = 0; i < 6; i++) test_tensor_free(all[i]);
         dsv4_weight_free(&w);

@@ -108,10 +108,6 @@ static append_kernel kernel_of(const stage_exec *exec, const pool_append_args *a
 static bool supports(const stage_exec *, const pool_append_args *args, char why[STAGE_WHY_BYTES])
 {
     enum { WIDTH_MOST = APPEND_THREADS * GROUP_CHANNELS };
-    if (!args->by_slot) {
-        snprintf(why, STAGE_WHY_BYTES, "the cuda backend takes states in slots of a tensor");
-        return false;
-    }
     for (int i = 0; i < POOL_PARTS; i++) {
         if (args->part[i].width <= WIDTH_MOST && threads_of(args) <= APPEND_THREADS) continue;
         snprintf(why, STAGE_WHY_BYTES,
