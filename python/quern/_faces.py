@@ -112,7 +112,7 @@ class Short:
             query = tensors[1]
             out = query.new_empty((*query.shape[:-1], tensors[self._value].shape[-1]))
             self._call(self._number, 0, self._params(*values), *self._slots((*tensors, out)))
-        except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError):  # refused, so not run
+        except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError):  # refused: not run
             return None
         return out
 
