@@ -15,7 +15,7 @@
 #include <sys/wait.h>
 
 static char directory[] = "command_test.XXXXXX";
-static char output[1 << 16]; /* stdout and stderr of the last run */
+static char output[1 << 18]; /* stdout and stderr of the last run */
 
 /* The tests judge no rate: a bench's ceilings go through little memory. */
 static inline int make_directory(void **state)
