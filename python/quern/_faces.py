@@ -111,8 +111,16 @@ class Short:
                 return None
             query = tensors[1]
             out = query.new_empty((*query.shape[:-1], tensors[self._value].shape[-1]))
-            self._call(self._number, 0, self._params(*values), *self._slots((*tensors, out)))
-        except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError):  # refused: not run
+            stated = self._params(*values)
+        except Exception:
+            return None
+        try:
+            self._call(self._number, 0, stated, *self._slots((*tensors, out)))
+        except (TypeError, ValueError, NotImplementedError):  # refused: nothing has run
+            return None
+        except RuntimeError:  # a device's failure, or a tensor that has no address
+            if all(t is None or (t.layout is torch.strided and not t.is_nested) for t in tensors):
+                raise
             return None
         return out
 
