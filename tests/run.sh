@@ -70,7 +70,7 @@ lacks_left_out() {
         grep -qE "^[a-z].* $name(\\(| = )" /dev/null "${left_out[@]}" && continue
         echo "libquern_cuda lacks $name"
         bad=1
-    done < <(nm -D -C --undefined-only build/test/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' | sed 's/^ *U //; s/(.*//; s/^quern_status //; s/__nv_bfloat16/bf16/')
+    done < <(nm -D -C --undefined-only build/test/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' | sed 's/^ *U //; s/(.*//; s/^\(quern_status\|unsigned long\) //; s/__nv_bfloat16/bf16/')
     return $bad
 }
 
