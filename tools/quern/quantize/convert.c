@@ -140,9 +140,9 @@ static int add_parts(conversion *c, piece_team *team, const open_output *o, posi
 
 static int run_pieces(conversion *c, piece_team *team)
 {
-    work_trouble trouble = {.piece = INT64_MAX};
+    team_trouble trouble = {.piece = INT64_MAX};
     int code = pieces_make_room(team) ? EXIT_DONE : no_memory();
-    if (code == EXIT_DONE) work_run(c->threads, &team->lanes, pieces_write, team, &trouble);
+    if (code == EXIT_DONE) team_run(c->threads, &team->lanes, pieces_write, team, &trouble);
     pieces_free_room(team);
     if (trouble.piece != INT64_MAX) code = fail(trouble.code, "%s", trouble.sentence);
     if (code == EXIT_DONE) collect_errors(c, team);

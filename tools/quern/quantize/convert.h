@@ -12,7 +12,7 @@
 
 #include "quantize/outputs.h"
 #include "quantize/progress.h"
-#include "quantize/work.h"
+#include "quantize/thread_team.h"
 
 #include <quern/file.h>
 
@@ -44,7 +44,7 @@ typedef struct open_output {
     quern_file *out;
 } open_output;
 
-enum { FILES_AT_ONCE = WORK_LANES };
+enum { FILES_AT_ONCE = TEAM_LANES };
 /* Writes every tensor of the files, at most FILES_AT_ONCE. Returns an exit code. */
 int convert_files(conversion *c, const open_output *outputs, size_t count, progress *p);
 

@@ -6,7 +6,7 @@
 #define QUERN_QUANTIZE_PIECES_H
 
 #include "quantize/convert.h"
-#include "quantize/work.h"
+#include "quantize/thread_team.h"
 
 /* A part of the work. */
 typedef struct write_piece {
@@ -33,7 +33,7 @@ typedef struct piece_team {
     sweep *sweep; /* the first */
     write_piece *pieces;
     size_t count, room, room_count;
-    work_lanes lanes; /* one for each file */
+    team_lanes lanes; /* one for each file */
     int64_t bytes;    /* of the source, that the pieces stand for */
     int64_t values; /* the most of a piece */
     size_t workspace_bytes;
@@ -43,7 +43,7 @@ typedef struct piece_team {
 /* Sizes the buffers for all pieces. False without memory. */
 bool pieces_make_room(piece_team *team);
 void pieces_free_room(piece_team *team);
-/* A work_piece of the team. */
+/* A team_piece of the team. */
 int pieces_write(void *team, int64_t index, int thread, char sentence[1024]);
 /* Columns of a piece of VALUES_TURNED. */
 int64_t columns_a_piece(const matrix *m);

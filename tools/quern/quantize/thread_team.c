@@ -1,14 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* work.c - the team of threads. */
-#include "quantize/work.h"
+/* thread_team.c - the team of threads. */
+#include "quantize/thread_team.h"
 
 #include "command.h"
 #include "team.h"
 
 #include <string.h>
 
-static void run_one(work_piece *piece, void *arg, int64_t index, int thread, work_trouble *trouble)
+static void run_one(team_piece *piece, void *arg, int64_t index, int thread, team_trouble *trouble)
 {
     char sentence[sizeof trouble->sentence] = "";
     int64_t failed;
@@ -26,11 +26,11 @@ static void run_one(work_piece *piece, void *arg, int64_t index, int thread, wor
     }
 }
 
-void work_run(int threads, const work_lanes *lanes, work_piece *piece, void *arg, work_trouble *trouble)
+void team_run(int threads, const team_lanes *lanes, team_piece *piece, void *arg, team_trouble *trouble)
 {
     const int64_t count = lanes->count > 0 ? lanes->ends[lanes->count - 1] : 0;
     const int team = count > 1 ? openmp_team(threads) : 1;
-    int64_t next[WORK_LANES];
+    int64_t next[TEAM_LANES];
     if (team == 1) { /* OpenMP ends the process where it has no memory */
         for (int64_t i = 0; i < count; i++) run_one(piece, arg, i, 0, trouble);
         return;
