@@ -33,6 +33,6 @@ for header in include/quern/*.h; do
 done
 while read -r module; do
     grep -q "automodule:: $module\$" docs/reference/python.md || { echo "no page of $module"; bad=1; }
-done < <(cd python && ls quern/__init__.py quern/[a-z]*.py quern/compat/[a-z]*.py quern/reference/__init__.py |
+done < <(cd python && ls quern/__init__.py quern/[a-z]*.py quern/{compat,integrations}/[a-z]*.py quern/reference/__init__.py |
              sed 's|/__init__||; s|/|.|g; s|\.py$||')
 exit $bad

@@ -36,7 +36,8 @@ myst_heading_anchors = 3
 c_id_attributes = ["QUERN_API"]
 # The package is read as it stands here, not built: what comes from the C library or a framework is a stand-in.
 sys.path.insert(0, str(ROOT / "python"))
-autodoc_mock_imports = ["torch", "tvm_ffi", "numpy", "quern._operations", "quern._faces"]
+autodoc_mock_imports = ["torch", "transformers", "tvm_ffi", "numpy"]
+autodoc_mock_imports += ["quern._operations", "quern._faces"]
 autodoc_preserve_defaults = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

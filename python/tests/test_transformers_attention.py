@@ -13,44 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.20")
 
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from tiny_models import MODELS, alone, error, tokens  # noqa: E402
 from transformers import StaticCache  # noqa: E402
-from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m3  # noqa: E402
 
 from quern.integrations import transformers as integration  # noqa: E402
 
-SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KINDS = ("llama", "gpt_oss", "minimax_m3")
 
-
-def gpt_oss():
-    kinds = ["sliding_attention", "full_attention"]
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    config = GptOssConfig(**SIZES, **EXPERTS, sliding_window=8, layer_types=kinds, rope_parameters=rope)
-    model = GptOssForCausalLM(config)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks)
-    return model
-
-
-def minimax():
-    index = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3}
-    config = m3.MiniMaxM3VLTextConfig(
-        **SIZES,
-        **EXPERTS,
-        **index,
-        rotary_dim=16,
-        dense_intermediate_size=96,
-        shared_intermediate_size=32,
-        mlp_layer_types=["dense", "sparse"],
-        layer_types=["full_attention", "minimax_m3_sparse"],
-    )
-    return m3.MiniMaxM3VLForCausalLM(config)
-
-
-MODELS = {"llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), "gpt_oss": gpt_oss, "minimax_m3": minimax}
 PADDED = ("llama", "gpt_oss")  # MiniMax-M3's blocks stand at slots: padding on the left moves them
 
 
@@ -66,16 +35,7 @@ def models(kind, dtype=torch.float32):
     return eager, quern
 
 
-def tokens(batch=3, n=40):
-    torch.manual_seed(5)
-    return torch.randint(2, 97, (batch, n))
-
-
-def error(got, want):
-    return float((got.double() - want).norm() / want.norm())
-
-
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits(kind):
     eager, quern = models(kind)
     exact = copy.deepcopy(eager).double()
@@ -106,17 +66,7 @@ def test_padding(kind, side):
         assert error(quern(tokens(), **given).logits[real], want) < 5e-6
 
 
-def alone(model, prompt, count):
-    """Greedy tokens of one prompt, and which of them are decided by more than rounding."""
-    kept = {"output_logits": True, "return_dict_in_generate": True}
-    made = model.generate(prompt[None], max_new_tokens=count, do_sample=False, **kept)
-    logits = torch.cat(made.logits)
-    top = logits.topk(2).values
-    sure = top[:, 0] - top[:, 1] > 1e-4 * logits.abs().amax(-1)
-    return made.sequences[0, len(prompt) :].tolist(), sure.tolist()
-
-
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_generation(kind):
     eager, quern = models(kind)
     lengths = (40, 33, 21) if kind in PADDED else (40, 40)
@@ -156,7 +106,7 @@ def test_packed_sequences(kind):
         assert error(quern(row, position_ids=positions, **named).logits, want) < 5e-6
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_fine_tuning(kind):
     losses = []
     for model in models(kind):

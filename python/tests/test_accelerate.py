@@ -1,0 +1,253 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""quern.integrations.transformers.accelerate: tiny random models of MiniMax-M3 and DeepSeek-V4 against eager
+attention."""
+
+import copy
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+from tiny_models import MODELS, alone, error, tokens  # noqa: E402
+
+from quern.integrations.transformers import accelerate  # noqa: E402
+
+KINDS = ("minimax_m3", "deepseek_v4")
+
+
+def models(kind, dtype=torch.float32):
+    """The model with eager attention, and accelerated."""
+    torch.manual_seed(3)
+    eager = MODELS[kind]().eval().to(dtype)
+    eager.set_attn_implementation("eager")
+    eager.set_experts_implementation("eager")
+    return eager, accelerate(copy.deepcopy(eager))
+
+
+def made_cache(model):
+    return transformers.DynamicCache(config=model.config)
+
+
+def step(model, ids, cache, **given):
+    """Logits of tokens that follow those of a cache, whose name in the library has changed."""
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad():
+        return model(ids, **{named: cache}, **given).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits(kind):
+    eager, quern = models(kind)
+    exact = copy.deepcopy(eager).double()
+    with torch.no_grad():
+        want = exact(tokens()).logits
+        assert error(quern(tokens()).logits, want) < 5e-6
+        assert error(quern(tokens(), use_cache=False).logits, want) < 5e-6
+        if kind == "minimax_m3":  # rounding flips choices of blocks
+            return
+        low, ours = eager.bfloat16(), quern.bfloat16()
+        assert error(ours(tokens()).logits, want) <= 1.5 * error(low(tokens()).logits, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_and_the_line(kind, capsys):
+    eager, quern = models(kind)
+    said = capsys.readouterr().out.splitlines()
+    name, count = {"minimax_m3": ("MiniMaxM3VLIndexer", 1), "deepseek_v4": ("DeepseekV4Attention", 3)}[kind]
+    assert said == [
+        f"quern: {count} of {count} {name} replaced",
+        f"quern: attn_implementation of {type(eager).__name__} is quern",
+    ]
+    assert list(quern.state_dict()) == list(eager.state_dict())
+    quern.load_state_dict(eager.state_dict())
+    accelerate(quern)
+    assert capsys.readouterr().out.splitlines() == said[1:]
+
+
+def test_plain_models():
+    eager, quern = (MODELS["llama"]().eval() for _ in range(2))
+    quern.load_state_dict(eager.state_dict())
+    accelerate(quern)
+    with torch.no_grad():
+        assert error(quern(tokens()).logits, eager(tokens()).logits.double()) < 5e-6
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding(kind, side, cached):
+    eager, quern = models(kind)
+    mask = torch.ones(3, 40, dtype=torch.long)
+    mask[0, :7] = mask[1, :1] = 0
+    given = {"attention_mask": mask if side == "left" else mask.flip(-1)}
+    if side == "left":
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    real = given["attention_mask"].bool()
+    exact = eager.double()
+    with torch.no_grad():
+        want = torch.cat([exact(row[kept][None]).logits[0] for row, kept in zip(tokens(), real)])
+        assert error(quern(tokens(), use_cache=cached, **given).logits[real], want) < 5e-6
+
+
+@pytest.mark.parametrize("pieces", [[20, 12, 8], [31, 1, 1, 1, 1, 1, 4], [3, 5, 32]])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_and_decode(kind, left, pieces):
+    eager, quern = models(kind)
+    mask = torch.ones(3, 40, dtype=torch.long)
+    if left:
+        mask[0, :7] = mask[1, :1] = 0
+    positions, real = (mask.cumsum(-1) - 1).clamp(min=0), mask.bool()
+    cache, made, at = made_cache(quern), [], 0
+    for ids in tokens().split(pieces, 1):
+        end = at + ids.shape[1]
+        given = {"attention_mask": mask[:, :end], "position_ids": positions[:, at:end]}
+        made.append(step(quern, ids, cache, **given))
+        at = end
+    exact = eager.double()
+    with torch.no_grad():
+        want = torch.cat([exact(row[kept][None]).logits[0] for row, kept in zip(tokens(), real)])
+    assert error(torch.cat(made, 1)[real], want) < 5e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_generation(kind):
+    eager, quern = models(kind)
+    lengths = (40, 33, 21)
+    prompts, mask = tokens(), torch.ones(3, 40, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        prompts[row, : 40 - length] = mask[row, : 40 - length] = 0
+    made = quern.generate(prompts, attention_mask=mask, max_new_tokens=64, do_sample=False)[:, 40:]
+    for row, length in enumerate(lengths):
+        want, sure = alone(eager, prompts[row, 40 - length :], 64)
+        for i in range(64):
+            if not sure[i]:
+                break
+            assert int(made[row, i]) == want[i]
+        assert i > 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams(kind):
+    eager, quern = models(kind)
+    given = {"max_new_tokens": 20, "num_beams": 3, "do_sample": False}
+    given["attention_mask"] = torch.ones(3, 40, dtype=torch.long)
+    # The best of three beams, where the library's own cache does not mix them up.
+    if kind == "minimax_m3":
+        assert torch.equal(quern.generate(tokens(), **given), eager.generate(tokens(), **given))
+    ours = quern.generate(tokens(), **given)
+    again = quern.generate(tokens(), use_cache=False, **given)
+    assert torch.equal(ours, again)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences(kind):
+    eager, quern = models(kind)
+    parts = (5, 20, 15)
+    positions = torch.cat([torch.arange(n) for n in parts])[None]
+    starts = torch.tensor([0, 5, 25, 40], dtype=torch.int32)
+    named = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 20, "max_length_k": 20}
+    row, exact = tokens(1), eager.double()
+    with torch.no_grad():
+        want = torch.cat([exact(part).logits for part in row.split(parts, 1)], 1)
+        assert error(quern(row, position_ids=positions, use_cache=False).logits, want) < 5e-6
+        assert error(quern(row, position_ids=positions, **named).logits, want) < 5e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fine_tuning(kind):
+    losses = []
+    for model in models(kind):
+        torch.manual_seed(1)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        found = []
+        for _ in range(50):
+            loss = model(tokens(), labels=tokens()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        losses.append(found)
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert all(abs(a - b) <= 0.01 * abs(a) for a, b in zip(*losses))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled(kind):
+    eager, quern = models(kind)
+    with torch.no_grad():
+        compiled = torch.compile(quern, backend="aot_eager")
+        assert error(compiled(tokens(), use_cache=False).logits, eager(tokens()).logits.double()) < 5e-6
+
+
+def test_cache_operations(monkeypatch):
+    from quern.integrations import _deepseek_v4
+
+    monkeypatch.setattr(_deepseek_v4, "LEAST", 8)  # it grows
+    _, quern = models("deepseek_v4")
+    ids = tokens(2)
+    whole = step(quern, ids, None, use_cache=False)
+    cache = made_cache(quern)
+    step(quern, ids[:, :25], cache)
+    assert cache.get_seq_length() == 25
+    copied = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert error(step(quern, ids.flip(0)[:, 25:], cache), whole.flip(0)[:, 25:].double()) < 5e-6
+    copied.batch_repeat_interleave(2)
+    copied.batch_select_indices(torch.tensor([3, 0]))
+    assert error(step(quern, ids.flip(0)[:, 25:], copied), whole.flip(0)[:, 25:].double()) < 5e-6
+    cache.reset()
+    assert error(step(quern, ids, cache), whole.double()) < 5e-6
+    with pytest.raises(ValueError, match="tokens are taken back"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="the cache has 2 sequences, the input 1"):
+        step(quern, ids[:1], cache)
+
+
+def test_what_is_refused():
+    _, quern = models("deepseek_v4")
+    ids = tokens(2)
+    with pytest.raises(ValueError, match="DynamicCache has no layer 0: "):
+        step(quern, ids, transformers.DynamicCache())
+    with pytest.raises(ValueError, match="output_attentions"):
+        quern(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="the mask is a Tensor"):
+        quern(ids, attention_mask=torch.zeros(2, 1, 40, 40))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :3] = 0
+    leaping = {"attention_mask": mask, "position_ids": torch.arange(40)[None] * 2}
+    with pytest.raises(ValueError, match="position_ids leap"):
+        step(quern, ids, made_cache(quern), **leaping)
+    cache = made_cache(quern)
+    step(quern, ids, cache)
+    with pytest.raises(ValueError, match="position_ids leap between calls"):
+        step(quern, ids[:, :1], cache, position_ids=torch.tensor([[50]]))
+    made = quern(ids, use_cache=True)  # with gradients
+    with pytest.raises(ValueError, match="filled with gradients"):
+        step(quern, ids[:, :1], made["cache"] if "cache" in made else made["past_key_values"])
+    dropping = copy.deepcopy(quern).train()
+    for layer in dropping.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="dropout is 0.1"):
+        dropping(ids)
+    with pytest.raises(NotImplementedError, match="experts is 'nvfp4'"):
+        accelerate(quern, experts="nvfp4")
+    _, sparse = models("minimax_m3")
+    with pytest.raises(ValueError, match="StaticCache"):
+        step(sparse, ids, transformers.StaticCache(config=sparse.config, max_cache_len=64))
+    sparse.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="attn_implementation is 'eager'"):
+        sparse(ids)
+
+
+def test_what_cannot_be_replaced(capsys):
+    torch.manual_seed(3)
+    model = MODELS["deepseek_v4"]()
+    model.model.layers[1].self_attn.kv_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_proj)
+    accelerate(model)
+    said = "quern: 0 of 3 DeepseekV4Attention replaced; 1 not: kv_proj is a Sequential: Linear is accepted\n"
+    assert capsys.readouterr().out == said
