@@ -60,6 +60,8 @@ def test_names_and_the_line(kind, capsys):
     assert said == [
         f"quern: {count} of {count} {name} replaced",
         f"quern: attn_implementation of {type(eager).__name__} is quern",
+        f"quern: experts_implementation of {type(eager).__name__} is quern; while their weights "
+        "require gradients, eager",
     ]
     assert list(quern.state_dict()) == list(eager.state_dict())
     quern.load_state_dict(eager.state_dict())
@@ -249,5 +251,52 @@ def test_what_cannot_be_replaced(capsys):
     model = MODELS["deepseek_v4"]()
     model.model.layers[1].self_attn.kv_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_proj)
     accelerate(model)
-    said = "quern: 0 of 3 DeepseekV4Attention replaced; 1 not: kv_proj is a Sequential: Linear is accepted\n"
-    assert capsys.readouterr().out == said
+    said = "quern: 0 of 3 DeepseekV4Attention replaced; 1 not: kv_proj is a Sequential: Linear is accepted"
+    assert capsys.readouterr().out.splitlines()[0] == said
+    assert model.config._attn_implementation == "eager"
+
+
+def with_experts(kind, experts):
+    """A model whose experts alone are another's, with routers that tell tokens apart."""
+    torch.manual_seed(3)
+    model = MODELS[kind]().eval()
+    for name, t in model.named_parameters():
+        if "experts" in name or name.endswith("gate.weight"):
+            torch.nn.init.normal_(t, std=t.shape[-1] ** -0.5 * 2)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation(experts)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts(kind):
+    eager, quern = (with_experts(kind, name) for name in ("eager", "quern"))
+    with torch.no_grad():
+        want = copy.deepcopy(eager).double()
+        want.set_experts_implementation("eager")
+        assert error(quern(tokens()).logits, want(tokens()).logits) < 5e-6
+    # In training their own forward computes them.
+    assert torch.equal(quern(tokens()).logits, eager(tokens()).logits)
+    for model in (eager, quern):
+        for name, t in model.named_parameters():
+            t.requires_grad_("experts." not in name)
+        model(tokens(), labels=tokens()).loss.backward()
+    for (name, a), b in zip(quern.named_parameters(), eager.parameters()):
+        if b.grad is not None and float(b.grad.norm()) > 0:
+            assert error(a.grad, b.grad.double()) < 1e-4, name
+
+
+def test_experts_that_are_refused(capsys):
+    model = with_experts("gpt_oss", "quern")
+    with torch.no_grad(), pytest.raises(ValueError, match="GptOssExperts: they have biases"):
+        model(tokens())
+    model = with_experts("deepseek_v4", "quern")
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = torch.nn.GELU()
+    with torch.no_grad(), pytest.raises(ValueError, match="their gate is none of"):
+        model(tokens())
+    model.set_experts_implementation("eager")
+    capsys.readouterr()
+    accelerate(model)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "experts_implementation of DeepseekV4ForCausalLM is eager; DeepseekV4Experts: their gate" in said

@@ -1,13 +1,15 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 """Quern's attention inside the transformers package (5.20 and newer): importing this module registers the
-attention function and the mask function "quern", which `attn_implementation="quern"` and
-`model.set_attn_implementation("quern")` name. Models that do not ask for it stay as they are.
+attention function, the mask function and the experts function "quern", which `attn_implementation="quern"`,
+`model.set_attn_implementation("quern")` and `model.set_experts_implementation("quern")` name. Models that do
+not ask for them stay as they are.
 
 Causal attention with padding on the left or right, sliding windows, sinks, lists of blocks (MiniMax-M3's),
 and packed sequences (cu_seq_lens_q and _k, or positions that start again). What it cannot do as the model
-asks is refused with a sentence. accelerate() does this for a model and replaces what these functions do not
-reach: MiniMax-M3's indexer and DeepSeek-V4's attention.
+asks is refused with a sentence. Experts in floats, whose gate is SiLU(gate) · up, the same with a limit, or
+with alpha and beta; those whose weights require gradients are computed eagerly. accelerate() does this for a
+model and replaces what these functions do not reach: MiniMax-M3's indexer and DeepSeek-V4's attention.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from typing import Any
 
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .. import attention
+from . import _experts
 from ._blocks import attend_chosen, attend_lists
+from ._experts import experts
 from ._masks import Lengths, lengths_of, restarts
 
-__all__ = ["accelerate", "attend", "lengths_of"]
+__all__ = ["accelerate", "attend", "experts", "lengths_of"]
 
 NAME = "quern"
 
@@ -145,13 +150,27 @@ _REPLACED = {
 }
 
 
+def _give_experts(model: Any) -> None:
+    """Gives a model's experts the experts function, where it takes all of them, and says so."""
+    found = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "is_concatenated")]
+    if not found:
+        return
+    reasons = {f"{type(m).__name__}: {reason}": m for m in found if (reason := _experts.refusal(m))}
+    if not reasons:
+        model.set_experts_implementation(NAME)
+    now = found[0].config._experts_implementation
+    why = "".join(f"; {reason}" for reason in reasons) or "; while their weights require gradients, eager"
+    print(f"quern: experts_implementation of {type(model).__name__} is {now}{why}")
+
+
 def accelerate(model: Any, *, experts: str | None = None) -> Any:
     """Gives a model of the transformers package Quern's attention, and returns it.
 
     attn_implementation becomes "quern" (that of a model's text alone). Of MiniMax-M3 the indexer is replaced:
     blocks are chosen and attended without a mask, and count from each sequence's first token. Of DeepSeek-V4
     the attention is: whole layers of quern.dsv4, which keep caches of their own in cache.layers. Modules keep
-    their names, parameters and state_dict. One line a kind says how many were replaced, and why others were
+    their names, parameters and state_dict. experts_implementation becomes "quern" where the experts function
+    takes the model's. One line a kind says how many were replaced, and why others were
     not: of DeepSeek-V4's attention layers all are or none, and attn_implementation stays. On the CPU so far.
     """
     if experts is not None:
@@ -171,8 +190,10 @@ def accelerate(model: Any, *, experts: str | None = None) -> Any:
         model.set_attn_implementation(_text_alone(model))
         now = model.config.get_text_config()._attn_implementation
         print(f"quern: attn_implementation of {type(model).__name__} is {now}")
+    _give_experts(model)
     return model
 
 
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, lengths_of)
