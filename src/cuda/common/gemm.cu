@@ -207,6 +207,8 @@ static cublasStatus_t plan_for(int device, const gemm_shape &shape, const plan *
     p->device = device;
     p->shape = shape;
     if (shape.any_rows) p->shape.m = ANY_ROWS;
+    if (shape.any_rows && shape.a_transposed && shape.lda < ANY_ROWS)
+        p->shape.lda = ANY_ROWS; /* whose rows hold m, then */
     status = describe(p);
     if (status == CUBLAS_STATUS_SUCCESS) status = choose(p);
     if (status == CUBLAS_STATUS_SUCCESS && shape.any_rows) {
@@ -244,7 +246,8 @@ quern_status gemm_run(const gemm_shape &s, const void *a, const void *b, void *c
     pthread_mutex_unlock(&lock);
     if (status == CUBLAS_STATUS_SUCCESS) return QUERN_OK;
     (void)cudaGetLastError();
-    return cuda_set_error()(status == CUBLAS_STATUS_NOT_SUPPORTED ? QUERN_ERR_UNSUPPORTED : QUERN_ERR_DEVICE,
+    const bool refused = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
+    return cuda_set_error()(refused ? QUERN_ERR_UNSUPPORTED : QUERN_ERR_DEVICE,
                             "cuda, a product of %lld x %lld x %lld: cuBLASLt's status %d", (long long)s.m,
                             (long long)s.n, (long long)s.k, (int)status);
 }

@@ -7,6 +7,8 @@
 #include "common/rows.cuh"
 #include "variants.cuh"
 
+extern const variant<gemm_args> gemm_any; /* computes what cuBLASLt refuses */
+
 enum { SCRATCH_ALIGN = 256 };
 
 static size_t scratch_of(const gemm_args *args)
@@ -14,9 +16,11 @@ static size_t scratch_of(const gemm_args *args)
     return gemm_scratch_bytes((size_t)(args->c.shape[0] * args->c.shape[1]) * sizeof(float));
 }
 
+/* Rows that overlap have no leading dimension. */
 static bool reads(const quern_tensor &t)
 {
-    return rows_aligned(t, GEMM_ALIGN) && t.shape[1] * bytes_of(t.dtype) % GEMM_ALIGN == 0;
+    return rows_aligned(t, GEMM_ALIGN) && t.shape[1] * bytes_of(t.dtype) % GEMM_ALIGN == 0 &&
+           (t.shape[0] <= 1 || t.strides[0] >= t.shape[1]);
 }
 
 static bool supports(const stage_exec *, const gemm_args *args, char *)
@@ -57,8 +61,9 @@ static quern_status run(const stage_exec *exec, const gemm_args *args, void *mem
     s.ldc = stride_of(args->c);
     s.scratch_bytes = (int64_t)scratch_of(args);
     void *const scratch = (void *)(((uintptr_t)memory + SCRATCH_ALIGN - 1) & ~(uintptr_t)(SCRATCH_ALIGN - 1));
-    return gemm_run(s, args->a.data, args->b.data, args->c.data, args->accumulate, scratch,
-                    (cudaStream_t)exec->stream);
+    const quern_status status = gemm_run(s, args->a.data, args->b.data, args->c.data, args->accumulate,
+                                         scratch, (cudaStream_t)exec->stream);
+    return status == QUERN_ERR_UNSUPPORTED ? gemm_any.run(exec, args, NULL) : status;
 }
 
 extern const variant<gemm_args> gemm_cublaslt = {"gemm_cublaslt", supports, workspace, run};

@@ -189,6 +189,10 @@ static linear_shape draw_shape(test_random *random, int trial)
         h.layout = TEST_CONTIGUOUS;
         h.params.block = 128;
         if (h.dtype == QUERN_F32) h.dtype = QUERN_BF16;
+        if (test_random_one_in(random, 2)) { /* and cuBLASLt multiplies */
+            h.n = (h.n + 7) / 8 * 8;
+            h.w_dtype = h.dtype;
+        }
     }
     return h;
 }
