@@ -21,6 +21,7 @@ parser.add_argument("--model", choices=("deepseek_v4", "minimax_m3"), default="d
 parser.add_argument("--n", type=int, default=2048, help="tokens of the prompt (default 2048)")
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--steps", type=int, default=10, help="steps of a round (default 10)")
+parser.add_argument("--experts", choices=("nvfp4",), help="round experts to NVFP4 (eager's stay bf16)")
 options = parser.parse_args()
 
 os.environ["OMP_NUM_THREADS"] = "2"
@@ -98,7 +99,7 @@ torch.set_default_dtype(torch.float32)
 eager.set_experts_implementation("eager")
 quern = copy.deepcopy(eager, {id(t): t for t in eager.parameters()})
 with contextlib.redirect_stdout(io.StringIO()):
-    accelerate(quern)
+    accelerate(quern, experts=options.experts)
 ids = torch.randint(2, 1024, (1, options.n))
 clocks = [Clock(model.layers[0].self_attn) for model in (quern, eager)]
 NAMED = "cache" if "cache" in inspect.signature(eager.forward).parameters else "past_key_values"
@@ -109,10 +110,11 @@ with torch.no_grad():
         ours, results = turn(quern, clocks[0])
         theirs, expected = turn(eager, clocks[1])
         if i == 0:
-            for a, b in zip(results, expected):
-                error = float((a.float() - b.float()).norm() / b.float().norm())
-                if error > 0.1:  # rounding moves some tokens to other experts
-                    raise SystemExit(f"the two differ by {error:.3g}")
+            a, b = (made[0].float() for made in (results, expected))
+            error = float((a - b).norm() / b.norm())
+            # Of the prompt; rounding moves some tokens to other experts.
+            if error > (0.5 if options.experts else 0.1):
+                raise SystemExit(f"the two differ by {error:.3g}")
         else:
             rounds.append([b / a for a, b in zip(ours, theirs)])
             seconds.append(ours)

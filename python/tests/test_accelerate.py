@@ -236,8 +236,8 @@ def test_what_is_refused():
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="dropout is 0.1"):
         dropping(ids)
-    with pytest.raises(NotImplementedError, match="experts is 'nvfp4'"):
-        accelerate(quern, experts="nvfp4")
+    with pytest.raises(ValueError, match="experts is 'int4'"):
+        accelerate(quern, experts="int4")
     _, sparse = models("minimax_m3")
     with pytest.raises(ValueError, match="StaticCache"):
         step(sparse, ids, transformers.StaticCache(config=sparse.config, max_cache_len=64))
@@ -300,3 +300,33 @@ def test_experts_that_are_refused(capsys):
     accelerate(model)
     said = capsys.readouterr().out.splitlines()[-1]
     assert "experts_implementation of DeepseekV4ForCausalLM is eager; DeepseekV4Experts: their gate" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_in_nvfp4(kind):
+    from quern import nvfp4
+
+    model = with_experts(kind, "eager")
+    quern = accelerate(copy.deepcopy(model), experts="nvfp4")
+    saved = quern.state_dict()
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for part, weight in (("gate_up", module.gate_up_proj), ("down", module.down_proj)):
+            codes, scales, one = (saved[f"{name}.{part}_{kind}"] for kind in ("codes", "scales", "global"))
+            floats = torch.stack(
+                [nvfp4.dequantize(c, s, g, weight=True) for c, s, g in zip(codes, scales, one)]
+            )
+            if part == "gate_up":
+                floats = nvfp4.interleave(floats, inverse=True)
+            assert 0 < error(floats.transpose(1, 2), weight.detach().double()) < 0.2
+            weight.data.copy_(floats.transpose(1, 2))
+    with torch.no_grad():
+        assert error(quern(tokens()).logits, model.double()(tokens()).logits) < 5e-6
+        again = accelerate(with_experts(kind, "eager"), experts="nvfp4")
+        for t in again.parameters():
+            t.zero_()
+        again.load_state_dict(saved)
+        assert torch.equal(again(tokens()).logits, quern(tokens()).logits)
+        assert quern.bfloat16()(tokens()).logits.isfinite().all()
+        assert all(t.dtype == torch.float32 for name, t in quern.named_buffers() if name.endswith("_global"))

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import moe
+from .. import moe, nvfp4
 
 _READ = ("limit", "swiglu_limit", "alpha", "swiglu_alpha")
 
@@ -44,6 +44,8 @@ def gate_of(module: Any) -> dict[str, float] | None:
 
 def refusal(module: Any) -> str | None:
     """Why experts cannot be computed here."""
+    if isinstance(module, Quantized):
+        return None
     if not module.has_gate or module.has_bias or getattr(module, "has_post_expert_norm", False):
         return "they have biases, a norm or no gate: gated experts alone are accepted"
     if module.is_transposed or not module.is_concatenated:
@@ -62,12 +64,85 @@ def refusal(module: Any) -> str | None:
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts function: hidden [T, D], experts [T, k] and their weights → [T, D]. Experts whose weights
     require gradients are computed by the module's own forward."""
+    routing = {"experts": top_k_index, "weights": top_k_weights.float(), "top_k": top_k_index.shape[-1]}
+    if isinstance(module, Quantized):
+        return moe.layer(hidden_states, **routing, **module.quern_weights())
     trained = module.gate_up_proj.requires_grad or module.down_proj.requires_grad
     if trained and torch.is_grad_enabled():
         return type(module).forward.__wrapped__(module, hidden_states, top_k_index, top_k_weights)
     reason = refusal(module)
     if reason is not None:
         raise ValueError(f"experts quern: {type(module).__name__}: {reason}")
-    routing = {"experts": top_k_index, "weights": top_k_weights.float(), "top_k": top_k_index.shape[-1]}
     weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
     return moe.layer(hidden_states, **routing, **weights, **gate_of(module))
+
+
+class Quantized(nn.Module):
+    """Experts whose weights are frozen NVFP4: in memory as products read them fastest, in state_dict codes,
+    scales and a global an expert, by the names of quern.moe.layer."""
+
+    quern_gate: dict[str, float]
+    quern_rows: dict[str, tuple[int, int]]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return experts(self, hidden_states, top_k_index, top_k_weights)
+
+    def quern_weights(self) -> dict[str, Any]:
+        made = {f"{name}_repacked": getattr(self, f"{name}_repacked") for name in self.quern_rows}
+        made |= {f"{name}_global": getattr(self, f"{name}_global") for name in self.quern_rows}
+        return {**made, **self.quern_gate, "intermediate": self.quern_rows["down"][0]}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, (rows, columns) in self.quern_rows.items():
+            pair = nvfp4.unpack(getattr(self, f"{name}_repacked"), columns, rows)
+            for kind, t in zip(("codes", "scales"), pair):
+                destination[f"{prefix}{name}_{kind}"] = nvfp4.as_bytes(t)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any, **named: Any) -> None:
+        pairs = {
+            name: [state_dict.pop(f"{prefix}{name}_{kind}", None) for kind in ("codes", "scales")]
+            for name in self.quern_rows
+        }
+        super()._load_from_state_dict(state_dict, prefix, *more, **named)
+        missing = more[2]
+        for name, pair in pairs.items():
+            if all(t is not None for t in pair):
+                getattr(self, f"{name}_repacked").copy_(nvfp4.prepack(*pair))
+            else:
+                missing.append(f"{prefix}{name}_codes")
+
+    def _apply(self, *given: Any, **named: Any) -> Any:
+        """What to() and half() do: halves would change what the codes stand for."""
+        before = {name: getattr(self, f"{name}_global") for name in self.quern_rows}
+        super()._apply(*given, **named)
+        for name, kept in before.items():
+            setattr(self, f"{name}_global", kept.to(getattr(self, f"{name}_repacked").device))
+        return self
+
+
+_CLASSES: dict[type, type] = {}
+
+
+@torch.no_grad()
+def quantize_(module: Any) -> None:
+    """Rounds a module's experts, in floats, to NVFP4, one by one, in place."""
+    gate = gate_of(module)
+    weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
+    made: dict[str, list[list[Tensor]]] = {}
+    for name, stack in weights.items():
+        made[name] = [[], []]
+        for one in stack.detach():
+            matrix = one.t().contiguous()
+            matrix = nvfp4.interleave(matrix) if name == "gate_up" else matrix
+            codes, scales, scale = nvfp4.quantize(matrix[None], weight=True, global_per="expert")
+            made[name][0].append(nvfp4.prepack(codes, scales))
+            made[name][1].append(scale)
+    module.quern_rows = {name: (stack.shape[2], stack.shape[1]) for name, stack in weights.items()}
+    del module.gate_up_proj, module.down_proj
+    for name, (repacked, scale) in made.items():
+        module.register_buffer(f"{name}_repacked", torch.cat(repacked), persistent=False)
+        module.register_buffer(f"{name}_global", torch.cat(scale))
+    module.quern_gate = gate
+    base = type(module)
+    module.__class__ = _CLASSES.setdefault(base, type(f"NVFP4{base.__name__}", (Quantized, base), {}))

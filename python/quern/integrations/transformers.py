@@ -150,7 +150,7 @@ _REPLACED = {
 }
 
 
-def _give_experts(model: Any) -> None:
+def _give_experts(model: Any, nvfp4: bool) -> None:
     """Gives a model's experts the experts function, where it takes all of them, and says so."""
     found = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "is_concatenated")]
     if not found:
@@ -158,6 +158,12 @@ def _give_experts(model: Any) -> None:
     reasons = {f"{type(m).__name__}: {reason}": m for m in found if (reason := _experts.refusal(m))}
     if not reasons:
         model.set_experts_implementation(NAME)
+    if nvfp4 and not reasons:
+        for module in found:
+            if not isinstance(module, _experts.Quantized):
+                _experts.quantize_(module)
+        print(f"quern: {len(found)} {type(found[0]).__name__} quantised")
+        return
     now = found[0].config._experts_implementation
     why = "".join(f"; {reason}" for reason in reasons) or "; while their weights require gradients, eager"
     print(f"quern: experts_implementation of {type(model).__name__} is {now}{why}")
@@ -170,11 +176,12 @@ def accelerate(model: Any, *, experts: str | None = None) -> Any:
     blocks are chosen and attended without a mask, and count from each sequence's first token. Of DeepSeek-V4
     the attention is: whole layers of quern.dsv4, which keep caches of their own in cache.layers. Modules keep
     their names, parameters and state_dict. experts_implementation becomes "quern" where the experts function
-    takes the model's. One line a kind says how many were replaced, and why others were
-    not: of DeepSeek-V4's attention layers all are or none, and attn_implementation stays. On the CPU so far.
+    takes the model's; experts="nvfp4" also rounds their weights to NVFP4, in place and for good: state_dict
+    then has codes, scales and globals. One line a kind says how many were replaced, and why others were not:
+    of DeepSeek-V4's attention layers all are or none, and attn_implementation stays. On the CPU so far.
     """
-    if experts is not None:
-        raise NotImplementedError(f"accelerate: experts is {experts!r}: None is accepted so far")
+    if experts not in (None, "nvfp4"):
+        raise ValueError(f"accelerate: experts is {experts!r}: None and 'nvfp4' are accepted")
     whole = True
     for name, (library, ours) in _REPLACED.items():
         loaded = sys.modules.get(f"transformers.models.{library}")
@@ -190,7 +197,7 @@ def accelerate(model: Any, *, experts: str | None = None) -> Any:
         model.set_attn_implementation(_text_alone(model))
         now = model.config.get_text_config()._attn_implementation
         print(f"quern: attn_implementation of {type(model).__name__} is {now}")
-    _give_experts(model)
+    _give_experts(model, experts == "nvfp4")
     return model
 
 
