@@ -12,7 +12,7 @@ static bool strided16(const quern_tensor &t)
     return rows_aligned(t, 16);
 }
 
-static loss_params params_of(const stage_exec *exec, const indexer_loss_args *args)
+loss_params loss_params_of(const stage_exec *exec, const indexer_loss_args *args)
 {
     loss_params p = {};
     p.batch = args->q_index.shape[0];
@@ -42,12 +42,17 @@ static loss_params params_of(const stage_exec *exec, const indexer_loss_args *ar
     for (int i = 0; i < 2 && present(args->list); i++) p.list_s[i] = args->list.strides[i];
     p.loss = (float *)args->loss.data;
     p.status = exec->status;
-    const int64_t sums = p.batch * p.entries * p.width * (int64_t)sizeof(float),
-                  most = sums > 0 ? share_bytes / sums : (int64_t)SHARES;
-    p.shares = most < 8 ? 8 : most > SHARES ? (int64_t)SHARES : most;
-    p.share_queries = (p.queries + p.shares - 1) / p.shares;
-    p.shares = p.share_queries > 0 ? (p.queries + p.share_queries - 1) / p.share_queries : 0;
     return p;
+}
+
+/* How many shares a sequence's queries are cut into. */
+static void choose_shares(loss_params *p)
+{
+    const int64_t sums = p->batch * p->entries * p->width * (int64_t)sizeof(float),
+                  most = sums > 0 ? share_bytes / sums : (int64_t)SHARES;
+    p->shares = most < 8 ? 8 : most > SHARES ? (int64_t)SHARES : most;
+    p->share_queries = (p->queries + p->shares - 1) / p->shares;
+    p->shares = p->share_queries > 0 ? (p->queries + p->share_queries - 1) / p->share_queries : 0;
 }
 
 static size_t block_bytes(const loss_params &p)
@@ -64,16 +69,22 @@ static void choose_tile(const stage_exec *exec, loss_params *p)
         continue;
 }
 
+void loss_carve(arena *a, loss_params *p)
+{
+    const size_t all = (size_t)(p->batch * p->queries), listed = p->listed > 0 ? (size_t)p->listed : 0;
+    p->losses = (double *)arena_take(a, all * sizeof(double));
+    p->rows = (int32_t *)arena_take(a, sizeof(int32_t));
+    p->count = (int32_t *)arena_take(a, all * sizeof(int32_t));
+    p->chosen = (int32_t *)arena_take(a, all * listed * sizeof(int32_t));
+    p->kept = (uint8_t *)arena_take(a, all * listed);
+}
+
 static size_t carve(const indexer_loss_args *args, void *memory, loss_params *p)
 {
     arena a = {NULL, 0};
     if (memory != NULL) a = arena_on(memory);
-    const size_t all = (size_t)(p->batch * p->queries), listed = p->listed > 0 ? (size_t)p->listed : 0;
-    p->losses = (double *)arena_take(&a, all * sizeof(double));
-    p->rows = (int32_t *)arena_take(&a, sizeof(int32_t));
-    p->count = (int32_t *)arena_take(&a, all * sizeof(int32_t));
-    p->chosen = (int32_t *)arena_take(&a, all * listed * sizeof(int32_t));
-    p->kept = (uint8_t *)arena_take(&a, all * listed);
+    choose_shares(p);
+    loss_carve(&a, p);
     if (present(args->d_keys_index))
         p->d_keys = (float *)arena_take(&a, (size_t)(p->batch * p->shares) * (size_t)(p->entries * p->width) *
                                                 sizeof(float));
@@ -82,7 +93,7 @@ static size_t carve(const indexer_loss_args *args, void *memory, loss_params *p)
 
 static bool supports(const stage_exec *exec, const indexer_loss_args *args, char why[STAGE_WHY_BYTES])
 {
-    loss_params p = params_of(exec, args);
+    loss_params p = loss_params_of(exec, args);
     if (p.heads > HEADS_MOST || p.index_heads > HEADS_MOST || p.width > INDEX_WIDTH_MOST) {
         snprintf(why, STAGE_WHY_BYTES,
                  "%d and %d heads, %d channels of the indexer: the cuda backend takes up to %d and %d",
@@ -95,17 +106,17 @@ static bool supports(const stage_exec *exec, const indexer_loss_args *args, char
 
 static size_t workspace(const stage_exec *exec, const indexer_loss_args *args)
 {
-    loss_params p = params_of(exec, args);
+    loss_params p = loss_params_of(exec, args);
     return carve(args, NULL, &p);
 }
 
 static quern_status run(const stage_exec *exec, const indexer_loss_args *args, void *memory)
 {
     const cudaStream_t stream = (cudaStream_t)exec->stream;
-    loss_params p = params_of(exec, args);
+    loss_params p = loss_params_of(exec, args);
     choose_tile(exec, &p);
     carve(args, memory, &p);
-    quern_status status = loss_choose(p, stream);
+    quern_status status = loss_choose(p, false, stream);
     if (status == QUERN_OK && p.d_keys != NULL)
         status = cuda_report(
             cudaMemsetAsync(p.d_keys, 0, (size_t)(p.batch * p.shares * p.entries * p.width) * sizeof(float),

@@ -2,13 +2,22 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * lists.cu - what stands before and behind the kernel of the indexer's loss: lists become ascending, each
- * entry once; the losses' sum; the shares of keys_index's gradient added in order. Limit: k k comparisons a
- * list; reads.
+ * entry once; the losses' sum; the shares of keys_index's gradient added in order. Limit: reads; of lists
+ * that are not ascending yet k k comparisons each.
  */
 #include "indexer_loss/params.cuh"
 
-/* A block a query. */
-__global__ void __launch_bounds__(LOSS_THREADS) choose_entries(const __grid_constant__ loss_params p)
+/* Whether place i of a list follows those before it: an entry that is seen, or nothing after these. */
+__device__ __forceinline__ bool in_order(const int32_t *list, int64_t i, int64_t seen)
+{
+    const bool here = list[i] >= 0 && list[i] < seen;
+    return !here || i == 0 || (list[i - 1] >= 0 && list[i - 1] < list[i]);
+}
+
+/* A block a query. `keeps`: lists as an indexer gives them, ascending and the rest -1 or not seen yet, are
+ * kept as they are. */
+__global__ void __launch_bounds__(LOSS_THREADS)
+    choose_entries(const __grid_constant__ loss_params p, const bool keeps)
 {
     __shared__ int32_t count;
     const int64_t at = blockIdx.x, b = at / p.queries, query = at - b * p.queries, seen = seen_by(p, query);
@@ -16,16 +25,27 @@ __global__ void __launch_bounds__(LOSS_THREADS) choose_entries(const __grid_cons
     uint8_t *const kept = p.kept + at * p.listed;
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
+    bool ascending = keeps;
+    int32_t own = 0;
     for (int64_t i = threadIdx.x; i < p.listed; i += LOSS_THREADS) {
         const int32_t x = list[i];
-        bool first = x >= 0 && x < seen;
         if (x < -1 || x >= p.entries) raise_status(p.status, QUERN_STATUS_BAD_INDEX);
+        ascending = ascending && in_order(list, i, seen);
+        if (x < 0 || x >= seen) continue;
+        p.chosen[at * p.listed + i] = x;
+        own++;
+    }
+    ascending = __syncthreads_and(ascending);
+    if (ascending && own > 0) atomicAdd(&count, own);
+    for (int64_t i = threadIdx.x; !ascending && i < p.listed; i += LOSS_THREADS) {
+        const int32_t x = list[i];
+        bool first = x >= 0 && x < seen;
         for (int64_t j = 0; first && j < i; j++) first = list[j] != x;
         kept[i] = first;
         if (first) atomicAdd(&count, 1);
     }
     __syncthreads();
-    for (int64_t i = threadIdx.x; i < p.listed; i += LOSS_THREADS) {
+    for (int64_t i = threadIdx.x; !ascending && i < p.listed; i += LOSS_THREADS) {
         const int32_t x = list[i];
         int64_t rank = 0;
         if (!kept[i]) continue;
@@ -37,13 +57,13 @@ __global__ void __launch_bounds__(LOSS_THREADS) choose_entries(const __grid_cons
     if (count > 0) atomicAdd(p.rows, 1);
 }
 
-quern_status loss_choose(const loss_params &p, cudaStream_t stream)
+quern_status loss_choose(const loss_params &p, bool keeps, cudaStream_t stream)
 {
     if (p.listed < 0) return QUERN_OK;
     const cudaError_t code = cudaMemsetAsync(p.rows, 0, sizeof *p.rows, stream);
     if (code != cudaSuccess) return cuda_report(code, "indexer_loss, clearing a counter");
     if (p.batch * p.queries == 0) return QUERN_OK;
-    choose_entries<<<(unsigned)(p.batch * p.queries), LOSS_THREADS, 0, stream>>>(p);
+    choose_entries<<<(unsigned)(p.batch * p.queries), LOSS_THREADS, 0, stream>>>(p, keeps);
     return LAUNCHED("indexer_loss, lists");
 }
 

@@ -39,7 +39,11 @@ __device__ __forceinline__ int64_t seen_by(const loss_params &p, int64_t query)
     return min((p.position + query + 1) / p.ratio, p.entries);
 }
 
-quern_status loss_choose(const loss_params &p, cudaStream_t stream);
+/* A call's arguments but for the workspace, and what lists need of that. */
+loss_params loss_params_of(const stage_exec *exec, const indexer_loss_args *args);
+void loss_carve(arena *a, loss_params *p);
+
+quern_status loss_choose(const loss_params &p, bool keeps, cudaStream_t stream);
 quern_status loss_finish(const loss_params &p, cudaStream_t stream);
 /* An instance a dtype. The bytes of shared memory that a block takes. */
 template <typename T> size_t loss_bytes(const loss_params &p);

@@ -65,6 +65,19 @@ static void choose(loss_case *c, test_random *random)
     test_tensor_set_i32(&c->t[IDX], c->idx);
 }
 
+/* Some of the entries in order, each once, and -1 behind them: as an indexer lists them. */
+static void choose_in_order(loss_case *c, test_random *random)
+{
+    const oracle_indexer_loss *o = &c->oracle;
+    int32_t entry = -1;
+    for (int64_t i = 0; i < o->batch * o->queries * o->listed; i++) {
+        if (i % o->listed == 0) entry = -1;
+        entry += (int32_t)test_random_int(random, 1, 3);
+        c->idx[i] = entry < o->entries ? entry : -1;
+    }
+    test_tensor_set_i32(&c->t[IDX], c->idx);
+}
+
 static loss_case make(test_random *random, const oracle_indexer_loss *extents, quern_dtype dtype, bool lists,
                       bool sinks, test_layout layout)
 {
@@ -86,6 +99,7 @@ static loss_case make(test_random *random, const oracle_indexer_loss *extents, q
         c.size[i] = i < LOSS ? NULL : test_doubles(test_tensor_count(&c.t[i]) + 1);
     }
     if (lists) choose(&c, random);
+    if (lists && test_random_one_in(random, 2)) choose_in_order(&c, random);
     o->q_index = c.value[Q_I], o->k_index = c.value[K_I], o->w = c.value[W], o->q = c.value[Q];
     o->kv_cmp = c.value[KV_CMP], o->lse_win = c.value[LSE_WIN], o->sink = c.value[SINK], o->idx = c.idx;
     c.value[LOSS][0] =
@@ -165,6 +179,32 @@ static void calls_against_float64(void **state)
             check(&c, ctx);
             quern_context_destroy(ctx);
         }
+        release(&c);
+    }
+}
+
+/* As many heads and channels as models have, over several tiles of a GPU's kernels. */
+static void wide_calls_against_float64(void **state)
+{
+    static const int64_t dims[] = {128, 264};
+    (void)state;
+    for (int trial = 0; trial < 4; trial++) {
+        test_random random = {test_seed("the indexer's loss of models", 55 + (uint64_t)trial)};
+        const oracle_indexer_loss extents = {.batch = 1,
+                                             .queries = 7,
+                                             .index_heads = 64,
+                                             .width = 128,
+                                             .entries = 290,
+                                             .heads = 64,
+                                             .dim = dims[trial / 2],
+                                             .listed = 150,
+                                             .ratio = 1,
+                                             .start = 250,
+                                             .lambda = 1};
+        loss_case c = make(&random, &extents, QUERN_BF16, trial % 2 == 0, true, TEST_CONTIGUOUS);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        check(&c, ctx);
+        quern_context_destroy(ctx);
         release(&c);
     }
 }
@@ -301,6 +341,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_are_differences),
         cmocka_unit_test(calls_against_float64),
+        cmocka_unit_test(wide_calls_against_float64),
         cmocka_unit_test(threads_give_the_same_bits),
         cmocka_unit_test(a_window_may_take_all),
         cmocka_unit_test(bad_calls),

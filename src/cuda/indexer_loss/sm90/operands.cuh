@@ -1,0 +1,115 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* operands.cuh - products of 64 heads and 128 entries, sums of their columns, and the operands that are made
+ * of which of them are positive. A thread has two rows, of heads head0 and head0 + 8, and of each tile of
+ * eight columns those from 2 (lane % 4) on. */
+#ifndef QUERN_CUDA_INDEXER_LOSS_SM90_OPERANDS_CUH
+#define QUERN_CUDA_INDEXER_LOSS_SM90_OPERANDS_CUH
+
+#include "indexer_loss/sm90/shared.cuh"
+
+namespace sm90_loss
+{
+
+__device__ __forceinline__ int warp_of_group()
+{
+    return threadIdx.x / 32 % 4;
+}
+
+/* c (+)= heads entries^T over 128 channels, issued alone. ADD false: c is overwritten. */
+template <bool ADD>
+__device__ __forceinline__ void issue_scores(float (&c)[COLUMN_TILES][4], uint32_t heads, uint32_t stage)
+{
+    const uint64_t a = wg_fresh(wg_tile(heads, 0)), b = wg_fresh(wg_tile(stage, 0));
+    wg_start();
+#pragma unroll
+    for (int k = 0; k < WIDTH / 16; k++) {
+        const uint64_t x = wg_further(a, k / 4 * HEAD_PANEL + k % 4 * 32),
+                       y = wg_further(b, k / 4 * ENTRY_PANEL + k % 4 * 32);
+        if (!ADD && k == 0) wgmma_ss<bf16, TILE, false, false>(c, x, y);
+        else wgmma_ss<bf16, TILE, true, false>(c, x, y);
+    }
+    wg_commit();
+}
+
+/* Rows of heads that are not there become 0, whatever the entries hold. */
+__device__ __forceinline__ void clear_rows(float (&c)[COLUMN_TILES][4], int head0, int heads)
+{
+    if (heads == HEADS) return;
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (head0 + e / 2 * 8 >= heads) c[j][e] = 0.0f;
+}
+
+/* Adds 2 BY columns of lanes BY apart; each keeps BY of them. */
+template <int BY> __device__ __forceinline__ void halve_columns(float (&x)[32])
+{
+    const bool upper = (threadIdx.x & BY) != 0;
+#pragma unroll
+    for (int i = 0; i < BY; i++) {
+        const float own = upper ? x[i + BY] : x[i], other = upper ? x[i] : x[i + BY];
+        x[i] = own + __shfl_xor_sync(~0u, other, BY);
+    }
+}
+
+/* Sums over a warp's rows of 32 columns a thread, of which it keeps four. */
+__device__ __forceinline__ void sum_columns(float (&x)[32])
+{
+    halve_columns<16>(x);
+    halve_columns<8>(x);
+    halve_columns<4>(x);
+}
+
+/* Puts them where column e's sum belongs. */
+__device__ __forceinline__ void put_columns(float *to, const float (&x)[32])
+{
+    const int lane = threadIdx.x % 32, tile0 = (lane & 28) / 2, column = lane % 4 * 2;
+    *(float2 *)(to + tile0 * 8 + column) = make_float2(x[0], x[1]);
+    *(float2 *)(to + (tile0 + 1) * 8 + column) = make_float2(x[2], x[3]);
+}
+
+/* The A operand of 16 entries from the thread's own bits of them, and two pairs of gradients. */
+__device__ __forceinline__ void mask_pairs(uint32_t (&a)[4], uint32_t bits, uint32_t low, uint32_t high)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t two = bits >> i * 2, mask = (two & 1) * 0xffffu | (two & 2) * 0x7fff8000u;
+        a[i] = (i < 2 ? low : high) & mask;
+    }
+}
+
+/* The A operand of 64 entries and the 16 heads of warp `warp`, the bits' columns as rows: half `half` of a
+ * tile. Rows of entries 16 w + lane / 4, and eight further, have the value `low`, `high` where positive. */
+__device__ __forceinline__ void turn_bits(uint32_t (&a)[4], const uint8_t *bits, int half, int warp,
+                                          uint32_t low, uint32_t high)
+{
+    const int lane = threadIdx.x % 32, thread = warp * 32 + lane % 4 * 8 + lane / 8,
+              shift = lane / 4 % 2, byte = half * 4 + warp_of_group();
+    const uint32_t x = bits[thread * 8 + byte], y = bits[(thread + 4) * 8 + byte],
+                   both = (x | y << 16) >> shift;
+    a[0] = (both & 0x00010001) * low;
+    a[1] = (both >> 4 & 0x00010001) * high;
+    a[2] = (both >> 2 & 0x00010001) * low;
+    a[3] = (both >> 6 & 0x00010001) * high;
+}
+
+/* Row h of a thread's two, times `by`, to where it begins; a lane stores eight columns of four tiles. */
+__device__ __forceinline__ void store_row(bf16 *to, const float (&x)[COLUMN_TILES][4], int h, float by,
+                                          int width, bool here, bool wide)
+{
+#pragma unroll
+    for (int i = 0; i < COLUMN_TILES; i += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) words[j] = pack2<bf16>(x[i + j][h * 2] * by, x[i + j][h * 2 + 1] * by);
+        transpose_by_four(words);
+        const int column = (i + threadIdx.x % 4) * 8;
+        if (here && column < width) store_eight(to + column, words, wide);
+    }
+}
+
+} // namespace sm90_loss
+
+#endif
