@@ -239,8 +239,10 @@ quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, co
     a.ends = plan.p.ends;
     a.status = exec->status;
     const int64_t panels = (int64_t)plan.p.ends.experts * plan.p.panels;
-    if (f.groups == 0 || args->tokens == 0 || panels == 0) return QUERN_OK;
-    const quern_status status = args->a.dtype == QUERN_F32    ? round_rows<float>(a, bytes, stream)
+    if (args->tokens == 0 || panels == 0) return QUERN_OK;
+    /* Of K 0 there are no rows to round, but the epilogue still multiplies by powers. */
+    const quern_status status = f.groups == 0                 ? QUERN_OK
+                                : args->a.dtype == QUERN_F32  ? round_rows<float>(a, bytes, stream)
                                 : args->a.dtype == QUERN_BF16 ? round_rows<bf16>(a, bytes, stream)
                                                               : round_rows<f16>(a, bytes, stream);
     if (status != QUERN_OK) return status;
