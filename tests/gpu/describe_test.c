@@ -12,7 +12,7 @@
 #include <quern/nsa.h>
 #include <quern/plan.h>
 
-enum { N = 2048, SHORT = 256, H = 32, HKV = 2, D = 128, TILE = 128 };
+enum { N = 2048, SHORT = 256, LONG = 1 << 15, H = 32, HKV = 2, D = 128, TILE = 128 };
 
 #define OK(call)                                                                                             \
     do {                                                                                                     \
@@ -132,9 +132,45 @@ static void nsa_index(void **state)
     expect_line(QUERN_OP_NSA_INDEX, &params, &t, "nsa_index on cuda: block_index by block_index_any");
 }
 
+/* Lists of blocks of 64 and of 128 tokens: Hopper's indexer chooses up to 64, and attention of up to 32 is by
+ * the kernel that shares keys between tokens. */
+static void msa(void **state)
+{
+    (void)state;
+    const int64_t q_shape[] = {1, LONG, H, D}, kv_shape[] = {1, LONG, HKV, D}, k_shape[] = {1, LONG, D};
+    const quern_tensor q = view(QUERN_BF16, 4, q_shape), kv = view(QUERN_BF16, 4, kv_shape),
+                       k_index = view(QUERN_BF16, 3, k_shape);
+    quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
+    quern_nsa_index_params rule = QUERN_NSA_INDEX_PARAMS_INIT;
+    quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
+    quern_nsa_index_tensors index = QUERN_NSA_INDEX_TENSORS_INIT;
+    char line[200];
+    OK(quern_nsa_params_preset(&params, "msa"));
+    params.selection = QUERN_NSA_LIST_INDEXED;
+    t.q = t.o = &q;
+    t.k = t.v = t.q_index = index.q_index = &kv;
+    t.k_index = index.k_index = &k_index;
+    for (int64_t size = 64; size <= 128; size *= 2)
+        for (int64_t k = 16; k <= 64; k *= 2) {
+            const int64_t list_shape[] = {1, HKV, LONG, k};
+            const quern_tensor lists = view(QUERN_I32, 4, list_shape);
+            index.block_idx = &lists;
+            rule.select_block = params.select_block = size;
+            rule.num_selected = params.num_selected = k;
+            snprintf(line, sizeof line, "nsa_index on cuda: block_index by block_index_%s", fast);
+            expect_line(QUERN_OP_NSA_INDEX, &rule, &index, line);
+            if (k > 32) continue;
+            snprintf(line, sizeof line,
+                     "nsa_forward on cuda: block_index by block_index_%s, attend_forward by "
+                     "attend_forward_%s",
+                     fast, strcmp(fast, "sm90") == 0 ? "sm90_tokens" : fast);
+            expect_line(QUERN_OP_NSA_FORWARD, &params, &t, line);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(nsa),
-                                       cmocka_unit_test(nsa_index)};
+                                       cmocka_unit_test(nsa_index), cmocka_unit_test(msa)};
     return cmocka_run_group_tests(tests, open_context, close_context);
 }
