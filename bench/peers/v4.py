@@ -155,6 +155,43 @@ def append_us(quern, sequences):
     return graph_us(turn, 1) / len(calls)
 
 
+def key_pool(pages):
+    """Pages of random FP8 keys: the codes of every slot, then their scales."""
+    codes = torch.randint(0, 256, (pages, PAGE * 128), dtype=U8, device="cuda")
+    codes[codes & 0x7F == 0x7F] = 0x3F
+    scales = torch.rand(pages, PAGE, device="cuda") * 0.01 + 0.01
+    return torch.cat([codes, scales.view(U8)], 1)
+
+
+def layer_step(quern, sequences, context=32768, ring=2, ratio=4):
+    """A step of one token a sequence through a CSA layer of Flash's dims, a quarter of which end a block."""
+    width, lora, heads, groups, o_lora = 4096, 1024, 64, 8, 1024
+    pages, at = sequences * (context // ratio // PAGE), torch.arange(sequences, dtype=I32, device="cuda")
+    positions = context - 2 * ratio + at % ratio
+
+    def weight(*shape):
+        return act(*shape) * shape[-1] ** -0.5
+
+    t = dict(x=act(sequences, width), out=empty(sequences, width), cos_sin=tables(context))
+    t |= dict(sinks=torch.randn(heads, device="cuda"), q_a=weight(lora, width), q_a_norm=act(lora))
+    t |= dict(q_b=weight(heads * DIM, lora), kv=weight(DIM, width), kv_norm=act(DIM))
+    t |= dict(o_a=weight(groups * o_lora, heads * DIM // groups), o_b=weight(width, groups * o_lora))
+    for name, states, columns in (("compressor", "", DIM), ("indexer", "indexer_", 128)):
+        t[name + "_bias"] = torch.randn(ratio, 2 * columns, device="cuda")
+        t |= {f"{name}_{part}": weight(2 * columns, width) for part in ("kv", "gate")}
+        t[name + "_norm"] = act(columns)
+        t[states + "states"] = torch.rand(sequences, (6 + 4 * ring) * columns, device="cuda") + 0.5
+        t[states + "merged"] = positions - ring
+    t |= dict(indexer_q_b=weight(64 * 128, lora), indexer_heads=weight(64, width))
+    t |= dict(slots=at, positions=positions, cu=torch.arange(sequences + 1, dtype=I32, device="cuda"))
+    raw = row584_pool(sequences * (WINDOW + ring) // PAGE + 1).flatten()[: sequences * (WINDOW + ring) * 584]
+    t |= dict(raw=raw.view(sequences, WINDOW + ring, 584) % 0x70, raw_table=at.view(-1, 1))
+    t |= dict(entries=row584_pool(pages), keys=key_pool(pages), fault=torch.zeros_like(at))
+    t |= dict(entries_table=torch.randperm(pages, device="cuda").to(I32).view(sequences, -1))
+    p = quern.params("v4-layer-step", format="row584", key_format="fp8", top_k=TOP, window=WINDOW)
+    return quern.call("dsv4_layer_step", p, **t)
+
+
 def index_call(quern, batch, queries, entries, form):
     p = quern.params("v4-index", start_abs_pos=4 * entries, top_k=TOP)
     t = dict(q=act(batch, queries, 64, 128), w=act(batch, queries, 64))
@@ -203,6 +240,8 @@ def rows(quern):
         yield what, most, lambda: decode_us(quern, b, t, h), "us", True
     what = "append, main + indexer, ring 2, 128 sequences, row584 + fp8, in a graph"
     yield what, 6, lambda: append_us(quern, 128), "us", True
+    what = "CSA layer step, Flash dims, bf16 weights, 64 sequences of 32k, row584 + fp8, in a graph"
+    yield what, 170, lambda: graph_us(layer_step(quern, 64), 4), "us", True
     for form, least in (("rows", 500), ("fp8", 440), ("fp4", 400)):
         what = f"indexer + top-512, 64 x 128, 64k entries, 1k queries, {form}"
         yield what, least, lambda: index_rate(quern, 1024, 65536, form), "TFLOP/s", False

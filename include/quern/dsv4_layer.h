@@ -107,8 +107,8 @@ typedef struct quern_dsv4_layer_tensors {
 } quern_dsv4_layer_tensors;
 #define QUERN_DSV4_LAYER_TENSORS_INIT QUERN_SIZED(quern_dsv4_layer_tensors)
 
-/* CPU alone. The workspace holds the projections of all tokens; long sequences go through
- * quern_dsv4_layer_decode() in chunks. */
+/* On a GPU x has 16 bits, and core is not given. The workspace holds the projections of all tokens; long
+ * sequences go through quern_dsv4_layer_decode() in chunks, on the CPU. */
 QUERN_API quern_status quern_dsv4_layer_workspace(quern_context *ctx, const quern_dsv4_layer_params *params,
                                                   const quern_dsv4_layer_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_dsv4_layer(quern_context *ctx, const quern_exec *exec,
@@ -221,8 +221,9 @@ typedef struct quern_dsv4_layer_step_tensors {
  * With fault these are no errors, but for the offsets: the sequence concerned takes the bit (QUERN_STATUS_..
  * of cuda.h) at its slot, its states and raw rows stay, its rows of the results are 0, here and in later
  * steps, until it begins at position 0 or its word is cleared. The other sequences' bits do not change. The
- * status word gets every bit. T is then at most the positions that there is room for. CPU alone. The
- * workspace depends on shapes alone.
+ * status word gets every bit. T is then at most the positions that there is room for. On a GPU faults are
+ * bits in any case, x has 16 bits, core is not given, and where heads have 512 channels the core sums a step
+ * in another order than whole sequences. The workspace depends on shapes alone.
  */
 QUERN_API quern_status quern_dsv4_layer_step_workspace(quern_context *ctx,
                                                        const quern_dsv4_layer_step_params *params,

@@ -32,7 +32,7 @@ for program in "${programs[@]}"; do
     (variant=${program#"${program%@*}"}
      export QUERN_GPU_VARIANT=${variant#@}
      # Sequences in many pieces: each stage of each takes the pools to the device and back.
-     [[ ${program##*/gpu_} =~ ^(cache|cache_copy|nsa_decode)_test$ ]] && export QUERN_TEST_TRIALS=1/8
+     [[ ${program##*/gpu_} =~ ^(cache|cache_copy|nsa_decode|dsv4_layer|dsv4_layer_step)_test$ ]] && export QUERN_TEST_TRIALS=1/8
      timeout 240 "${program%@*}" >"$logs/${program##*/}" 2>&1
      echo "exit code $?" >>"$logs/${program##*/}") &
 done

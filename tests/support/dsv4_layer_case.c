@@ -105,8 +105,26 @@ static void shape_of(const oracle_layer *l, int64_t batch, int64_t positions, in
     memcpy(shape, all[gradient ? tensor - LAYER_D_WEIGHTS + LAYER_WEIGHTS : tensor], sizeof all[0]);
 }
 
+/* The GPU (tests/gpu) has a core and an indexer of 16 bits: there f32 is bf16, weights have x's dtype or f32,
+ * and what the core gives before its rotation, in f32, is left out. */
+#ifdef QUERN_TEST_GPU
+enum { LAYER_ON_GPU = true };
+#else
+enum { LAYER_ON_GPU = false };
+#endif
+static quern_dtype dtype_for(quern_dtype wanted)
+{
+    return LAYER_ON_GPU && wanted == QUERN_F32 ? QUERN_BF16 : wanted;
+}
+
+static quern_dtype weight_dtype_for(quern_dtype wanted, quern_dtype dtype)
+{
+    return LAYER_ON_GPU && wanted != dtype ? QUERN_F32 : wanted;
+}
+
 static bool has(const oracle_layer *l, int tensor)
 {
+    if (LAYER_ON_GPU && tensor == LAYER_CORE) return false;
     if (tensor >= LAYER_D_WEIGHTS) tensor += LAYER_WEIGHTS - LAYER_D_WEIGHTS;
     if (tensor >= LAYER_WEIGHTS && tensor < LAYER_OUT)
         return oracle_layer_count(l, (oracle_layer_weight)(tensor - LAYER_WEIGHTS)) > 0;
@@ -128,8 +146,8 @@ layer_case layer_case_make(test_random *random, const oracle_layer *shape, int64
     layer_case c = {.shape = *shape,
                     .batch = batch,
                     .positions = shape->tokens + test_random_int(random, 0, 3),
-                    .dtype = dtype,
-                    .weight_dtype = weight_dtype};
+                    .dtype = dtype_for(dtype),
+                    .weight_dtype = weight_dtype_for(weight_dtype, dtype_for(dtype))};
     for (int i = 0; i < LAYER_TENSORS; i++) {
         int64_t extents[5];
         int32_t ndim =

@@ -39,6 +39,9 @@ bool mqa_takes(const attend_mqa_args *args, char why[STAGE_WHY_BYTES])
         snprintf(why, STAGE_WHY_BYTES,
                  "q is %s and kv %s: the cuda backend takes bf16 or f16 for both, or bf16 with rows of bytes",
                  dtype_text(args->q.dtype), dtype_text(kv));
+    else if (args->o.dtype != args->q.dtype)
+        snprintf(why, STAGE_WHY_BYTES, "o is %s and q %s: the cuda backend takes one dtype for both",
+                 dtype_text(args->o.dtype), dtype_text(args->q.dtype));
     else if (args->q.shape[3] > MQA_DIM)
         snprintf(why, STAGE_WHY_BYTES, "head dim %lld: the cuda backend takes multiples of 8 up to %d",
                  (long long)args->q.shape[3], MQA_DIM);

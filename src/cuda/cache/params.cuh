@@ -12,6 +12,9 @@ template <int BYTES> struct unit_of;
 template <> struct unit_of<16> {
     typedef uint4 type;
 };
+template <> struct unit_of<8> {
+    typedef uint2 type;
+};
 template <> struct unit_of<4> {
     typedef uint32_t type;
 };

@@ -28,11 +28,12 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t b = i / items, entry = i % items * step,
                       begin = a.positions != NULL ? a.positions[b] : a.position,
                       seen = begin < 0 ? 0 : (begin + a.queries) / a.ratio;
+        if (a.sequence != NULL && a.sequence[b] < 0) continue;
         if (begin < 0 || seen > INT32_MAX) bits |= QUERN_STATUS_BAD_POSITION;
         else if (a.keys.table != NULL && seen > a.entries) bits |= QUERN_STATUS_BAD_PAGE;
         if (entry >= seen || entry >= a.entries) continue;
-        if (!row_exists(a.keys, b, (uint32_t)entry)) bits |= QUERN_STATUS_BAD_PAGE;
-        else if (a.format == ENTRY_FP4 && has_bad_scale(a, b, (uint32_t)entry))
+        if (!row_exists(a.keys, index_sequence(a, (int)b), (uint32_t)entry)) bits |= QUERN_STATUS_BAD_PAGE;
+        else if (a.format == ENTRY_FP4 && has_bad_scale(a, index_sequence(a, (int)b), (uint32_t)entry))
             bits |= QUERN_STATUS_BAD_SCALE;
     }
     bits = (int32_t)__reduce_or_sync(~0u, (unsigned)bits);

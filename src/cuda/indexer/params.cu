@@ -16,14 +16,16 @@ bool index_takes(const indexer_args *args, char why[STAGE_WHY_BYTES])
                  "%lld queries, a ratio of %lld: the cuda backend takes up to %d and %d",
                  (long long)(args->q.shape[0] * args->q.shape[1]), (long long)args->ratio, INT32_MAX / 4,
                  INT32_MAX);
-    else if (present(args->cu) || (bytes && args->page > 0 && args->keys.ndim == 3))
+    else if ((present(args->cu) && !(present(args->positions) && present(args->table))) ||
+             (bytes && args->page > 0 && args->keys.ndim == 3))
         snprintf(why, STAGE_WHY_BYTES,
-                 "sequences of any lengths from a cache: the cuda backend takes one length");
+                 "sequences of any lengths without positions and pages, or bytes in rows of a page: the cuda "
+                 "backend takes neither");
     else return true;
     return false;
 }
 
-index_kernel index_kernel_of(const indexer_args *args)
+index_kernel index_kernel_of(const indexer_args *args, void *spread)
 {
     const int64_t width = args->q.shape[3], codes = args->format == ENTRY_ROWS  ? 0
                                                     : args->format == ENTRY_FP4 ? width / 2
@@ -56,5 +58,16 @@ index_kernel index_kernel_of(const indexer_args *args)
     a.k = (int32_t)args->idx.shape[2];
     a.scale = args->scale;
     a.q_wide = rows_aligned16(args->q);
+    if (!present(args->cu)) return a;
+    a.batch = a.queries;
+    a.queries = 1;
+    a.q.s[0] = a.q.s[1];
+    a.w_row[0] = a.w_row[1];
+    a.idx_row[0] = a.idx_row[1];
+    a.count_row[0] = a.count_row[1];
+    a.scores_row[0] = a.scores_row[1];
+    a.positions = (const int32_t *)spread;
+    a.sequence = a.positions + a.batch;
+    a.limit = a.sequence + a.batch;
     return a;
 }

@@ -22,12 +22,27 @@ struct index_kernel {
     float *scores; /* or NULL */
     int64_t scores_row[2], scores_n;
     const int32_t *positions;
+    /* Of a varlen batch, whose rows are queries of one each, else NULL: a row's sequence, -1 where it has
+     * none, and the entries of that. */
+    const int32_t *sequence, *limit;
     int64_t position, entries; /* entries: of a sequence, at most */
     uint32_t ratio;
     int32_t batch, queries, heads, width, k;
     float scale;
     bool q_wide;
 };
+
+/* The row of the table. */
+__device__ __forceinline__ int index_sequence(const index_kernel &a, int b)
+{
+    return a.sequence != NULL ? a.sequence[b] : b;
+}
+
+/* Where the scores end that a row's query gets, its sequence's entries or all. */
+__device__ __forceinline__ int64_t index_scores(const index_kernel &a, int b)
+{
+    return a.limit != NULL && a.limit[b] < a.scores_n ? a.limit[b] : a.scores_n;
+}
 
 /* How many entries a query of a sequence sees: the first so many. */
 __device__ __forceinline__ int index_seen(const index_kernel &a, int b, int query)
@@ -102,13 +117,17 @@ __device__ inline void index_store(const index_kernel &a, int b, int query, best
     for (int i = lane; i < a.k; i += 32) idx[i] = i < best.n ? best.index[i] : -1;
     if (lane == 0) a.count[b * a.count_row[0] + query * a.count_row[1]] = best.n;
     float *const scores = a.scores + b * a.scores_row[0] + query * a.scores_row[1];
-    for (int64_t i = index_seen(a, b, query) + lane; a.scores != NULL && i < a.scores_n; i += 32)
+    const int64_t end = index_scores(a, b);
+    for (int64_t i = index_seen(a, b, query) + lane; a.scores != NULL && i < end; i += 32)
         scores[i] = -INFINITY;
 }
 
 /* Whether the kernels take a call; if not, says so. */
 bool index_takes(const indexer_args *args, char why[STAGE_WHY_BYTES]);
-index_kernel index_kernel_of(const indexer_args *args);
+/* `spread`: index_spread_bytes() in the workspace, which index_spread_rows() fills. */
+index_kernel index_kernel_of(const indexer_args *args, void *spread);
+size_t index_spread_bytes(const indexer_args *args);
+quern_status index_spread_rows(const stage_exec *exec, const indexer_args *args, const index_kernel &a);
 /* Faults of the data, into the caller's status word, if there is one. */
 quern_status index_report(const stage_exec *exec, const index_kernel &a);
 

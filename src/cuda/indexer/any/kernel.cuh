@@ -72,10 +72,10 @@ template <typename T>
 __device__ __forceinline__ void load_keys(const index_kernel &a, const pieces &p, block &m, int b, int first,
                                           int buffer)
 {
-    const int row = threadIdx.x / 2, key = first + row;
-    const bool here = key < a.entries && row_exists(a.keys, b, key);
+    const int row = threadIdx.x / 2, key = first + row, sequence = index_sequence(a, b);
+    const bool here = key < a.entries && sequence >= 0 && row_exists(a.keys, sequence, key);
     row_place place = {NULL, NULL};
-    if (here) place = row_at(a.keys, b, key);
+    if (here) place = row_at(a.keys, sequence, key);
     char *const tile = m.keys + buffer * p.key_bytes();
     const index_scale scale = index_scale_of(a, place.scales);
     for (int chunk = threadIdx.x % 2; chunk < p.panels * 8; chunk += 2) {
@@ -175,15 +175,15 @@ static inline pieces pieces_of(const indexer_args *args)
             (int)args->idx.shape[2] + ADDED};
 }
 
-template <typename T> static quern_status launch(const stage_exec *exec, const indexer_args *args)
+template <typename T>
+static quern_status launch(const stage_exec *exec, const indexer_args *args, const index_kernel &a)
 {
-    const index_kernel a = index_kernel_of(args);
     const pieces p = pieces_of(args);
     return launch_shared({(cudaStream_t)exec->stream, NULL}, indexer_any<T>,
                          dim3((unsigned)a.batch * (unsigned)a.queries), THREADS, p.bytes(), "indexer", a, p);
 }
 
-typedef quern_status instance(const stage_exec *exec, const indexer_args *args);
+typedef quern_status instance(const stage_exec *exec, const indexer_args *args, const index_kernel &a);
 instance indexer_bf16, indexer_f16;
 
 } // namespace any_indexer

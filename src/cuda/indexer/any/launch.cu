@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* launch.cu - which calls the kernel of any GPU takes. */
+#include "common/rows.cuh"
 #include "indexer/any/kernel.cuh"
 #include "variants.cuh"
 
@@ -16,13 +17,21 @@ static bool indexer_any_supports(const stage_exec *exec, const indexer_args *arg
     return false;
 }
 
-static quern_status indexer_any_run(const stage_exec *exec, const indexer_args *args, void *)
+static size_t indexer_any_bytes(const stage_exec *, const indexer_args *args)
 {
-    if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
-    const quern_status status = index_report(exec, index_kernel_of(args));
-    if (status != QUERN_OK) return status;
-    return args->q.dtype == QUERN_BF16 ? any_indexer::indexer_bf16(exec, args)
-                                       : any_indexer::indexer_f16(exec, args);
+    return room_for(index_spread_bytes(args));
 }
 
-extern const variant<indexer_args> indexer_any = {"indexer_any", indexer_any_supports, NULL, indexer_any_run};
+static quern_status indexer_any_run(const stage_exec *exec, const indexer_args *args, void *workspace)
+{
+    if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
+    const index_kernel a = index_kernel_of(args, room_at<char>(workspace));
+    quern_status status = index_spread_rows(exec, args, a);
+    if (status == QUERN_OK) status = index_report(exec, a);
+    if (status != QUERN_OK) return status;
+    return args->q.dtype == QUERN_BF16 ? any_indexer::indexer_bf16(exec, args, a)
+                                       : any_indexer::indexer_f16(exec, args, a);
+}
+
+extern const variant<indexer_args> indexer_any = {"indexer_any", indexer_any_supports, indexer_any_bytes,
+                                                  indexer_any_run};

@@ -155,6 +155,7 @@ __device__ __forceinline__ void feed_keys(const index_kernel &a, const key_feed 
     ring_place<STAGES> at;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const item_of x = item_at<Q>(a, f, item);
+        const int sequence = index_sequence(a, x.b);
         const char *const first = a.keys.p + x.b * a.keys.page + x.key * a.keys.row;
         for (int s = 0; s < x.stages; s++) {
             if (a.keys.table == NULL) {
@@ -164,8 +165,8 @@ __device__ __forceinline__ void feed_keys(const index_kernel &a, const key_feed 
             } else {
                 const int key = x.key + s * KEYS + (lane << f.piece_shift);
                 const bool here =
-                    lane < KEYS >> f.piece_shift && key < a.entries && row_exists(a.keys, x.b, key);
-                const int page = here ? row_page(a.keys, x.b, key) : 0;
+                    lane < KEYS >> f.piece_shift && key < a.entries && row_exists(a.keys, sequence, key);
+                const int page = here ? row_page(a.keys, sequence, key) : 0;
                 m.keys.wait_free(at);
                 copy_pages(a, f, map, m, at, key, here, page);
             }

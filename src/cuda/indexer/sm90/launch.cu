@@ -19,11 +19,18 @@ static key_kind kind_of(const indexer_args *args)
     return args->format == ENTRY_ROWS ? ROWS : args->format == ENTRY_FP4 ? FP4 : FP8;
 }
 
+/* Queries of a sequence; a varlen batch is one of single queries. */
+static int64_t queries_of(const indexer_args *args)
+{
+    return present(args->cu) ? 1 : args->q.shape[1];
+}
+
 /* By how many shares a tile's keys are cut: by shapes alone, as is the workspace. */
 static int shares_of(const stage_exec *exec, const indexer_args *args)
 {
-    const int64_t queries = args->q.shape[1], k = args->idx.shape[2],
-                  tiles = (queries == 1 ? 1 : (queries + MOST_QUERIES - 1) / MOST_QUERIES) * args->q.shape[0],
+    const int64_t queries = queries_of(args), k = args->idx.shape[2],
+                  batch = present(args->cu) ? args->q.shape[1] : args->q.shape[0],
+                  tiles = (queries == 1 ? 1 : (queries + MOST_QUERIES - 1) / MOST_QUERIES) * batch,
                   all = exec->multiprocessors, turns = (tiles + all - 1) / all;
     if (tiles == 0 || tiles >= ENOUGH * all || tiles * 10 >= turns * all * 9) return 1;
     const int64_t held = MERGED_MOST / k, most = held < SHARES ? held : (int64_t)SHARES;
@@ -94,39 +101,30 @@ static bool indexer_sm90_supports(const stage_exec *exec, const indexer_args *ar
            piece_of(args) > 0;
 }
 
-/* Lists of shares, or one query's scores. */
+/* How many single queries are scored at once, so that their scores take no more than so many bytes. */
+static int64_t slice_of(const indexer_args *args)
+{
+    enum { RAW_FLOATS = 1 << 26 };
+    const int64_t all = args->q.shape[0] * args->q.shape[1],
+                  row = raw_row_of(args) > 0 ? raw_row_of(args) : 1,
+                  most = row < RAW_FLOATS ? RAW_FLOATS / row : 1;
+    return present(args->cu) && most < all ? most : all;
+}
+
+/* What a varlen batch is spread to, and lists of shares or single queries' scores. */
 static size_t indexer_sm90_bytes(const stage_exec *exec, const indexer_args *args)
 {
     if (exec->compute != 90 || args->q.shape[2] != HEADS || args->q.shape[3] != WIDTH) return 0;
-    if (args->q.shape[1] == 1) return room_for((size_t)(args->q.shape[0] * raw_row_of(args)) * sizeof(float));
+    if (queries_of(args) == 1)
+        return room_for(index_spread_bytes(args) +
+                        (size_t)(slice_of(args) * raw_row_of(args)) * sizeof(float));
     const int shares = shares_of(exec, args);
     return shares > 1 ? room_for(2 * list_bytes(args, shares)) : 0;
 }
 
-static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args *args, void *workspace)
+static quern_status run_kind(const stage_exec *exec, const indexer_args *args, const index_kernel &a,
+                             const key_feed &f, const CUtensorMap &map, bool one)
 {
-    if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
-    const index_kernel a = index_kernel_of(args);
-    const int piece = piece_of(args);
-    quern_status status = index_report(exec, a);
-    if (status != QUERN_OK) return status;
-    key_feed f = {};
-    f.apart = args->format != ENTRY_ROWS && args->keys.ndim == 2;
-    f.shares = shares_of(exec, args);
-    while (1 << f.piece_shift < piece) f.piece_shift++;
-    const bool one = a.queries == 1;
-    if (one) {
-        f.raw = room_at<float>(workspace);
-        f.raw_row = raw_row_of(args);
-    } else if (f.shares > 1) {
-        f.rank = room_at<uint32_t>(workspace);
-        f.index = (int32_t *)((char *)f.rank + list_bytes(args, f.shares));
-    }
-    CUtensorMap map = {};
-    if (args->format == ENTRY_ROWS) {
-        status = tma_describe(&map, rows_tensor(args, piece));
-        if (status != QUERN_OK) return status;
-    }
     switch (kind_of(args)) {
     case FP8: return indexer_fp8(exec, a, f, map, one);
     case FP4: return indexer_fp4(exec, a, f, map, one);
@@ -134,6 +132,56 @@ static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args 
     }
     return args->q.dtype == QUERN_BF16 ? indexer_bf16(exec, a, f, map, one)
                                        : indexer_f16(exec, a, f, map, one);
+}
+
+/* Of a varlen batch the queries from `row` on, at most so many; q and w have elements of these bytes. */
+static index_kernel rows_from(index_kernel a, int64_t row, int64_t most, int64_t q_bytes, int64_t w_bytes)
+{
+    a.q.p = (char *)a.q.p + row * a.q.s[0] * q_bytes;
+    a.w = (const char *)a.w + row * a.w_row[0] * w_bytes;
+    a.idx += row * a.idx_row[0];
+    a.count += row * a.count_row[0];
+    if (a.scores != NULL) a.scores += row * a.scores_row[0];
+    a.positions += row;
+    a.sequence += row;
+    a.limit += row;
+    if (a.batch - row < most) most = a.batch - row;
+    a.batch = (int32_t)most;
+    return a;
+}
+
+static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args *args, void *workspace)
+{
+    if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
+    char *const memory = room_at<char>(workspace);
+    const index_kernel a = index_kernel_of(args, memory);
+    const int piece = piece_of(args);
+    quern_status status = index_spread_rows(exec, args, a);
+    if (status == QUERN_OK) status = index_report(exec, a);
+    if (status != QUERN_OK) return status;
+    key_feed f = {};
+    f.apart = args->format != ENTRY_ROWS && args->keys.ndim == 2;
+    f.shares = shares_of(exec, args);
+    while (1 << f.piece_shift < piece) f.piece_shift++;
+    const bool one = a.queries == 1;
+    if (one) {
+        f.raw = (float *)(memory + index_spread_bytes(args));
+        f.raw_row = raw_row_of(args);
+    } else if (f.shares > 1) {
+        f.rank = (uint32_t *)memory;
+        f.index = (int32_t *)((char *)f.rank + list_bytes(args, f.shares));
+    }
+    CUtensorMap map = {};
+    if (args->format == ENTRY_ROWS) {
+        status = tma_describe(&map, rows_tensor(args, piece));
+        if (status != QUERN_OK) return status;
+    }
+    if (!present(args->cu)) return run_kind(exec, args, a, f, map, one);
+    for (int64_t row = 0; row < a.batch && status == QUERN_OK; row += slice_of(args))
+        status = run_kind(exec, args,
+                          rows_from(a, row, slice_of(args), bytes_of(args->q.dtype), bytes_of(args->w.dtype)),
+                          f, map, one);
+    return status;
 }
 
 extern const variant<indexer_args> indexer_sm90 = {"indexer_sm90", indexer_sm90_supports, indexer_sm90_bytes,

@@ -83,7 +83,8 @@ static __global__ void __launch_bounds__(TEAM, 1)
     wait_for_before();
     for (int i = count + t; i < a.k; i += TEAM) idx[i] = -1;
     if (t == 0) a.count[b * a.count_row[0]] = count;
-    for (int64_t i = t; a.scores != NULL && i < a.scores_n; i += TEAM)
+    const int64_t scored = index_scores(a, b);
+    for (int64_t i = t; a.scores != NULL && i < scored; i += TEAM)
         scores[i] = i < seen ? __ldcg(raw + i) + 0.0f : -INFINITY;
     if (seen <= a.k) {
         for (int i = t; i < seen; i += TEAM) idx[i] = i;

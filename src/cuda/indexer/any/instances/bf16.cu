@@ -3,7 +3,8 @@
 /* bf16.cu - bf16. */
 #include "indexer/any/kernel.cuh"
 
-quern_status any_indexer::indexer_bf16(const stage_exec *exec, const indexer_args *args)
+quern_status any_indexer::indexer_bf16(const stage_exec *exec, const indexer_args *args,
+                                       const index_kernel &a)
 {
-    return launch<bf16>(exec, args);
+    return launch<bf16>(exec, args, a);
 }

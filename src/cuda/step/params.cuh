@@ -1,0 +1,29 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* params.cuh - a step's sequences as step_tokens has left them, whose offsets and positions are sound. */
+#ifndef QUERN_CUDA_STEP_PARAMS_CUH
+#define QUERN_CUDA_STEP_PARAMS_CUH
+
+#include "cache/params.cuh"
+
+/* Sequence b: its rows of the call, also where it does not run, and the entries that become whole. */
+struct step_place {
+    int64_t slot, first, row, count, whole, made; /* whole: entries before */
+    bool live;
+};
+
+__device__ __forceinline__ step_place step_place_at(const step_view &s, int64_t ratio, int64_t b)
+{
+    const int32_t *const rows = s.rows + b * s.rows_s[0];
+    step_place p;
+    p.slot = step_slot(s, b);
+    p.first = s.positions[b * s.positions_s];
+    p.row = rows[0];
+    p.count = rows[s.rows_s[1]] - p.row;
+    p.live = p.slot >= 0 && p.count > 0;
+    p.whole = ratio > 0 ? p.first / ratio : 0;
+    p.made = ratio > 0 ? (p.first + p.count) / ratio - p.whole : 0;
+    return p;
+}
+
+#endif

@@ -1,0 +1,160 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* rows.cu - runs of rows from one matrix to another, several blocks a run; and zeros in rows of a step's
+ * results that belong to no sequence that runs, a block a sequence. Limit: the copy rate. */
+#include "common/launch.cuh"
+#include "common/step.cuh"
+#include "step/params.cuh"
+#include "variants.cuh"
+
+enum { THREADS = 256, WARPS = THREADS / 32 };
+
+struct runs_kernel {
+    const int64_t *runs;
+    int64_t run_s;
+    const char *x;
+    char *out;
+    int64_t x_s, out_s; /* bytes from row to row */
+    divider units;      /* of a row */
+};
+
+template <int BYTES>
+__global__ void __launch_bounds__(THREADS) copy_rows(const __grid_constant__ runs_kernel a)
+{
+    enum { AHEAD = 4 };
+    typedef typename unit_of<BYTES>::type U;
+    const int64_t *const run = a.runs + blockIdx.x * a.run_s;
+    const int64_t from = run[0], to = run[1], count = run[2] * a.units.by,
+                  step = (int64_t)gridDim.y * THREADS;
+    for (int64_t i = (int64_t)blockIdx.y * THREADS + threadIdx.x; i < count; i += AHEAD * step) {
+        U held[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int64_t at = i + k * step, row = a.units.of(at), column = at - row * a.units.by;
+            if (at < count) held[k] = *(const U *)(a.x + (from + row) * a.x_s + column * BYTES);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int64_t at = i + k * step, row = a.units.of(at), column = at - row * a.units.by;
+            if (at < count) *(U *)(a.out + (to + row) * a.out_s + column * BYTES) = held[k];
+        }
+    }
+}
+
+/* The most bytes, up to 16, that rows can be copied at once by. */
+static int unit_bytes(uint64_t of)
+{
+    int bytes = 16;
+    while (of % (uint64_t)bytes != 0) bytes /= 2;
+    return bytes;
+}
+
+static quern_status copy_rows_run(const stage_exec *exec, const copy_rows_args *args, void *)
+{
+    const int64_t size = bytes_of(args->x.dtype), row = args->x.shape[1] * size, n = args->runs.shape[0];
+    runs_kernel a = {};
+    a.runs = (const int64_t *)args->runs.data;
+    a.run_s = args->runs.strides[0];
+    a.x = (const char *)args->x.data;
+    a.out = (char *)args->out.data;
+    a.x_s = args->x.strides[0] * size;
+    a.out_s = args->out.strides[0] * size;
+    if (n == 0 || row == 0) return QUERN_OK;
+    const int bytes = unit_bytes((uint64_t)(uintptr_t)a.x | (uint64_t)(uintptr_t)a.out | (uint64_t)a.x_s |
+                                 (uint64_t)a.out_s | (uint64_t)row);
+    a.units = divider_by(row / bytes);
+    const int64_t most = args->out.shape[0] * (row / bytes) / THREADS + 1,
+                  shares = 4 * exec->multiprocessors / n + 1;
+    const dim3 grid((unsigned)n, (unsigned)(shares < most ? shares : most));
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    switch (bytes) {
+    case 16: copy_rows<16><<<grid, THREADS, 0, stream>>>(a); break;
+    case 8: copy_rows<8><<<grid, THREADS, 0, stream>>>(a); break;
+    case 4: copy_rows<4><<<grid, THREADS, 0, stream>>>(a); break;
+    case 2: copy_rows<2><<<grid, THREADS, 0, stream>>>(a); break;
+    default: copy_rows<1><<<grid, THREADS, 0, stream>>>(a); break;
+    }
+    return LAUNCHED("runs of rows");
+}
+
+struct clear_kernel {
+    step_view step;
+    int64_t ratio;
+    char *out;
+    int64_t rows, heads, row_s, head_s; /* distances in bytes */
+    divider units;                      /* of a head's row */
+};
+
+/* A block's threads clear one row. */
+template <int BYTES> __device__ __forceinline__ void clear_row(const clear_kernel &a, int64_t row)
+{
+    typedef typename unit_of<BYTES>::type U;
+    for (int64_t i = threadIdx.x; i < a.heads * a.units.by; i += THREADS) {
+        const int64_t head = a.units.of(i);
+        *(U *)(a.out + row * a.row_s + head * a.head_s + (i - head * a.units.by) * BYTES) = {};
+    }
+}
+
+template <int BYTES>
+__global__ void __launch_bounds__(THREADS) clear_rows(const __grid_constant__ clear_kernel a)
+{
+    __shared__ int64_t parts[WARPS][2];
+    int64_t before = 0, total = 0;
+    for (int64_t b = threadIdx.x; b < a.step.batch; b += THREADS) {
+        const step_place p = step_place_at(a.step, a.ratio, b);
+        const int64_t rows = a.ratio > 0 ? p.made : p.count;
+        total += rows;
+        if (b < blockIdx.x) before += rows;
+    }
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+        before += __shfl_xor_sync(~0u, before, by);
+        total += __shfl_xor_sync(~0u, total, by);
+    }
+    if (threadIdx.x % 32 == 0) {
+        parts[threadIdx.x / 32][0] = before;
+        parts[threadIdx.x / 32][1] = total;
+    }
+    __syncthreads();
+    before = total = 0;
+    for (int w = 0; w < WARPS; w++) {
+        before += parts[w][0];
+        total += parts[w][1];
+    }
+    for (int64_t row = total + blockIdx.x; row < a.rows; row += gridDim.x) clear_row<BYTES>(a, row);
+    if (blockIdx.x >= a.step.batch) return;
+    const step_place p = step_place_at(a.step, a.ratio, blockIdx.x);
+    const int64_t own = p.live ? 0 : a.ratio > 0 ? p.made : p.count, left = a.rows - before;
+    for (int64_t i = 0; i < own && i < left; i++) clear_row<BYTES>(a, before + i);
+}
+
+static quern_status clear_rows_run(const stage_exec *exec, const clear_rows_args *args, void *)
+{
+    const quern_tensor &t = args->out;
+    const int64_t size = bytes_of(t.dtype), row = t.shape[2] * size;
+    clear_kernel a = {};
+    a.step = step_view_of(args->step, INT32_MAX);
+    a.ratio = args->ratio;
+    a.out = (char *)t.data;
+    a.rows = t.shape[0];
+    a.heads = t.shape[1];
+    a.row_s = t.strides[0] * size;
+    a.head_s = t.strides[1] * size;
+    if (a.rows == 0 || a.heads == 0 || row == 0) return QUERN_OK;
+    const int bytes =
+        unit_bytes((uint64_t)(uintptr_t)a.out | (uint64_t)a.row_s | (uint64_t)a.head_s | (uint64_t)row);
+    a.units = divider_by(row / bytes);
+    const unsigned grid = a.step.batch > 0 ? (unsigned)a.step.batch : 1;
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    switch (bytes) {
+    case 16: clear_rows<16><<<grid, THREADS, 0, stream>>>(a); break;
+    case 8: clear_rows<8><<<grid, THREADS, 0, stream>>>(a); break;
+    case 4: clear_rows<4><<<grid, THREADS, 0, stream>>>(a); break;
+    case 2: clear_rows<2><<<grid, THREADS, 0, stream>>>(a); break;
+    default: clear_rows<1><<<grid, THREADS, 0, stream>>>(a); break;
+    }
+    return LAUNCHED("rows of no sequence");
+}
+
+extern const variant<copy_rows_args> copy_rows_any = {"copy_rows_any", NULL, NULL, copy_rows_run};
+extern const variant<clear_rows_args> clear_rows_any = {"clear_rows_any", NULL, NULL, clear_rows_run};
