@@ -244,6 +244,38 @@ static void calls_against_float64(void **state)
     }
 }
 
+/* Many tokens of four copies in bf16 have kernels of their own on GPUs: several panels of channels and tiles
+ * of tokens, the last of both not full, each with some of the tensors. */
+static void many_tokens_of_four_copies(void **state)
+{
+    static const struct {
+        int64_t tokens, width;
+        uint64_t without;
+    } cases[] = {
+        {530, 640, BIT(PRE_IN)},
+        {521, 128, 0},
+        {768, 1152, BIT(PRE_IN) | BIT(F) | BIT(D_SCALE)},
+        {512, 384, BIT(D_H) | BIT(D_POST) | BIT(D_FN)},
+        {515, 256, BIT(PRE_IN) | BIT(D_H) | BIT(D_COMB) | BIT(D_F) | BIT(D_NORM)},
+    };
+    test_random random = {test_seed("hyper-connections of many tokens", 45)};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        hyper_case c = {.params = QUERN_DSV4_HYPER_PARAMS_INIT, .copies = 4, .dtype = QUERN_BF16};
+        c.tokens = cases[i].tokens, c.width = cases[i].width;
+        c.set = ~(cases[i].without);
+        c.params.iters = i == 1 ? 1 : 0;
+        make(&c, &random, false);
+        solve(&c);
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+            quern_context *ctx = test_context(level, 2);
+            check(&c, ctx);
+            quern_context_destroy(ctx);
+        }
+        release(&c);
+    }
+}
+
 /* The sum of all results times their gradients. */
 static double loss_of(const hyper_case *c)
 {
@@ -418,6 +450,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_are_differences),
         cmocka_unit_test(calls_against_float64),
+        cmocka_unit_test(many_tokens_of_four_copies),
         cmocka_unit_test(threads_give_the_same_bits),
         cmocka_unit_test(nonfinite_tokens_stay_apart),
         cmocka_unit_test(bad_calls),
