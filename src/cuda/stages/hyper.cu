@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* hyper.cu - the variants of hyper-connections. Those of four copies have not yet run on a GPU: they are last, so
- * they are chosen by name alone. */
+/* hyper.cu - the variants of hyper-connections. Those of four copies have not yet run on a GPU: they are
+ * last, so they are chosen by name alone. */
 #include "variants.cuh"
 
 extern const variant<hyper_args> hyper_forward_four, hyper_backward_four;
