@@ -178,12 +178,35 @@ def test_fine_tuning(kind):
     assert all(abs(a - b) <= 0.01 * abs(a) for a, b in zip(*losses))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_compiled(kind):
-    eager, quern = models(kind)
+    eager = MODELS[kind]().eval()
+    quern = accelerate(copy.deepcopy(eager))
+    positions = torch.cat([torch.arange(n) for n in (5, 20, 15)])[None].expand(3, -1)
     with torch.no_grad():
-        compiled = torch.compile(quern, backend="aot_eager")
-        assert error(compiled(tokens(), use_cache=False).logits, eager(tokens()).logits.double()) < 5e-6
+        compiled = torch.compile(quern, backend="aot_eager", fullgraph=kind != "deepseek_v4")
+        for given in ({}, {"position_ids": positions}):
+            want = quern(tokens(), use_cache=False, **given).logits.double()
+            assert error(compiled(tokens(), use_cache=False, **given).logits, want) < 5e-6
+
+
+def test_masks_of_graphs():
+    """What a graph computes of a mask, and that it fails where a mask is another."""
+    from transformers import masking_utils
+
+    from quern.integrations import _masks
+
+    numbers = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8, [3] * 20])
+    packed = masking_utils.packed_sequence_mask_function(numbers)
+    windowed = masking_utils.sliding_window_causal_mask_function(4)
+    found = _masks._traced(masking_utils.and_masks(windowed, packed), 2, 20, 4)
+    assert torch.equal(found.diff(), numbers.diff())
+    chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int))
+    assert torch.equal(_masks._traced(chunked, 2, 20, 4)[1].diff(), (torch.arange(1, 20) % 4 == 0).long())
+    blocks = masking_utils.or_masks(masking_utils.causal_mask_function, packed)
+    for mask, window in ((windowed, 0), (windowed, 5), (blocks, 0)):
+        with pytest.raises(RuntimeError, match="the mask is not causal"):
+            _masks._traced(mask, 2, 20, window)
 
 
 def test_cache_operations(monkeypatch):

@@ -163,7 +163,6 @@ class Rows(CacheLayerMixin):
                 raise ValueError("accelerate: position_ids leap between calls: consecutive ones are accepted")
         self.offset = offset
 
-    @torch.compiler.disable
     def append(self, x: Tensor, first: Tensor | None, positions: Tensor | None, **given: Any) -> Tensor:
         """The layer's output for a chunk x [B, n, Dm]."""
         batch, tokens = x.shape[:2]
@@ -198,6 +197,7 @@ class Attention(v4.DeepseekV4Attention):
 
     quern_table: Table
 
+    @torch.compiler.disable
     def forward(
         self,
         hidden_states: Tensor,

@@ -82,6 +82,33 @@ def _starts(sequence: Tensor) -> Tensor:
     return torch.cat((at, torch.full_like(at[:1], flat.numel()))).int()
 
 
+def _traced(mask: Callable[..., Any], batch: int, tokens: int, window: int, device: Any = None) -> Tensor:
+    """While a graph is made, which hides what a mask function is made of: the number of its sequence for each
+    token, from who sees the token before it. The graph fails where others than the last `window` tokens of a
+    sequence, 0: all, are seen."""
+    at = torch.arange(tokens, device=device)[None]
+    row = torch.arange(batch, device=device)[:, None]
+    head = torch.zeros_like(at)
+    begins = (at == 0) | ~mask(row, head, at, (at - 1).clamp(min=0))
+    start = torch.where(begins, at, 0).cummax(-1).values
+    least = torch.maximum(start, at - window + 1) if window else start
+    before, after = (least - 1).clamp(min=0), (at + 1).clamp(max=tokens - 1)
+    causal = mask(row, head, at, at) & (~mask(row, head, at, after) | (after == at))
+    alike = causal & mask(row, head, at, least) & (~mask(row, head, at, before) | (before == least))
+    torch._assert_async(alike.all(), "attention quern: the mask is not causal: causal masks are accepted")
+    return begins.cumsum(-1).expand(batch, -1)
+
+
+def _pattern_of(
+    mask: Callable[..., Any], batch: int, tokens: int, more: dict[str, Any]
+) -> tuple[int, Tensor | None]:
+    """_pattern(), also while a graph of a call without a cache is made."""
+    if mask is masking_utils.causal_mask_function or not torch.compiler.is_compiling():
+        return _pattern(mask)
+    window = more.get("local_size") or 0
+    return window, _traced(mask, batch, tokens, window, more.get("device"))
+
+
 def lengths_of(
     batch_size: int,
     q_length: int,
@@ -93,7 +120,11 @@ def lengths_of(
     **kwargs: Any,
 ) -> Lengths | None:
     """The mask function: what attend() needs to know in a mask's place; None: a plain causal mask."""
-    window, sequence = _pattern(mask_function)
+    whole = isinstance(q_offset, int) and q_offset == kv_offset == 0 and attention_mask is None
+    if whole and q_length == kv_length:
+        window, sequence = _pattern_of(mask_function, batch_size, q_length, kwargs)
+    else:
+        window, sequence = _pattern(mask_function)
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise ValueError(
             "attention quern: the cache has room behind its tokens (StaticCache): caches that grow are "
@@ -113,14 +144,15 @@ def lengths_of(
 
 
 def restarts(positions: Any, batch: int, tokens: int) -> Tensor | None:
-    """cu_seqlens of sequences whose positions start again, which not every model tells its mask function."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or torch.compiler.is_compiling():
-        return None
-    if positions.shape[1] != tokens:
+    """cu_seqlens of sequences whose positions start again, which not every model tells its mask function; of
+    a graph, which cannot look, always."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != tokens:
         return None
     follows = torch.ones_like(positions, dtype=torch.bool)
     follows[:, 1:] = positions[:, 1:] - positions[:, :-1] == 1
-    return None if bool(follows.all()) else _starts((~follows).cumsum(-1).expand(batch, -1))
+    if not torch.compiler.is_compiling() and bool(follows.all()):
+        return None
+    return _starts((~follows).cumsum(-1).expand(batch, -1))
 
 
 def to_front(first: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

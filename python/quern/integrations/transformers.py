@@ -18,6 +18,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -62,6 +63,18 @@ def _check(module: Any, mask: Any, dropout: float, is_causal: bool | None, more:
             raise ValueError(f"attention quern: {name} is given: attention without it is accepted")
 
 
+def _starts_of(lengths: Lengths, positions: Any, query: Tensor, key: Tensor) -> Tensor | None:
+    """Where packed sequences begin, by the mask or, if that says nothing, by their positions; in a graph,
+    where a mask always says something, by both."""
+    starts = lengths.starts
+    if lengths.first is not None or query.shape[2] != key.shape[2]:
+        return starts
+    if starts is None:
+        return restarts(positions, query.shape[0], query.shape[2])
+    again = restarts(positions, query.shape[0], query.shape[2]) if torch.compiler.is_compiling() else None
+    return starts if again is None else torch.cat((starts, again)).sort().values
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -101,9 +114,7 @@ def attend(
             )
         return attend_lists(rows, lists, module.indexer.block_size, scaling), None
     if starts is None:
-        starts = starts_kv = lengths.starts
-    if starts is None and lengths.first is None and query.shape[2] == key.shape[2]:
-        starts = starts_kv = restarts(kwargs.get("position_ids"), query.shape[0], query.shape[2])
+        starts = starts_kv = _starts_of(lengths, kwargs.get("position_ids"), query, key)
     if starts is not None and lengths.first is not None:
         raise ValueError("attention quern: packed sequences with padding are given: one of them is accepted")
     if lists is not None:
