@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 """What MiniMax-M3's attention must reach on one H200, for hopper.py: the block indexer of 4 x 128, attention
-of its lists (64/4 heads, blocks of 128, top-16), and the layer of both beside cuDNN's dense attention.
-Operations of the indexer: 2 Hs D_I a pair of query and key that see each other."""
+of its lists (64/4 heads, blocks of 128, top-16), the layer of both beside cuDNN's dense attention, and its
+decode from pages: of the bytes of index keys and chosen blocks, what a copy would take over what a step takes
+in a graph. Operations of the indexer: 2 Hs D_I a pair of query and key that see each other."""
 
 import torch
 
-from measure import act, attempt, empty, line, ms, smooth
+from experts import copy_rate
+from measure import act, attempt, empty, graph_us, line, ms, smooth
+from pages import PAGE, table_of
 
 F32, I32 = torch.float32, torch.int32
-N, HEADS, GROUPS, DIM, TOP = 1 << 16, 64, 4, 128, 16
+N, HEADS, GROUPS, DIM, TOP, BLOCK = 1 << 16, 64, 4, 128, 16, 128
 
 
 def params(quern, selection):
@@ -88,8 +91,37 @@ def measured(quern, what, make, attend, over_dense, dense_of):
     )
 
 
+def decode(quern, sequences, context):
+    """Bytes a microsecond of a step of one token a sequence."""
+    table = table_of(sequences, context // PAGE)
+    t = dict(q=act(sequences, HEADS, DIM), o=empty(sequences, HEADS, DIM))
+    t |= dict(q_index=act(sequences, GROUPS, DIM))
+    t |= dict(slots=torch.arange(sequences, dtype=I32, device="cuda"))
+    t |= dict(positions=torch.full((sequences,), context - 1, dtype=I32, device="cuda"))
+    t |= dict(cu=torch.arange(sequences + 1, dtype=I32, device="cuda"))
+    t |= dict(tokens=act(table.numel(), GROUPS, PAGE * 2 * DIM), tokens_table=table)
+    t |= dict(index=act(table.numel(), 1, PAGE * DIM))
+    p = quern.params(
+        "nsa-decode-step",
+        **dict(block_size=BLOCK, num_selected=TOP, forced_first=0, forced_local=1),
+        **dict(branches="slc", ungated=True, selection="indexed"),
+    )
+    us = graph_us(quern.call("nsa_decode_step", p, **t), 4)
+    return sequences * 2 * DIM * (context + 2 * GROUPS * TOP * BLOCK) / us
+
+
 def accept(quern, dense_of):
     noise = ("noise", lambda heads: act(1, N, heads, DIM), (23, 55), (4, 5))
     slow = ("smooth", lambda heads: smooth(N, heads, DIM), (12, 30), (7, 9))
     for case in (noise, slow):
         attempt(measured, quern, *case, dense_of)
+    torch.cuda.empty_cache()
+    copy = copy_rate() / 1e3  # bytes a microsecond
+    attempt(
+        lambda: line(
+            "MSA decode, 64/4, 64 sequences of 128k, bf16 pages, over the copy rate",
+            0.75,
+            decode(quern, 64, 1 << 17) / copy,
+            "",
+        )
+    )

@@ -23,6 +23,7 @@ for program in build/gpu/tests/gpu_*_test; do
         programs+=("$program")
         [[ ${program##*/gpu_} =~ ^nsa_(property|fused|nonfinite|causality|determinism)_test$ ]] &&
             programs+=("$program@attend_gate_sm90")
+        [[ ${program##*/gpu_} == nsa_decode_test ]] && programs+=("$program@index_decode_any")
         [[ ${program##*/gpu_} =~ ^nvfp4_(gemm|fused_gemm)_test$ ]] &&
             programs+=("$program@grouped_gemm_any" "$program@grouped_gemm_backward_any")
     done
@@ -32,7 +33,7 @@ for program in "${programs[@]}"; do
     (variant=${program#"${program%@*}"}
      export QUERN_GPU_VARIANT=${variant#@}
      # Sequences in many pieces: each stage of each takes the pools to the device and back.
-     [[ ${program##*/gpu_} =~ ^(cache|cache_copy|nsa_decode|dsv4_layer|dsv4_layer_step)_test$ ]] && export QUERN_TEST_TRIALS=1/8
+     [[ ${program##*/gpu_} =~ ^(cache|cache_copy|nsa_decode|dsv4_layer|dsv4_layer_step)_test(@.*)?$ ]] && export QUERN_TEST_TRIALS=1/8
      timeout 240 "${program%@*}" >"$logs/${program##*/}" 2>&1
      echo "exit code $?" >>"$logs/${program##*/}") &
 done

@@ -23,6 +23,14 @@ struct block_index_kernel {
     bool wide; /* rows can be read 16 bytes at a time */
 };
 
+/* The larger; NaN where one is. */
+__device__ __forceinline__ float index_most(float x, float y)
+{
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+    return most;
+}
+
 /* A query of a sequence: how many keys it sees, and which blocks are its candidates: of [0, candidates) those
  * outside [first, local) are forced, `want` of the others are chosen. */
 struct index_contest {

@@ -79,16 +79,9 @@ __device__ __forceinline__ void multiply(const char *q, const char *k, float *sc
     }
 }
 
-/* NaN where one is. */
-__device__ __forceinline__ float most_of(float x, float y)
-{
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
-    return most;
-}
 __device__ __forceinline__ float most_of_warp(float x)
 {
-    for (int by = 16; by > 0; by /= 2) x = most_of(x, __shfl_xor_sync(~0u, x, by));
+    for (int by = 16; by > 0; by /= 2) x = index_most(x, __shfl_xor_sync(~0u, x, by));
     return x;
 }
 
@@ -132,8 +125,8 @@ __device__ __forceinline__ void take_tile(const block_index_kernel &a, row_state
         const int block = (int)(from / a.block_size);
         const int64_t whole = (block + 1) * a.block_size, to = whole < seen ? whole : seen;
         float most = -INFINITY;
-        for (int64_t key = from + lane; key < to; key += 32) most = most_of(most, scores[key - first]);
-        r.most = most_of(r.most, most_of_warp(most));
+        for (int64_t key = from + lane; key < to; key += 32) most = index_most(most, scores[key - first]);
+        r.most = index_most(r.most, most_of_warp(most));
         if (to == whole || to == r.in.seen) take_block(r, block, room);
         from = to;
     }

@@ -108,14 +108,6 @@ __device__ __forceinline__ void feed(const block_index_kernel &a, const plan &p,
     }
 }
 
-/* NaN where one is. */
-__device__ __forceinline__ float most_of(float x, float y)
-{
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
-    return most;
-}
-
 /* A row's list, kept by the four lanes that have its scores. Larger numbers are better. */
 struct row_list {
     index_contest in;
@@ -172,8 +164,8 @@ template <int FROM, int TO> __device__ __forceinline__ void raise(float (&most)[
 #pragma unroll
         for (int i = FROM + 2; i < TO; i += 2)
 #pragma unroll
-            for (int c = 0; c < 4; c++) part[c] = most_of(part[c], x[i + c / 2][h * 2 + c % 2]);
-        most[h] = most_of(most[h], most_of(most_of(part[0], part[1]), most_of(part[2], part[3])));
+            for (int c = 0; c < 4; c++) part[c] = index_most(part[c], x[i + c / 2][h * 2 + c % 2]);
+        most[h] = index_most(most[h], index_most(index_most(part[0], part[1]), index_most(part[2], part[3])));
     }
 }
 
@@ -194,8 +186,8 @@ __device__ __forceinline__ void close_block(row_list (&r)[2], uint64_t (*list)[L
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        most[h] = most_of(most[h], __shfl_xor_sync(~0u, most[h], 1));
-        most[h] = most_of(most[h], __shfl_xor_sync(~0u, most[h], 2));
+        most[h] = index_most(most[h], __shfl_xor_sync(~0u, most[h], 1));
+        most[h] = index_most(most[h], __shfl_xor_sync(~0u, most[h], 2));
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) take_block(r[h], list[h * 8], most[h], block);

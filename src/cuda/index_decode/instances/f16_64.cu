@@ -1,0 +1,9 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* f16_64.cu - f16, index dims up to 64. */
+#include "index_decode/kernel.cuh"
+
+quern_status index_decode::index_f16_64(const stage_exec *, const index_kernel &a, const launcher &to)
+{
+    return launch<tensor_scores<f16, 64>>(index_tensor<f16, 64>, a, to);
+}
