@@ -1,0 +1,68 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* launch.cu - which calls Hopper's grouped product of e4m3 operands from registers takes. */
+#include "grouped_gemm/sm90_fp8_registers/kernel.cuh"
+#include "variants.cuh"
+
+using namespace sm90_fp8_registers;
+
+enum { ALIGNMENT = 16, SHARED_BYTES = 227 * 1024 };
+
+static bool supports(const stage_exec *exec, const grouped_gemm_args *args, char *)
+{
+    char limits[STAGE_WHY_BYTES];
+    static_assert(sizeof(shared<64>) <= SHARED_BYTES && sizeof(shared<128>) <= SHARED_BYTES &&
+                      sizeof(shared<256>) <= SHARED_BYTES,
+                  "blocks fit");
+    return args->fp8 && exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && args->k > 0 &&
+           gemm_takes(args, limits);
+}
+
+static size_t bytes_of_call(const stage_exec *exec, const grouped_gemm_args *args)
+{
+    return args->fp8 ? gemm_plan_of(exec, args, ALIGNMENT, NULL).bytes : 0;
+}
+
+/* A's bytes as the copy engine sees them: pairs. */
+static quern_tensor a_of(const grouped_gemm_args *args, const gemm_plan &plan)
+{
+    quern_tensor t = {};
+    t.data = (void *)plan.p.a;
+    t.dtype = QUERN_BF16;
+    t.ndim = 4;
+    t.shape[0] = t.shape[2] = 1;
+    t.shape[1] = args->tokens;
+    t.shape[3] = plan.p.a_stride / 2;
+    t.strides[0] = t.strides[1] = t.strides[2] = plan.p.a_stride / 2;
+    t.strides[3] = 1;
+    return t;
+}
+
+template <int TOKENS>
+static quern_status run(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan,
+                        bool bulk)
+{
+    CUtensorMap a;
+    const quern_status status = tma_describe(&a, a_of(args, plan), 1, TOKENS);
+    if (status != QUERN_OK) return status;
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90_fp8_registers<TOKENS>,
+                         dim3((unsigned)exec->multiprocessors), THREADS, sizeof(shared<TOKENS>),
+                         "grouped_gemm", fp8_params_of(plan), a, bulk);
+}
+
+static quern_status run_call(const stage_exec *exec, const grouped_gemm_args *args, void *workspace)
+{
+    const gemm_plan plan = gemm_plan_of(exec, args, ALIGNMENT, workspace);
+    const bool bulk = present(args->b_repacked) && rows_aligned(args->b_repacked, 16);
+    const int64_t experts = present(args->offsets) ? args->offsets.shape[0] : 1;
+    if (args->tokens == 0 || args->n == 0) return QUERN_OK;
+    quern_status status = fp8_ready(exec, args, plan, true);
+    if (status == QUERN_OK)
+        status = args->tokens <= 64 * experts            ? run<64>(exec, args, plan, bulk)
+                 : !bulk || args->tokens <= 128 * experts ? run<128>(exec, args, plan, bulk)
+                                                          : run<256>(exec, args, plan, bulk);
+    return status == QUERN_OK ? gemm_finish(exec, args, plan) : status;
+}
+
+extern const variant<grouped_gemm_args> grouped_gemm_sm90_fp8_registers = {
+    "grouped_gemm_sm90_fp8_registers", supports, bytes_of_call, run_call};
