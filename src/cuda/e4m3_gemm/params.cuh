@@ -31,6 +31,18 @@ struct e4m3_scales {
         if (byte == 255) raise_status(status, QUERN_STATUS_BAD_SCALE);
         return byte == 255 ? 0.0f : __uint_as_float(byte == 0 ? 0x400000 : byte << 23);
     }
+    /* The same in two steps, so that it can be read ahead: as it is stored, and its value. */
+    __device__ __forceinline__ uint32_t stored(int64_t r, int64_t column) const
+    {
+        const int64_t i = one ? 0 : (r >> shift) * row + (column >> shift);
+        return floats ? __ldg((const uint32_t *)p + i) : __ldg((const uint8_t *)p + i);
+    }
+    __device__ __forceinline__ float value(uint32_t x, int32_t *status) const
+    {
+        const bool bad = floats ? (x & 0x7f800000) == 0x7f800000 : x == 255;
+        if (bad) raise_status(status, QUERN_STATUS_BAD_SCALE);
+        return __uint_as_float(bad ? 0 : floats ? x : x == 0 ? 0x400000 : x << 23);
+    }
 };
 
 struct e4m3_params {

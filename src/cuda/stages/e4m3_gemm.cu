@@ -3,10 +3,13 @@
 /* e4m3_gemm.cu - the variants of products with e4m3 weights, which round activations themselves. */
 #include "variants.cuh"
 
-extern const variant<e4m3_gemm_args> e4m3_gemm_sm90_fp8, e4m3_gemm_sm90, e4m3_gemm_any;
+extern const variant<e4m3_gemm_args> e4m3_gemm_sm90_large, e4m3_gemm_sm90_row, e4m3_gemm_sm90_fp8,
+    e4m3_gemm_sm90, e4m3_gemm_any;
 
 static const variant<e4m3_gemm_args> *const list[] = {
 #ifdef QUERN_SM90
+    &e4m3_gemm_sm90_large,
+    &e4m3_gemm_sm90_row,
     &e4m3_gemm_sm90_fp8,
     &e4m3_gemm_sm90,
 #endif

@@ -12,19 +12,6 @@ static_assert(sizeof(shared<8>) <= SHARED_BYTES && sizeof(shared<32>) <= SHARED_
                   sizeof(shared<128>) <= SHARED_BYTES,
               "a block fits");
 
-static quern_tensor rows_of_a(const e4m3_gemm_args *args)
-{
-    quern_tensor t = args->a;
-    t.ndim = 4;
-    t.shape[3] = t.shape[1];
-    t.shape[1] = t.shape[0];
-    t.shape[0] = t.shape[2] = 1;
-    t.strides[1] = args->a.strides[0];
-    t.strides[0] = t.strides[2] = 8;
-    t.strides[3] = 1;
-    return t;
-}
-
 /* Behind a group's last column stand the next group's, which are no zeros. */
 static bool supports(const stage_exec *exec, const e4m3_gemm_args *args, char *)
 {

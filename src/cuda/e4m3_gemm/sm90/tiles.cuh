@@ -117,6 +117,20 @@ __device__ __forceinline__ void store_tile(const float (&c)[TOKENS / 8][4], cons
     named_sync(1 + warpgroup, 128);
 }
 
+/* a's rows as the copy engine is told of them. */
+static inline quern_tensor rows_of_a(const e4m3_gemm_args *args)
+{
+    quern_tensor t = args->a;
+    t.ndim = 4;
+    t.shape[3] = t.shape[1];
+    t.shape[1] = t.shape[0];
+    t.shape[0] = t.shape[2] = 1;
+    t.strides[1] = args->a.strides[0];
+    t.strides[0] = t.strides[2] = 8;
+    t.strides[3] = 1;
+    return t;
+}
+
 /* Whether the copy engine reads W and rows of a, and a run has one scale a row. */
 static inline bool tiles_take(const e4m3_gemm_args *args)
 {

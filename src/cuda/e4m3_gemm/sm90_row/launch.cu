@@ -1,0 +1,46 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* launch.cu - which calls of one row Hopper's product for them takes: until it has run, those that name
+ * it. */
+#include "e4m3_gemm/sm90_row/kernel.cuh"
+#include "variants.cuh"
+
+using namespace sm90_e4m3_row;
+
+#define NAME "e4m3_gemm_sm90_row"
+enum { FEW_RUNS = 32, MANY_RUNS = 128 };
+
+static bool supports(const stage_exec *exec, const e4m3_gemm_args *args, char *)
+{
+    return exec->variant != NULL && strcmp(exec->variant, NAME) == 0 && exec->compute == 90 &&
+           exec->shared_bytes >= sizeof(shared<MANY_RUNS>) && !args->round && args->a.shape[0] == 1 &&
+           tiles_take(args) && args->codes.shape[1] <= MANY_RUNS * RUN;
+}
+
+template <typename T, int RUNS>
+static quern_status launch(const stage_exec *exec, const product_params &q, const CUtensorMap &w)
+{
+    return launch_cluster((cudaStream_t)exec->stream, e4m3_gemm_sm90_row<T, RUNS>,
+                          dim3((unsigned)(q.panels * q.p.groups)), ROW_THREADS, sizeof(shared<RUNS>),
+                          "e4m3_gemm", 1, true, q, w);
+}
+
+template <typename T>
+static quern_status launch_runs(const stage_exec *exec, const product_params &q, const CUtensorMap &w)
+{
+    return q.runs <= FEW_RUNS ? launch<T, FEW_RUNS>(exec, q, w) : launch<T, MANY_RUNS>(exec, q, w);
+}
+
+static quern_status run(const stage_exec *exec, const e4m3_gemm_args *args, void *)
+{
+    product_params q = product_of(exec, args, 1);
+    CUtensorMap w;
+    q.panels = (q.p.out + ROWS - 1) / ROWS;
+    q.wide = rows_aligned(args->a, 16) && q.p.in % 8 == 0;
+    const quern_status status =
+        describe_bytes(&w, args->codes.data, args->codes.shape[0], args->codes.shape[1], q.p.code_row, ROWS);
+    if (status != QUERN_OK) return status;
+    return args->a.dtype == QUERN_BF16 ? launch_runs<bf16>(exec, q, w) : launch_runs<f16>(exec, q, w);
+}
+
+extern const variant<e4m3_gemm_args> e4m3_gemm_sm90_row = {NAME, supports, NULL, run};
