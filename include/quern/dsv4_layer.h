@@ -221,9 +221,10 @@ typedef struct quern_dsv4_layer_step_tensors {
  * With fault these are no errors, but for the offsets: the sequence concerned takes the bit (QUERN_STATUS_..
  * of cuda.h) at its slot, its states and raw rows stay, its rows of the results are 0, here and in later
  * steps, until it begins at position 0 or its word is cleared. The other sequences' bits do not change. The
- * status word gets every bit. T is then at most the positions that there is room for. On a GPU faults are
- * bits in any case, x has 16 bits, core is not given, and where heads have 512 channels the core sums a step
- * in another order than whole sequences. The workspace depends on shapes alone.
+ * status word gets every bit. T is then at most the positions that there is room for. A GPU refuses steps
+ * until a test has run them on one; there faults are bits in any case, x has 16 bits, core is not given, and
+ * where heads have 512 channels the core sums a step in another order than whole sequences. The workspace
+ * depends on shapes alone.
  */
 QUERN_API quern_status quern_dsv4_layer_step_workspace(quern_context *ctx,
                                                        const quern_dsv4_layer_step_params *params,
