@@ -23,9 +23,6 @@ for program in build/gpu/tests/gpu_*_test; do
         programs+=("$program")
         [[ ${program##*/gpu_} =~ ^nsa_(property|fused|nonfinite|causality|determinism)_test$ ]] &&
             programs+=("$program@attend_gate_sm90")
-        [[ ${program##*/gpu_} == dsv4_layer_step_test ]] && programs[-1]+=@step_tokens_any
-        [[ ${program##*/gpu_} == dsv4_append_step_test ]] && programs+=("$program@pool_append_few")
-        [[ ${program##*/gpu_} == nsa_decode_test ]] && programs+=("$program@index_decode_any")
         [[ ${program##*/gpu_} =~ ^nvfp4_(gemm|fused_gemm)_test$ ]] &&
             programs+=("$program@grouped_gemm_any" "$program@grouped_gemm_backward_any")
     done

@@ -59,18 +59,11 @@ static int64_t slice_of(const index_kernel &a)
     return a.step.total < most ? a.step.total : most;
 }
 
-/* The kernels have not run on a GPU yet: a call takes them where a test asks for them by name. */
-static const char *const NAME = "index_decode_any";
-
 static bool any_supports(const stage_exec *exec, const index_decode_args *args, char why[STAGE_WHY_BYTES])
 {
     const index_kernel a = kernel_of(exec, args);
     const int64_t lists = (int64_t)a.list.units * a.list.hs;
     size_t most = 0;
-    if (exec->variant == NULL || strcmp(exec->variant, NAME) != 0) {
-        snprintf(why, STAGE_WHY_BYTES, "a step's block indexer has not run on cuda yet: the cpu has it");
-        return false;
-    }
     if (!dims_fit(args->keys.dim, 0, why)) return false;
     if (args->capacity > INT32_MAX - 1024 || args->rule.k > INT32_MAX / 2 ||
         slice_of(a) * lists * a.chunks * a.shares > INT32_MAX) {
@@ -106,4 +99,4 @@ static quern_status run(const stage_exec *exec, const index_decode_args *args, v
     return status;
 }
 
-extern const variant<index_decode_args> index_decode_any = {NAME, any_supports, workspace, run};
+extern const variant<index_decode_args> index_decode_any = {"index_decode_any", any_supports, workspace, run};

@@ -1,15 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* hyper.cu - the variants of hyper-connections. Those of four copies have not yet run on a GPU: they are
- * last, so they are chosen by name alone. */
+/* hyper.cu - the variants of hyper-connections. */
 #include "variants.cuh"
 
 extern const variant<hyper_args> hyper_forward_four, hyper_backward_four;
 extern const variant<hyper_args> hyper_forward_any, hyper_backward_any;
 
-static const variant<hyper_args> *const forward_list[] = {&hyper_forward_any, &hyper_forward_four};
+static const variant<hyper_args> *const forward_list[] = {&hyper_forward_four, &hyper_forward_any};
 static const variants<hyper_args> forward(forward_list);
-static const variant<hyper_args> *const backward_list[] = {&hyper_backward_any, &hyper_backward_four};
+static const variant<hyper_args> *const backward_list[] = {&hyper_backward_four, &hyper_backward_any};
 static const variants<hyper_args> backward(backward_list);
 
 static const stage_rows rows([](quern_backend &backend) {

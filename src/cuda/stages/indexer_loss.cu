@@ -5,12 +5,11 @@
 
 extern const variant<indexer_loss_args> indexer_loss_sm90, indexer_loss_any;
 
-/* indexer_loss_sm90 runs where a caller names it (stage_exec.variant): a GPU has yet to prove it. */
 static const variant<indexer_loss_args> *const list[] = {
-    &indexer_loss_any,
 #ifdef QUERN_SM90
     &indexer_loss_sm90,
 #endif
+    &indexer_loss_any,
 };
 static const variants<indexer_loss_args> kernels(list);
 

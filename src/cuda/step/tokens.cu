@@ -9,7 +9,6 @@
 #include "common/step.cuh"
 #include "variants.cuh"
 
-#define NAME "step_tokens_any"
 enum { THREADS = 128, WARPS = THREADS / 32 };
 
 struct tokens_kernel {
@@ -220,13 +219,4 @@ static quern_status run(const stage_exec *exec, const step_tokens_args *args, vo
     return LAUNCHED("a step's tokens");
 }
 
-/* Steps of a layer run where a caller names this variant (stage_exec.variant): a GPU has yet to prove
- * them. */
-static bool supports(const stage_exec *exec, const step_tokens_args *, char why[STAGE_WHY_BYTES])
-{
-    if (exec->variant != NULL && strcmp(exec->variant, NAME) == 0) return true;
-    snprintf(why, STAGE_WHY_BYTES, "the cuda backend's steps of a layer have not been run on a GPU yet");
-    return false;
-}
-
-extern const variant<step_tokens_args> step_tokens_any = {NAME, supports, NULL, run};
+extern const variant<step_tokens_args> step_tokens_any = {"step_tokens_any", NULL, NULL, run};

@@ -36,17 +36,6 @@ enum { WIDEST = 256 };
 enum { WIDEST = 512 };
 #endif
 
-/* Whether the block indexer's stage is there: on a GPU where it is asked for by name. */
-static bool has_indexer(void)
-{
-#ifdef QUERN_TEST_GPU
-    const char *variant = getenv("QUERN_GPU_VARIANT");
-    return variant != NULL && strcmp(variant, "index_decode_any") == 0;
-#else
-    return true;
-#endif
-}
-
 /* The block indexer chooses: for all branches, or for the selected one alone and ungated (preset msa). */
 static void set_indexed(nsa_config *c, test_random *random)
 {
@@ -81,7 +70,7 @@ static nsa_config config_of(test_random *random)
                                             : 8 * test_random_int(random, WIDEST / 16 + 1, WIDEST / 8);
         c.dv = test_random_one_in(random, 2) ? c.d : 64 * test_random_int(random, 1, WIDEST / 64);
     }
-    if (has_indexer() && test_random_one_in(random, 3)) set_indexed(&c, random);
+    if (test_random_one_in(random, 3)) set_indexed(&c, random);
     const int64_t least = nsa_least_selected(p);
     if (p->num_selected < least) p->num_selected = least;
     if (!c.varlen) {
@@ -601,8 +590,8 @@ static void what_a_call_by_the_indexer_refuses(void **state)
     assert_non_null(strstr(quern_last_error(f.ctx), "k_index is NULL"));
     f.count = 2;
     f.params = good;
-    if (has_indexer() && quern_nsa_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace,
-                                          sizeof f.workspace) != QUERN_OK)
+    if (quern_nsa_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace,
+                         sizeof f.workspace) != QUERN_OK)
         fail_msg("%s", quern_last_error(f.ctx));
     cache_case_free(&f.cache);
     quern_context_destroy(f.ctx);

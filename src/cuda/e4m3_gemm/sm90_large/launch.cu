@@ -11,7 +11,7 @@
 using namespace sm90_e4m3_large;
 
 #define NAME "e4m3_gemm_sm90_large"
-enum { SHARED_BYTES = 227 * 1024, WIDENED_MOST = 40 << 20 };
+enum { SHARED_BYTES = 227 * 1024, WIDENED_MOST = 40 << 20, ROWS_FP8 = 256, ROWS_16 = 512 };
 static_assert(sizeof(shared<false>) <= SHARED_BYTES && sizeof(shared<true>) <= SHARED_BYTES, "a block fits");
 
 static int64_t up(int64_t n, int64_t to)
@@ -24,15 +24,17 @@ static int64_t columns_of_group(const e4m3_gemm_args *args)
     return args->codes.shape[0] / args->groups;
 }
 
-/* Whether this kernel takes a call: by shape alone, as memory is asked for by it. Until it has run, those
- * that name it; then from 512 rows, 256 that are rounded, where tiles fill the GPU. */
+/* Whether there are so many rows that this kernel is the fastest: by shape alone, as memory is asked for by
+ * it. */
 static bool is_large(const stage_exec *exec, const e4m3_gemm_args *args)
 {
     const int64_t tokens = args->c.shape[0], pairs = up(tokens, CLUSTER * TOKENS) / (CLUSTER * TOKENS),
                   panels = up(columns_of_group(args), COLUMNS) / COLUMNS * args->groups;
     if (exec->compute != 90 || args->rows || tokens == 0 || pairs * panels > INT32_MAX / CLUSTER)
         return false;
-    return exec->variant != NULL && strcmp(exec->variant, NAME) == 0;
+    if (exec->variant != NULL && strcmp(exec->variant, NAME) == 0) return true;
+    return tokens >= (args->round ? ROWS_FP8 : ROWS_16) &&
+           4 * CLUSTER * pairs * panels >= 3 * (int64_t)exec->multiprocessors;
 }
 
 /* A half of a panel's columns has one scale in a run. */

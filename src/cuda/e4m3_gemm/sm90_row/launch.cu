@@ -7,12 +7,11 @@
 
 using namespace sm90_e4m3_row;
 
-#define NAME "e4m3_gemm_sm90_row"
 enum { FEW_RUNS = 32, MANY_RUNS = 128 };
 
 static bool supports(const stage_exec *exec, const e4m3_gemm_args *args, char *)
 {
-    return exec->variant != NULL && strcmp(exec->variant, NAME) == 0 && exec->compute == 90 &&
+    return exec->compute == 90 &&
            exec->shared_bytes >= sizeof(shared<MANY_RUNS>) && !args->round && args->a.shape[0] == 1 &&
            tiles_take(args) && args->codes.shape[1] <= MANY_RUNS * RUN;
 }
@@ -43,4 +42,4 @@ static quern_status run(const stage_exec *exec, const e4m3_gemm_args *args, void
     return args->a.dtype == QUERN_BF16 ? launch_runs<bf16>(exec, q, w) : launch_runs<f16>(exec, q, w);
 }
 
-extern const variant<e4m3_gemm_args> e4m3_gemm_sm90_row = {NAME, supports, NULL, run};
+extern const variant<e4m3_gemm_args> e4m3_gemm_sm90_row = {"e4m3_gemm_sm90_row", supports, NULL, run};
