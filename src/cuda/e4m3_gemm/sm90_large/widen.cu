@@ -45,6 +45,6 @@ quern_status e4m3_widen_rows(const widen_params &p, quern_dtype dtype, cudaStrea
     const unsigned grid = (unsigned)std::min(blocks, (int64_t)INT32_MAX);
     if (grid == 0) return QUERN_OK;
     if (dtype == QUERN_BF16) e4m3_widen<bf16><<<grid, THREADS, 0, stream>>>(p);
-    else e4m3_widen<__half><<<grid, THREADS, 0, stream>>>(p);
+    else e4m3_widen<f16><<<grid, THREADS, 0, stream>>>(p);
     return LAUNCHED("e4m3_gemm, W widened");
 }
