@@ -3,9 +3,8 @@
 /* grouped_gemm.cu - experts' products by NVFP4 weights. */
 #include "variants.cuh"
 
-extern const variant<grouped_gemm_args> grouped_gemm_sm90_fp8, grouped_gemm_sm90_fp8_registers,
-    grouped_gemm_any_fp8, grouped_gemm_sm90, grouped_gemm_any, grouped_gemm_backward_sm90,
-    grouped_gemm_backward_any;
+extern const variant<grouped_gemm_args> grouped_gemm_sm90_fp8, grouped_gemm_any_fp8, grouped_gemm_sm90,
+    grouped_gemm_any, grouped_gemm_backward_sm90, grouped_gemm_backward_any;
 
 static const variant<grouped_gemm_args> *const forward_list[] = {
 #ifdef QUERN_SM90
@@ -14,9 +13,6 @@ static const variant<grouped_gemm_args> *const forward_list[] = {
 #endif
     &grouped_gemm_any_fp8,
     &grouped_gemm_any,
-#ifdef QUERN_SM90
-    &grouped_gemm_sm90_fp8_registers, /* has not run on a GPU yet; then it takes the first one's place */
-#endif
 };
 static const variants<grouped_gemm_args> forward(forward_list);
 static const variant<grouped_gemm_args> *const backward_list[] = {

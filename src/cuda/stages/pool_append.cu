@@ -3,10 +3,9 @@
 /* pool_append.cu - a step's tokens into the states of DeepSeek-V4's compressors. */
 #include "variants.cuh"
 
-extern const variant<pool_append_args> pool_append_few, pool_append_any;
+extern const variant<pool_append_args> pool_append_any;
 
-/* pool_append_few runs where a caller names it (stage_exec.variant): a GPU has yet to prove it. */
-static const variant<pool_append_args> *const list[] = {&pool_append_any, &pool_append_few};
+static const variant<pool_append_args> *const list[] = {&pool_append_any};
 static const variants<pool_append_args> kernels(list);
 
 static const stage_rows rows([](quern_backend &backend) {

@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - the pool_append stage: one launch for both compressors, two for calls of many tokens. Steps of
- * few tokens, whose rows can be read four channels at a time, have a kernel of their own. */
-#include "pool/append/few.cuh"
+/* launch.cu - the pool_append stage: one launch for both compressors, two for calls of many tokens. */
+#include "pool/append/kernel.cuh"
 #include "variants.cuh"
 
 static bool aligned(const quern_tensor &t, int64_t channels)
@@ -161,28 +160,4 @@ static quern_status run(const stage_exec *exec, const pool_append_args *args, vo
     return LAUNCHED("pool_append");
 }
 
-static size_t few_bytes(int threads)
-{
-    return (size_t)(threads * GROUP_CHANNELS) * sizeof(float) +
-           (size_t)(threads * APPEND_ROWS * FEW_PLACES) * sizeof(uint4);
-}
-
-static bool few_supports(const stage_exec *exec, const pool_append_args *args, char why[STAGE_WHY_BYTES])
-{
-    if (!supports(exec, args, why)) return false;
-    bool wide = !is_long(args) && few_bytes(threads_of(args)) <= exec->shared_bytes;
-    for (int i = 0; i < POOL_PARTS; i++)
-        wide = wide && (args->part[i].width == 0 || is_wide(args->part[i]));
-    return wide;
-}
-
-static quern_status few_run(const stage_exec *exec, const pool_append_args *args, void *)
-{
-    const append_kernel a = kernel_of(exec, args);
-    const int threads = threads_of(args);
-    return launch_shared({(cudaStream_t)exec->stream, NULL}, append_few, dim3((unsigned)a.batch), threads,
-                         few_bytes(threads), "pool_append of few tokens", a);
-}
-
 extern const variant<pool_append_args> pool_append_any = {"pool_append_any", supports, workspace, run};
-extern const variant<pool_append_args> pool_append_few = {"pool_append_few", few_supports, NULL, few_run};
