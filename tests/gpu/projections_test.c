@@ -5,38 +5,14 @@
  * same tensors. All give the same bits, whatever number of rows each is for; the one of few rows, which is
  * the first, is checked against float64 by the other tests.
  */
-#include "backend.h"
-#include "cmocka_c11.h"
-#include "core/error.h"
-#include "runtime/cuda_plugin.h"
+#include "one_stage.h"
 #include "tensor.h"
 
-#include <cuda_runtime_api.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 enum { SECONDS = 30 }; /* a kernel that never ends, ends with the program */
-
-quern_cuda_plugin_entry quern_cuda_backend;
-static const quern_backend *cuda;
-static stage_exec exec_here = {.device = QUERN_CUDA};
-
-#define CHECK(call)                                                                                          \
-    do {                                                                                                     \
-        const cudaError_t code_ = (call);                                                                    \
-        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_));                      \
-    } while (0)
-
-static int open_backend(void **state)
-{
-    (void)state;
-    const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
-    if (plugin->check_device(0) != QUERN_OK || plugin->properties(0, &exec_here) != QUERN_OK) return 1;
-    cuda = plugin->backend;
-    (void)alarm(SECONDS);
-    return 0;
-}
 
 typedef struct product_case {
     int64_t rows, n, k, groups;
@@ -153,5 +129,6 @@ static void variants_agree(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree)};
+    (void)alarm(SECONDS);
     return cmocka_run_group_tests(tests, open_backend, NULL);
 }

@@ -6,38 +6,15 @@
  * are compared with those of the most general one, whose own are checked against the oracle by the other
  * tests.
  */
-#include "backend.h"
-#include "cmocka_c11.h"
-#include "core/error.h"
-#include "runtime/cuda_plugin.h"
+#include "one_stage.h"
 #include "tensor.h"
 
-#include <cuda_runtime_api.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { N = 300, H = 16, HKV = 2, BLOCK = 32, TILE = 64, PICKS = 4 };
 enum { RESULTS = 5 }; /* o, lse, d_q, d_k, d_v */
-
-quern_cuda_plugin_entry quern_cuda_backend;
-static const quern_backend *cuda;
-static stage_exec exec_here = {.device = QUERN_CUDA};
-
-#define CHECK(call)                                                                                          \
-    do {                                                                                                     \
-        const cudaError_t code_ = (call);                                                                    \
-        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_));                      \
-    } while (0)
-
-static int open_backend(void **state)
-{
-    (void)state;
-    const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
-    if (plugin->check_device(0) != QUERN_OK || plugin->properties(0, &exec_here) != QUERN_OK) return 1;
-    cuda = plugin->backend;
-    return 0;
-}
 
 static quern_tensor make(quern_dtype dtype, int32_t ndim, const int64_t *shape)
 {

@@ -35,16 +35,6 @@ __global__ void __launch_bounds__(256) pack_fn(const __grid_constant__ hyper_par
     p.packed[i] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* A row's 16 bytes that few blocks read again. */
-__device__ __forceinline__ uint4 load_once(const void *from)
-{
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(from));
-    return x;
-}
-
 __device__ __forceinline__ float squares_of(const uint4 &x, float sum)
 {
     const uint32_t words[] = {x.x, x.y, x.z, x.w};

@@ -39,33 +39,15 @@ static size_t packed_bytes(const hyper_args *args)
 static hyper_params params_of(const stage_exec *, const hyper_args *args)
 {
     hyper_params p = {};
+    static_cast<hyper_call &>(p) = hyper_call_of(args);
     p.dtype = args->x.dtype;
     p.wide = can_be_wide(args);
     p.head = args->head;
     p.mixes = present(args->fn);
-    p.tokens = args->x.shape[0];
     p.copies = (int)args->x.shape[1];
-    p.width = (int)args->x.shape[2];
     p.weights = args->head ? p.copies : p.copies * (p.copies + 2);
-    p.iterations = (int)args->iterations;
     p.slices = (p.width + SLICE - 1) / SLICE;
-    p.eps = args->eps;
-    p.rms_eps = args->rms_eps;
-    p.x = token_rows_of(args->x), p.f = token_rows_of(args->f);
-    p.h = token_rows_of(args->h), p.out = token_rows_of(args->out);
-    p.d_h = token_rows_of(args->d_h), p.d_out = token_rows_of(args->d_out);
-    p.d_x = token_rows_of(args->d_x), p.d_f = token_rows_of(args->d_f);
-    p.pre_in = token_rows_of(args->pre_in), p.pre = token_rows_of(args->pre);
-    p.post = token_rows_of(args->post), p.comb = token_rows_of(args->comb);
-    p.d_pre = token_rows_of(args->d_pre), p.d_post = token_rows_of(args->d_post);
-    p.d_comb = token_rows_of(args->d_comb), p.d_pre_in = token_rows_of(args->d_pre_in);
-    p.norm = any_floats_of(args->weight);
     p.norm_wide = p.width % CHUNK == 0 && rows_aligned16(args->weight);
-    if (!p.mixes) return p;
-    p.fn = (const float *)args->fn.data;
-    p.fn_row = args->fn.strides[0];
-    p.base = (const float *)args->base.data;
-    p.scale = (const float *)args->scale.data;
     return p;
 }
 

@@ -27,29 +27,69 @@ static inline token_rows token_rows_of(const quern_tensor &t)
     return {present(t) ? t.data : NULL, present(t) ? t.strides[0] : 0, t.ndim > 2 ? t.strides[1] : 0};
 }
 
-struct hyper_params {
-    quern_dtype dtype; /* of x, f, h, out and their gradients */
-    bool wide;         /* their rows can be read 16 bytes at a time */
-    bool head, mixes;
-    int32_t copies, width, weights, iterations; /* n, C, J */
-    int32_t slices;                             /* of a copy */
+/* The tensors and numbers of a call; fn, base and scale: where it makes weights. */
+struct hyper_call {
+    int32_t width, iterations;
     int64_t tokens;
     float eps, rms_eps;
     token_rows x, f, h, out, d_h, d_out, d_x, d_f;
+    token_rows pre_in, pre, post, comb, d_pre, d_post, d_comb, d_pre_in; /* floats */
     const float *fn, *base, *scale;
     int64_t fn_row;
     any_floats norm;
-    bool norm_wide;                                                      /* it can be read eight at a time */
-    token_rows pre_in, pre, post, comb, d_pre, d_post, d_comb, d_pre_in; /* floats */
-    float *sums;                                                         /* [copies slices][tokens][J + 1] */
-    float *of_tokens;                                                    /* [tokens][J]: the weights */
-    float *d_of_tokens;                                                  /* [tokens][J] */
-    float *d_sums;       /* [tokens][J + 1]: the gradients of the sums, and the factor of x */
-    float2 *norms;       /* [tokens]: 1 / the root mean square of the collapsed copies; a mean */
-    uint4 *packed;       /* fn for the tensor cores, or NULL */
-    double *d_small;     /* [runs][2 J]: the gradients of the logits, and times their means */
-    float *d_norm_parts; /* [runs][C], or NULL */
-    float *d_fn_parts;   /* [shares][J][n C], or NULL */
+};
+
+static inline hyper_call hyper_call_of(const hyper_args *args)
+{
+    hyper_call p = {};
+    p.width = (int)args->x.shape[2];
+    p.iterations = (int)args->iterations;
+    p.tokens = args->x.shape[0];
+    p.eps = args->eps;
+    p.rms_eps = args->rms_eps;
+    p.x = token_rows_of(args->x), p.f = token_rows_of(args->f);
+    p.h = token_rows_of(args->h), p.out = token_rows_of(args->out);
+    p.d_h = token_rows_of(args->d_h), p.d_out = token_rows_of(args->d_out);
+    p.d_x = token_rows_of(args->d_x), p.d_f = token_rows_of(args->d_f);
+    p.pre_in = token_rows_of(args->pre_in), p.pre = token_rows_of(args->pre);
+    p.post = token_rows_of(args->post), p.comb = token_rows_of(args->comb);
+    p.d_pre = token_rows_of(args->d_pre), p.d_post = token_rows_of(args->d_post);
+    p.d_comb = token_rows_of(args->d_comb), p.d_pre_in = token_rows_of(args->d_pre_in);
+    p.norm = any_floats_of(args->weight);
+    if (!present(args->fn)) return p;
+    p.fn = (const float *)args->fn.data;
+    p.fn_row = args->fn.strides[0];
+    p.base = (const float *)args->base.data;
+    p.scale = (const float *)args->scale.data;
+    return p;
+}
+
+/* A row's 16 bytes that few blocks read again. */
+__device__ __forceinline__ uint4 load_once(const void *from)
+{
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from));
+    return x;
+}
+
+struct hyper_params : hyper_call {
+    quern_dtype dtype; /* of x, f, h, out and their gradients */
+    bool wide;         /* their rows can be read 16 bytes at a time */
+    bool head, mixes;
+    int32_t copies, weights; /* n, J; the width is C */
+    int32_t slices;          /* of a copy */
+    bool norm_wide;          /* norm can be read eight at a time */
+    float *sums;             /* [copies slices][tokens][J + 1] */
+    float *of_tokens;        /* [tokens][J]: the weights */
+    float *d_of_tokens;      /* [tokens][J] */
+    float *d_sums;           /* [tokens][J + 1]: the gradients of the sums, and the factor of x */
+    float2 *norms;           /* [tokens]: 1 / the root mean square of the collapsed copies; a mean */
+    uint4 *packed;           /* fn for the tensor cores, or NULL */
+    double *d_small;         /* [runs][2 J]: the gradients of the logits, and times their means */
+    float *d_norm_parts;     /* [runs][C], or NULL */
+    float *d_fn_parts;       /* [shares][J][n C], or NULL */
 };
 
 /* Which of the scales weight j has. */

@@ -26,4 +26,31 @@ __device__ __forceinline__ step_place step_place_at(const step_view &s, int64_t 
     return p;
 }
 
+/* The sums of all threads of a block of WARPS warps, and whether one of them found something bad. */
+struct step_sums {
+    int64_t before, total;
+    bool bad;
+};
+
+template <int WARPS>
+__device__ __forceinline__ step_sums add_threads(int64_t before, int64_t total, bool bad = false)
+{
+    __shared__ int64_t parts[WARPS][2];
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+        before += __shfl_xor_sync(~0u, before, by);
+        total += __shfl_xor_sync(~0u, total, by);
+    }
+    if (threadIdx.x % 32 == 0) {
+        parts[threadIdx.x / 32][0] = before;
+        parts[threadIdx.x / 32][1] = total;
+    }
+    step_sums sums = {0, 0, __syncthreads_or(bad) != 0};
+    for (int w = 0; w < WARPS; w++) {
+        sums.before += parts[w][0];
+        sums.total += parts[w][1];
+    }
+    return sums;
+}
+
 #endif

@@ -98,7 +98,6 @@ template <int BYTES> __device__ __forceinline__ void clear_row(const clear_kerne
 template <int BYTES>
 __global__ void __launch_bounds__(THREADS) clear_rows(const __grid_constant__ clear_kernel a)
 {
-    __shared__ int64_t parts[WARPS][2];
     int64_t before = 0, total = 0;
     for (int64_t b = threadIdx.x; b < a.step.batch; b += THREADS) {
         const step_place p = step_place_at(a.step, a.ratio, b);
@@ -106,26 +105,12 @@ __global__ void __launch_bounds__(THREADS) clear_rows(const __grid_constant__ cl
         total += rows;
         if (b < blockIdx.x) before += rows;
     }
-#pragma unroll
-    for (int by = 16; by > 0; by /= 2) {
-        before += __shfl_xor_sync(~0u, before, by);
-        total += __shfl_xor_sync(~0u, total, by);
-    }
-    if (threadIdx.x % 32 == 0) {
-        parts[threadIdx.x / 32][0] = before;
-        parts[threadIdx.x / 32][1] = total;
-    }
-    __syncthreads();
-    before = total = 0;
-    for (int w = 0; w < WARPS; w++) {
-        before += parts[w][0];
-        total += parts[w][1];
-    }
-    for (int64_t row = total + blockIdx.x; row < a.rows; row += gridDim.x) clear_row<BYTES>(a, row);
+    const step_sums sums = add_threads<WARPS>(before, total);
+    for (int64_t row = sums.total + blockIdx.x; row < a.rows; row += gridDim.x) clear_row<BYTES>(a, row);
     if (blockIdx.x >= a.step.batch) return;
     const step_place p = step_place_at(a.step, a.ratio, blockIdx.x);
-    const int64_t own = p.live ? 0 : a.ratio > 0 ? p.made : p.count, left = a.rows - before;
-    for (int64_t i = 0; i < own && i < left; i++) clear_row<BYTES>(a, before + i);
+    const int64_t own = p.live ? 0 : a.ratio > 0 ? p.made : p.count, left = a.rows - sums.before;
+    for (int64_t i = 0; i < own && i < left; i++) clear_row<BYTES>(a, sums.before + i);
 }
 
 static quern_status clear_rows_run(const stage_exec *exec, const clear_rows_args *args, void *)

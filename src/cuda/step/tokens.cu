@@ -7,6 +7,7 @@
  */
 #include "common/launch.cuh"
 #include "common/step.cuh"
+#include "step/params.cuh"
 #include "variants.cuh"
 
 enum { THREADS = 128, WARPS = THREADS / 32 };
@@ -36,14 +37,9 @@ __device__ __forceinline__ tokens_run run_of(const tokens_kernel &a, int64_t b)
     return {step_slot(a.step, b), a.step.positions[b * a.step.positions_s], from, to - from};
 }
 
-/* Rows of the sequences before the block's first one, and of all. A negative total: some offset is wrong. */
-struct tokens_sum {
-    int64_t before, total;
-};
-
-__device__ __forceinline__ tokens_sum add_rows(const tokens_kernel &a)
+/* Rows of the sequences before the block's first one, and of all; bad: some offset is wrong. */
+__device__ __forceinline__ step_sums add_rows(const tokens_kernel &a)
 {
-    __shared__ int64_t parts[WARPS][2];
     const bool offsets = a.step.rows_s[0] == a.step.rows_s[1]; /* the rows are cu_seqlens: they start at 0 */
     const int64_t own = (int64_t)blockIdx.x * WARPS;
     int64_t before = 0, total = 0;
@@ -55,22 +51,7 @@ __device__ __forceinline__ tokens_sum add_rows(const tokens_kernel &a)
         total += r.rows;
         if (b < own) before += r.rows;
     }
-#pragma unroll
-    for (int by = 16; by > 0; by /= 2) {
-        before += __shfl_xor_sync(~0u, before, by);
-        total += __shfl_xor_sync(~0u, total, by);
-    }
-    if (threadIdx.x % 32 == 0) {
-        parts[threadIdx.x / 32][0] = before;
-        parts[threadIdx.x / 32][1] = total;
-    }
-    if (__syncthreads_or(bad)) return {0, -1};
-    tokens_sum sum = {0, 0};
-    for (int w = 0; w < WARPS; w++) {
-        sum.before += parts[w][0];
-        sum.total += parts[w][1];
-    }
-    return sum;
+    return add_threads<WARPS>(before, total, bad);
 }
 
 __device__ __forceinline__ int64_t pages_before(const tokens_kernel &a, int64_t tokens)
@@ -155,8 +136,8 @@ __device__ __forceinline__ void put(const tokens_kernel &a, int64_t b, const tok
 
 __global__ void __launch_bounds__(THREADS) step_tokens(const __grid_constant__ tokens_kernel a)
 {
-    const tokens_sum sum = add_rows(a);
-    const bool good = sum.total >= 0;
+    const step_sums sum = add_rows(a);
+    const bool good = !sum.bad;
     const int64_t first = (int64_t)blockIdx.x * WARPS, b = first + threadIdx.x / 32,
                   total = good ? sum.total : 0;
     if (blockIdx.x == 0 && threadIdx.x == 0 && !good) raise_status(a.status, QUERN_STATUS_BAD_OFFSETS);

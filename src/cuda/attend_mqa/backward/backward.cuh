@@ -24,6 +24,7 @@
 #define QUERN_CUDA_ATTEND_MQA_BACKWARD_CUH
 
 #include "attend_mqa/params.cuh"
+#include "common/choices.cuh"
 
 /* Of a query's head. lse2: lse' in powers of two, + inf: P is 0; scale: of dS, 0 where the head sees one key
  * and no sink; sink: its share of -dsink. */
@@ -31,20 +32,14 @@ struct mqa_head {
     float lse2, delta, scale, sink;
 };
 
-/* Of 32 queries of a slice: which chose an entry, and how many of the slice's queries before them did. */
-struct mqa_choice {
-    uint32_t chose;
-    int32_t before;
-};
-
 struct mqa_backward {
     mqa_kernel of; /* of the slice's queries */
     view4 d_o, d_q;
     bool d_o_wide, d_q_wide;
-    mqa_head *heads;     /* [queries][heads] */
-    mqa_choice *choices; /* [entries of the slice's sequences][words] */
-    int32_t *first;      /* of the entry's partials */
-    int32_t *taken;      /* partials of entries so far */
+    mqa_head *heads; /* [queries][heads] */
+    choice *choices; /* [entries of the slice's sequences][words] */
+    int32_t *first;  /* of the entry's partials */
+    int32_t *taken;  /* partials of entries so far */
     int32_t words, groups, raw_most;
     int64_t sequence0, entry_rows; /* the slice's first sequence; entries of a sequence */
     void *partials;                /* [rows][groups][dim] */

@@ -21,28 +21,15 @@ __global__ void __launch_bounds__(WARPS * 32)
     mqa_rank(const __grid_constant__ mqa_backward b, const int64_t entries)
 {
     const int64_t entry = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
     if (entry >= entries) return;
-    mqa_choice *const x = b.choices + entry * b.words;
-    int before = 0;
-    for (int word = lane; word - lane < b.words; word += 32) {
-        const int here = word < b.words ? __popc(x[word].chose) : 0;
-        int sum = here;
-#pragma unroll
-        for (int w = 1; w < 32; w *= 2) {
-            const int other = __shfl_up_sync(~0u, sum, w);
-            sum += lane >= w ? other : 0;
-        }
-        if (word < b.words) x[word].before = before + sum - here;
-        before += __shfl_sync(~0u, sum, 31);
-    }
-    if (lane == 0) b.first[entry] = before > 0 ? atomicAdd(b.taken, before) : 0;
+    const int before = rank_choices(b.choices + entry * b.words, b.words);
+    if (threadIdx.x % 32 == 0) b.first[entry] = before > 0 ? atomicAdd(b.taken, before) : 0;
 }
 
 quern_status mqa_rank_choices(cudaStream_t stream, const mqa_backward &b, int64_t entries)
 {
     if (entries == 0 || b.of.rows == 0) return QUERN_OK;
-    const size_t bytes = (size_t)(entries * b.words) * sizeof(mqa_choice);
+    const size_t bytes = (size_t)(entries * b.words) * sizeof(choice);
     cudaError_t code = cudaMemsetAsync(b.choices, 0, bytes, stream);
     if (code == cudaSuccess) code = cudaMemsetAsync(b.taken, 0, sizeof *b.taken, stream);
     if (code != cudaSuccess) return cuda_report(code, "clearing choices");

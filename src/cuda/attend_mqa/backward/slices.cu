@@ -53,7 +53,7 @@ struct slice_room {
     mqa_query *plan;
     int32_t *kept;
     mqa_head *heads;
-    mqa_choice *choices;
+    choice *choices;
     int32_t *first, *taken;
     void *partials;
     float *carry[2], *entries;
@@ -68,7 +68,7 @@ static slice_room carve(const slicing &s, arena *a)
     r.plan = (mqa_query *)take(s.queries, sizeof *r.plan);
     r.kept = (int32_t *)take(s.queries * s.list, sizeof *r.kept);
     r.heads = (mqa_head *)take(s.queries * s.heads, sizeof *r.heads);
-    r.choices = (mqa_choice *)take(entries * words, sizeof *r.choices);
+    r.choices = (choice *)take(entries * words, sizeof *r.choices);
     r.first = (int32_t *)take(entries, sizeof *r.first);
     r.taken = (int32_t *)take(1, sizeof *r.taken);
     r.partials = take(s.queries * (s.raw_most + s.entries_most) * s.groups * s.dim, sizeof(uint16_t));

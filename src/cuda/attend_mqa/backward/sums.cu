@@ -62,7 +62,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) mqa_sum(const _
     } else {
         count = 0;
         if (s.b.words > 0) {
-            const mqa_choice last = s.b.choices[entry * s.b.words + s.b.words - 1];
+            const choice last = s.b.choices[entry * s.b.words + s.b.words - 1];
             count = (last.before + __popc(last.chose)) * s.b.groups;
             rows = (const T *)s.b.partials +
                    (s.b.first[entry] + (s.b.raw_wanted ? (int64_t)s.b.of.rows * s.b.raw_most : 0)) *

@@ -53,25 +53,8 @@ static bool backward_supports(const stage_exec *exec, const hyper_args *args, ch
 static four_params params_of(const hyper_args *args)
 {
     four_params p = {};
-    p.width = (int)args->x.shape[2];
-    p.iterations = (int)args->iterations;
-    p.tokens = args->x.shape[0];
+    static_cast<hyper_call &>(p) = hyper_call_of(args);
     p.padded = (p.tokens + TILE - 1) / TILE * TILE;
-    p.eps = args->eps;
-    p.rms_eps = args->rms_eps;
-    p.x = token_rows_of(args->x), p.f = token_rows_of(args->f);
-    p.h = token_rows_of(args->h), p.out = token_rows_of(args->out);
-    p.d_h = token_rows_of(args->d_h), p.d_out = token_rows_of(args->d_out);
-    p.d_x = token_rows_of(args->d_x), p.d_f = token_rows_of(args->d_f);
-    p.pre_in = token_rows_of(args->pre_in), p.pre = token_rows_of(args->pre);
-    p.post = token_rows_of(args->post), p.comb = token_rows_of(args->comb);
-    p.d_pre = token_rows_of(args->d_pre), p.d_post = token_rows_of(args->d_post);
-    p.d_comb = token_rows_of(args->d_comb), p.d_pre_in = token_rows_of(args->d_pre_in);
-    p.norm = any_floats_of(args->weight);
-    p.fn = (const float *)args->fn.data;
-    p.fn_row = args->fn.strides[0];
-    p.base = (const float *)args->base.data;
-    p.scale = (const float *)args->scale.data;
     return p;
 }
 

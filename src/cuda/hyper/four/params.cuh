@@ -44,15 +44,8 @@ struct __align__(16) token_record
 };
 static_assert(sizeof(token_record) % 32 == 16, "an odd number of 16 bytes");
 
-struct four_params {
-    int32_t width, iterations;
-    int64_t tokens, padded; /* padded: whole tiles */
-    float eps, rms_eps;
-    token_rows x, f, h, out, d_h, d_out, d_x, d_f;
-    token_rows pre_in, pre, post, comb, d_pre, d_post, d_comb, d_pre_in;
-    const float *fn, *base, *scale;
-    int64_t fn_row;
-    any_floats norm;
+struct four_params : hyper_call {
+    int64_t padded;                   /* tokens of whole tiles */
     uint4 *fn_of_sums, *fn_of_copies; /* fn as operands of the two products */
     float *sums;                      /* [panels][FORWARD_SUMS or BACKWARD_SUMS][padded] */
     float *weights;                   /* [tokens][WEIGHTS]: pre_in or pre, post, comb */
@@ -79,16 +72,6 @@ static inline int64_t panels_of(int64_t width)
 __device__ __forceinline__ uint32_t word_of(const uint4 &x, int i)
 {
     return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-
-/* A row's 16 bytes that no other thread reads. */
-__device__ __forceinline__ uint4 load_once(const void *from)
-{
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(from));
-    return x;
 }
 
 quern_status four_pack(const four_params &p, cudaStream_t stream);

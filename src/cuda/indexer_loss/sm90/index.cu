@@ -22,22 +22,9 @@ __global__ void __launch_bounds__(128) loss_choose_rows(const __grid_constant__ 
 __global__ void __launch_bounds__(WARPS * 32) loss_rank_rows(const __grid_constant__ slice s)
 {
     const int64_t entry = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
     if (entry >= s.of.entries) return;
-    choice *const x = s.choices + entry * s.words;
-    int before = 0;
-    for (int64_t word = lane; word - lane < s.words; word += 32) {
-        const int here = word < s.words ? __popc(x[word].chose) : 0;
-        int sum = here;
-#pragma unroll
-        for (int w = 1; w < 32; w *= 2) {
-            const int other = __shfl_up_sync(~0u, sum, w);
-            sum += lane >= w ? other : 0;
-        }
-        if (word < s.words) x[word].before = before + sum - here;
-        before += __shfl_sync(~0u, sum, 31);
-    }
-    if (lane == 0) s.rows_before[entry] = before > 0 ? atomicAdd(s.taken, before) : 0;
+    const int before = rank_choices(s.choices + entry * s.words, s.words);
+    if (threadIdx.x % 32 == 0) s.rows_before[entry] = before > 0 ? atomicAdd(s.taken, before) : 0;
 }
 
 quern_status index_lists(const slice &s, cudaStream_t stream)

@@ -22,6 +22,7 @@
 #ifndef QUERN_CUDA_INDEXER_LOSS_SM90_PARAMS_CUH
 #define QUERN_CUDA_INDEXER_LOSS_SM90_PARAMS_CUH
 
+#include "common/choices.cuh"
 #include "indexer_loss/params.cuh"
 
 namespace sm90_loss
@@ -29,12 +30,6 @@ namespace sm90_loss
 
 enum { HEADS = 64, TILE = 128, WIDTH = 128, DIM_MOST = 512, LOSS_HEAD_BYTES = HEADS * WIDTH * 2 };
 enum { KEYS_PAIRS = 2 }; /* of warpgroups of a block of `keys`, each with sums of its own */
-
-/* Of 32 queries of a slice: which chose an entry, and how many of the slice's queries before them did. */
-struct choice {
-    uint32_t chose;
-    int32_t before;
-};
 
 /* A slice of sequence b: `count` queries from `first` on. Arrays are of its queries. */
 struct slice {
