@@ -13,7 +13,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.20")
 
-from tiny_models import MODELS, alone, error, tokens  # noqa: E402
+from tiny_models import (  # noqa: E402
+    MODELS,
+    check_fine_tuning,
+    check_greedy,
+    check_packed,
+    error,
+    tokens,
+)
 from transformers import StaticCache  # noqa: E402
 
 from quern.integrations import transformers as integration  # noqa: E402
@@ -68,19 +75,7 @@ def test_padding(kind, side):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_generation(kind):
-    eager, quern = models(kind)
-    lengths = (40, 33, 21) if kind in PADDED else (40, 40)
-    prompts, mask = tokens(len(lengths)), torch.ones(len(lengths), 40, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        prompts[row, : 40 - length] = mask[row, : 40 - length] = 0
-    made = quern.generate(prompts, attention_mask=mask, max_new_tokens=64, do_sample=False)[:, 40:]
-    for row, length in enumerate(lengths):
-        want, sure = alone(eager, prompts[row, 40 - length :], 64)
-        for i in range(64):
-            if not sure[i]:
-                break
-            assert int(made[row, i]) == want[i]
-        assert i > 8
+    check_greedy(*models(kind), (40, 33, 21) if kind in PADDED else (40, 40))
 
 
 @pytest.mark.parametrize("kind", PADDED)
@@ -94,35 +89,12 @@ def test_beams(kind):
 
 @pytest.mark.parametrize("kind", PADDED)
 def test_packed_sequences(kind):
-    eager, quern = models(kind)
-    parts = (5, 20, 15)
-    positions = torch.cat([torch.arange(n) for n in parts])[None]
-    starts = torch.tensor([0, 5, 25, 40], dtype=torch.int32)
-    named = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 20, "max_length_k": 20}
-    row = tokens(1)
-    with torch.no_grad():
-        want = torch.cat([copy.deepcopy(eager).double()(part).logits for part in row.split(parts, 1)], 1)
-        assert error(quern(row, position_ids=positions, use_cache=False).logits, want) < 5e-6
-        assert error(quern(row, position_ids=positions, **named).logits, want) < 5e-6
+    check_packed(*models(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fine_tuning(kind):
-    losses = []
-    for model in models(kind):
-        torch.manual_seed(1)
-        model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        found = []
-        for _ in range(50):
-            loss = model(tokens(), labels=tokens()).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss))
-        losses.append(found)
-    assert losses[0][-1] < 0.8 * losses[0][0]
-    assert all(abs(a - b) <= 0.01 * abs(a) for a, b in zip(*losses))
+    check_fine_tuning(*models(kind))
 
 
 def test_compiled():

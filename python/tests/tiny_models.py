@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Tiny random models of the transformers package, and what tests ask of them."""
 
+import copy
+
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
@@ -99,3 +101,50 @@ def alone(model, prompt, count):
     top = logits.topk(2).values
     sure = top[:, 0] - top[:, 1] > 1e-4 * logits.abs().amax(-1)
     return made.sequences[0, len(prompt) :].tolist(), sure.tolist()
+
+
+def check_greedy(eager, quern, lengths):
+    """Greedy tokens of prompts that are padded on the left, each against its prompt alone."""
+    prompts, mask = tokens(len(lengths)), torch.ones(len(lengths), 40, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        prompts[row, : 40 - length] = mask[row, : 40 - length] = 0
+    made = quern.generate(prompts, attention_mask=mask, max_new_tokens=64, do_sample=False)[:, 40:]
+    for row, length in enumerate(lengths):
+        want, sure = alone(eager, prompts[row, 40 - length :], 64)
+        for i in range(64):
+            if not sure[i]:
+                break
+            assert int(made[row, i]) == want[i]
+        assert i > 8
+
+
+def check_packed(eager, quern):
+    """Sequences in a row, told apart by positions that restart or by their offsets."""
+    parts = (5, 20, 15)
+    positions = torch.cat([torch.arange(n) for n in parts])[None]
+    starts = torch.tensor([0, 5, 25, 40], dtype=torch.int32)
+    named = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 20, "max_length_k": 20}
+    row, exact = tokens(1), copy.deepcopy(eager).double()
+    with torch.no_grad():
+        want = torch.cat([exact(part).logits for part in row.split(parts, 1)], 1)
+        assert error(quern(row, position_ids=positions, use_cache=False).logits, want) < 5e-6
+        assert error(quern(row, position_ids=positions, **named).logits, want) < 5e-6
+
+
+def check_fine_tuning(eager, quern):
+    """Losses of 50 steps within 1%."""
+    losses = []
+    for model in (eager, quern):
+        torch.manual_seed(1)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        found = []
+        for _ in range(50):
+            loss = model(tokens(), labels=tokens()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        losses.append(found)
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert all(abs(a - b) <= 0.01 * abs(a) for a, b in zip(*losses))
