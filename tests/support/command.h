@@ -33,13 +33,19 @@ static inline int remove_directory(void **state)
     return system(command);
 }
 
+/* What follows the arguments of `quern run`. */
+#ifndef QUERN_COMMAND_DEVICE
+#define QUERN_COMMAND_DEVICE ""
+#endif
+
 /* Runs `quern ARGUMENTS` with DIR standing for the test's directory, VECTORS for the golden vectors; returns
  * the exit code. `prefix` goes before the command. */
 static inline int run_with(const char *prefix, const char *arguments)
 {
     char command[4096];
-    snprintf(command, sizeof command, "DIR='%s'; VECTORS='%s'; %s '%s' %s 2>&1", directory,
-             QUERN_TEST_VECTORS, prefix, QUERN_COMMAND, arguments);
+    snprintf(command, sizeof command, "DIR='%s'; VECTORS='%s'; %s '%s' %s %s 2>&1", directory,
+             QUERN_TEST_VECTORS, prefix, QUERN_COMMAND, arguments,
+             strncmp(arguments, "run ", 4) == 0 ? QUERN_COMMAND_DEVICE : "");
     FILE *f = popen(command, "r");
     assert_non_null(f);
     output[fread(output, 1, sizeof output - 1, f)] = '\0';

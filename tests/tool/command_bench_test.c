@@ -286,7 +286,7 @@ static void every_subject_has_help_and_a_chart(void **state)
         assert_int_equal(run_with("cat $DIR/chart.svg; true", ""), 0);
         assert_non_null(strstr(output, "</svg>"));
     }
-    expect(4, "bench v4-layer --device cuda", "v4-layer runs on the cpu");
+    expect(4, "bench ledger --device cuda", "ledger runs on the cpu");
     expect(2, "bench dense", "'dense' is no subject");
     expect(2, "bench v4-index --backward", "'--backward'");
     expect(2, "bench csa-compress --weights fp8", "--hidden");

@@ -227,7 +227,6 @@ static void mistakes_are_reported(void **state)
     expect(3, "run csa-compress $DIR/csa $DIR/none --start-abs-pos 3", "start_abs_pos is 3");
     expect(3, "run csa-compress $DIR/csa $DIR/none --start-abs-pos 40", "position 80");
     expect(3, "run csa-compress $DIR/csa $DIR/none --format row584", "row584");
-    expect(3, "run csa-compress $DIR/csa $DIR/none --device cuda", "on the cpu");
     expect(3, "run csa-compress $DIR/missing $DIR/none", "missing");
     assert_int_not_equal(access(path_of("none"), F_OK), 0);
 }

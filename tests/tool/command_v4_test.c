@@ -214,7 +214,6 @@ static void mistakes_are_reported(void **state)
     expect(3, "run v4-attention $DIR/core $DIR/none --window -3", "window is -3");
     expect(3, "run v4-attention $DIR/core $DIR/none --start-abs-pos 7", "position 51");
     expect(3, "run v4-attention $DIR/core $DIR/none --without KV_cmp", "idx");
-    expect(4, "run v4-attention $DIR/core $DIR/none --device cuda", "cuda");
     assert_int_not_equal(access(path_of("none"), F_OK), 0);
     dsv4_layer_free(&l);
 }

@@ -113,6 +113,10 @@ int bench_measure(bench_run *r, const work w[2], quern_context *ctx, int rounds,
 /* The arithmetic peak that a level has for a dtype. */
 ceiling bench_compute_limit(int dtype, quern_cpu_level level);
 
+/* The first GPU's GB/s of a copy or a fill of 2 GiB, the best of five: a read is bounded by the copy. 0 for
+ * arithmetic. */
+double bench_ceiling_cuda(ceiling limit);
+
 /* ---- results ---- */
 
 /* One line of results. */

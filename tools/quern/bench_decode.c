@@ -1,9 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_decode.c - nsa-decode and attention-decode: a step of a batch of sequences from a cache. */
+/* bench_decode.c - nsa-decode and attention-decode: a step of a batch of sequences from pools of random
+ * rows. */
 #include "bench.h"
 
+#include "books.h"
 #include "command.h"
+#include "device.h"
 #include "values.h"
 
 #include <quern/cache.h>
@@ -11,61 +14,61 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE = 1024, CALLS = 16 };
+enum { RANDOM_MOST = 1 << 22, CALLS = 16, TOKENS = 0, ENTRIES, POOLS };
 
-/* A filled cache and calls on it. Each call has different queries, so that the selected branch reads
+/* Filled pools and calls on them. Each call has different queries, so that the selected branch reads
  * different blocks. */
 typedef struct decode_data {
     int64_t n, heads, kv_heads, dim, sequences, queries;
     bool sparse;
+    int device;
     quern_cache_params params;
-    quern_cache *cache;
     quern_nsa_params nsa;
     quern_attention_params attention;
-    void *memory, *rows, *workspace, *q_data, *o_data;
+    books books; /* of the newest tokens */
+    quern_tensor pool[POOLS], q, o;
+    void *workspace;
     int32_t *ids;
     int64_t *counts;
-    quern_cache_batch batch;
     size_t bytes;
     int64_t call;
+    device_clock clock;
 } decode_data;
 
-/* Appends random tokens, the same to each sequence. */
-static int fill(decode_data *d, quern_context *ctx)
+/* A tensor of random values, of which a large one repeats those before. */
+static quern_status make(const decode_data *d, quern_tensor *to, int32_t ndim, const int64_t *shape)
 {
-    const int64_t shape[] = {PIECE, d->kv_heads, d->dim};
-    const size_t row = (size_t)(d->kv_heads * d->dim) * quern_dtype_size(d->params.dtype);
-    quern_tensor kv[2];
-    quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
-    quern_cache_batch one = {sizeof one, 1, NULL, NULL};
-    size_t bytes = 0, needed;
-    void *workspace = NULL, *data[] = {malloc(PIECE * row), malloc(PIECE * row)};
-    int code =
-        data[0] != NULL && data[1] != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for %d tokens", PIECE);
-    t.k = &kv[0];
-    t.v = &kv[1];
-    for (int64_t at = 0; at < d->n && code == EXIT_DONE; at += PIECE) {
-        const int64_t count = d->n - at < PIECE ? d->n - at : PIECE;
-        for (int i = 0; i < 2; i++) {
-            kv[i] = quern_tensor_contiguous(data[i], d->params.dtype, 3, shape);
-            kv[i].shape[0] = count;
-            fill_normal(&kv[i], (uint64_t)(2 * at + i + 1));
-        }
-        for (int32_t s = 0; s < d->sequences && code == EXIT_DONE; s++) {
-            one.sequences = &s;
-            one.counts = &count;
-            quern_status status = quern_cache_append_workspace(ctx, d->cache, &one, &t, &needed);
-            if (status == QUERN_OK && needed >= bytes) {
-                free(workspace);
-                workspace = malloc(bytes = needed + 1);
-            }
-            if (status == QUERN_OK)
-                status = quern_cache_append(ctx, NULL, d->cache, &one, &t, workspace, bytes);
-            if (status != QUERN_OK) code = fail_status(status);
-        }
+    size_t bytes;
+    if (!job_bytes(d->params.dtype, ndim, shape, &bytes)) return QUERN_ERR_OUT_OF_MEMORY;
+    const size_t size = quern_dtype_size(d->params.dtype),
+                 most = bytes < RANDOM_MOST * size ? bytes : RANDOM_MOST * size;
+    const int64_t count = (int64_t)(most / size);
+    void *host = malloc(most + 1);
+    *to = device_tensor(d->device, device_take(d->device, bytes + 1), d->params.dtype, ndim, shape);
+    quern_status status = host != NULL && to->data != NULL ? QUERN_OK : QUERN_ERR_OUT_OF_MEMORY;
+    const quern_tensor part = quern_tensor_contiguous(host, d->params.dtype, 1, &count);
+    if (status == QUERN_OK) fill_normal(&part, 99 + (uint64_t)bytes);
+    for (size_t at = 0; at < bytes && status == QUERN_OK; at += most)
+        status =
+            device_copy(d->device, (char *)to->data + at, host, bytes - at < most ? bytes - at : most);
+    free(host);
+    return status;
+}
+
+/* Sequences of n tokens, whose newest ones are the queries. */
+static quern_status make_books(decode_data *d)
+{
+    quern_ledger_params ledger = QUERN_LEDGER_PARAMS_INIT;
+    quern_status status = quern_cache_ledger_params(&d->params, &ledger);
+    if (status == QUERN_OK) status = books_open(&d->books, &ledger, d->sequences, d->device);
+    for (int64_t i = 0; i < d->sequences; i++) {
+        d->ids[i] = (int32_t)i;
+        d->counts[i] = d->n;
     }
-    free(workspace), free(data[0]), free(data[1]);
-    return code;
+    if (status == QUERN_OK) status = books_begin(&d->books, d->ids, d->counts, d->sequences);
+    if (status == QUERN_OK) status = quern_ledger_commit(d->books.ledger);
+    for (int64_t i = 0; i < d->sequences; i++) d->counts[i] = d->queries;
+    return status == QUERN_OK ? books_newest(&d->books, d->ids, d->counts, d->sequences) : status;
 }
 
 static quern_status call(decode_data *d, quern_context *ctx, bool size)
@@ -73,18 +76,22 @@ static quern_status call(decode_data *d, quern_context *ctx, bool size)
     const int64_t tokens = d->sequences * d->queries, shape[] = {tokens, d->heads, d->dim};
     const int64_t first =
         d->call++ % CALLS * tokens * d->heads * d->dim * (int64_t)quern_dtype_size(d->params.dtype);
-    const quern_tensor q = quern_tensor_contiguous((char *)d->q_data + first, d->params.dtype, 3, shape);
-    const quern_tensor out = quern_tensor_contiguous(d->o_data, d->params.dtype, 3, shape);
+    const quern_tensor q = device_tensor(d->device, (char *)d->q.data + first, d->params.dtype, 3, shape);
+    const quern_step *step = &d->books.step;
     quern_decode_tensors t = QUERN_DECODE_TENSORS_INIT;
     t.q = &q;
-    t.o = &out;
+    t.o = &d->o;
+    t.slots = &step->slots;
+    t.positions = &step->positions;
+    t.cu = &step->cu;
+    t.tokens = &d->pool[TOKENS];
+    t.tokens_table = &step->tables[QUERN_CACHE_TOKENS];
+    if (d->sparse) t.entries = &d->pool[ENTRIES], t.entries_table = &step->tables[QUERN_CACHE_ENTRIES];
     if (size)
-        return d->sparse
-                   ? quern_nsa_decode_workspace(ctx, &d->nsa, d->cache, &d->batch, &t, &d->bytes)
-                   : quern_attention_decode_workspace(ctx, &d->attention, d->cache, &d->batch, &t, &d->bytes);
-    return d->sparse ? quern_nsa_decode(ctx, NULL, &d->nsa, d->cache, &d->batch, &t, d->workspace, d->bytes)
-                     : quern_attention_decode(ctx, NULL, &d->attention, d->cache, &d->batch, &t, d->workspace,
-                                              d->bytes);
+        return d->sparse ? quern_nsa_decode_step_workspace(ctx, &d->nsa, &t, &d->bytes)
+                         : quern_attention_decode_step_workspace(ctx, &d->attention, &t, &d->bytes);
+    return d->sparse ? quern_nsa_decode_step(ctx, NULL, &d->nsa, &t, d->workspace, d->bytes)
+                     : quern_attention_decode_step(ctx, NULL, &d->attention, &t, d->workspace, d->bytes);
 }
 
 static void set_params(decode_data *d, const bench_case *c)
@@ -125,54 +132,45 @@ static int64_t keys_read(const decode_data *d)
     return window + quern_nsa_entries(&d->nsa, d->n) + d->queries * (chosen < d->n ? chosen : d->n);
 }
 
-static int open_data(decode_data *d, quern_context *ctx)
+static quern_status open_data(decode_data *d, quern_context *ctx)
 {
-    size_t memory, bytes;
-    const int64_t tokens = d->sequences * d->queries * CALLS, page = d->params.page;
+    const int64_t tokens = d->sequences * d->queries, page = d->params.page,
+                  width = QUERN_CACHE_PAGE * 2 * d->dim;
     if (page != 0) d->params.pages = d->sequences * ((d->params.capacity + page - 1) / page);
-    quern_status status = quern_cache_size(&d->params, &memory, &bytes);
-    if (status != QUERN_OK) return fail_status(status);
-    const int64_t shape[] = {tokens, d->heads, d->dim};
-    const size_t row_bytes = (size_t)(tokens * d->heads * d->dim) * quern_dtype_size(d->params.dtype);
-    d->memory = malloc(memory);
-    d->rows = bench_allocate(bytes);
-    d->q_data = malloc(row_bytes);
-    d->o_data = malloc(row_bytes);
     d->ids = malloc((size_t)d->sequences * sizeof *d->ids);
     d->counts = malloc((size_t)d->sequences * sizeof *d->counts);
-    if (d->memory == NULL || d->rows == NULL || d->q_data == NULL || d->o_data == NULL || d->ids == NULL ||
-        d->counts == NULL)
-        return fail(EXIT_MACHINE, "no memory for a cache of %zu bytes", bytes);
-    for (int64_t i = 0; i < d->sequences; i++) {
-        d->ids[i] = (int32_t)i;
-        d->counts[i] = d->queries;
+    if (d->ids == NULL || d->counts == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    quern_status status = make_books(d);
+    for (int i = 0; i < (d->sparse ? POOLS : 1) && status == QUERN_OK; i++) {
+        const int64_t shape[] = {books_pages(&d->books, i), d->kv_heads, width};
+        status = make(d, &d->pool[i], 3, shape);
     }
-    d->batch = (quern_cache_batch){sizeof d->batch, d->sequences, d->ids, d->counts};
-    const quern_tensor q = quern_tensor_contiguous(d->q_data, d->params.dtype, 3, shape);
-    fill_normal(&q, 99);
-    if ((status = quern_cache_create(&d->params, d->memory, memory, d->rows, bytes, &d->cache)) != QUERN_OK)
-        return fail_status(status);
-    const int code = fill(d, ctx);
-    if (code != EXIT_DONE) return code;
-    if ((status = call(d, ctx, true)) != QUERN_OK) return fail_status(status);
-    d->workspace = bench_allocate(d->bytes + 1);
-    return d->workspace != NULL ? EXIT_DONE
-                                : fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", d->bytes);
+    const int64_t all[] = {tokens * CALLS, d->heads, d->dim}, one[] = {tokens, d->heads, d->dim};
+    if (status == QUERN_OK) status = make(d, &d->q, 3, all);
+    if (status == QUERN_OK) status = make(d, &d->o, 3, one);
+    if (status == QUERN_OK) status = call(d, ctx, true);
+    if (status == QUERN_OK && (d->workspace = device_take(d->device, d->bytes + 1)) == NULL)
+        status = QUERN_ERR_OUT_OF_MEMORY;
+    return status == QUERN_OK ? device_clock_open(&d->clock, d->device) : status;
 }
 
 static void close_data(bench_run *r)
 {
     decode_data *d = r->data;
-    void *const all[] = {d->memory, d->rows, d->workspace, d->q_data, d->o_data, d->ids, d->counts};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    void *const all[] = {d->pool[TOKENS].data, d->pool[ENTRIES].data, d->q.data, d->o.data, d->workspace};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) device_free(d->device, all[i]);
+    books_close(&d->books);
+    device_clock_close(&d->clock);
+    free(d->ids), free(d->counts);
     free(d);
 }
 
 static int run_step(bench_run *r, quern_context *ctx, double ms[2])
 {
-    const double start = now_ms();
-    const quern_status status = call(r->data, ctx, false);
-    ms[0] = now_ms() - start;
+    decode_data *d = r->data;
+    quern_status status = device_clock_start(&d->clock);
+    if (status == QUERN_OK) status = call(d, ctx, false);
+    if (status == QUERN_OK) status = device_clock_stop(&d->clock, &ms[0]);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
@@ -184,6 +182,9 @@ int bench_open_decode(bench_run *r, quern_context *ctx)
     r->once = run_step;
     r->close = close_data;
     set_params(d, r->what);
+    d->device = r->what->device;
     formula_set(&r->symbols, "read", (double)keys_read(d));
-    return open_data(d, ctx);
+    const quern_status status = open_data(d, ctx);
+    if (status == QUERN_ERR_OUT_OF_MEMORY) return fail(EXIT_MACHINE, "no memory for the caches");
+    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }

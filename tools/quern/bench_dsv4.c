@@ -5,6 +5,7 @@
 #include "bench.h"
 
 #include "command.h"
+#include "device.h"
 #include "values.h"
 
 #include <quern/dsv4.h>
@@ -91,8 +92,8 @@ static bool has_caches(const bench_case *c)
 
 int bench_check_caches(const bench_case *c)
 {
-    if (has_caches(c) && (c->backward || c->device != QUERN_CPU))
-        return fail(EXIT_USAGE, "--format, --page: a cache is accepted without --backward, on the cpu");
+    if (has_caches(c) && c->backward)
+        return fail(EXIT_USAGE, "--format, --page: a cache is accepted without --backward");
     if (!is_core(c) && bench_extent_of(c, "top-k") == 0)
         return fail(EXIT_USAGE, "--top-k 0: 1 or more is accepted by v4-index");
     return EXIT_DONE;
@@ -150,7 +151,8 @@ static int use_cache(bench_run *r, int i, const char *rows, const char *table, i
     job *j = &r->job;
     const int at = tensor_named(j->op, rows);
     const int64_t page = bench_extent_of(r->what, "page");
-    const int code = row_cache_make(ctx, j->tensors.t[at], first, format_of(r->what), page, &r->cache[i]);
+    const int code =
+        row_cache_make(ctx, NULL, j->tensors.t[at], first, format_of(r->what), page, &r->cache[i]);
     if (code != EXIT_DONE) return code;
     job_bind(j, at, &r->cache[i].rows);
     if (page > 0) job_bind(j, tensor_named(j->op, table), &r->cache[i].table);
@@ -177,23 +179,29 @@ int bench_prepare_caches(bench_run *r, quern_context *ctx)
 
 /* ---- appending ---- */
 
-enum { RATIO = 4, TOKENS = 4096, STATE = 0, WORKSPACE, PROJ, B_A, B_B, NORM, TABLE, OUT, MEMORIES };
+enum { RATIO = 4, TOKENS = 4096, STATE = 0, WORKSPACE, PROJ, B_A, B_B, NORM, TABLE, OUT, BOOKS, MEMORIES };
 
 /* Times of appends, and what they use. */
 typedef struct appends {
+    int device;
     void *memory[MEMORIES];
     size_t bytes; /* of the workspace */
     double ms[2][TOKENS];
     int counts[2]; /* without an entry, with one */
     quern_tensor t[MEMORIES];
+    device_clock clock;
 } appends;
 
 static bool make(appends *a, int i, quern_dtype dtype, int64_t rows, int64_t columns)
 {
     const int64_t shape[] = {rows, columns};
-    a->memory[i] = bench_allocate((size_t)(rows * (columns > 0 ? columns : 1)) * quern_dtype_size(dtype) + 1);
-    a->t[i] = quern_tensor_contiguous(a->memory[i], dtype, columns > 0 ? 2 : 1, shape);
-    if (a->memory[i] != NULL && i != OUT) fill_normal(&a->t[i], (uint64_t)i);
+    void *values = bench_allocate((size_t)(rows * (columns > 0 ? columns : 1)) * quern_dtype_size(dtype) + 1);
+    const quern_tensor host = quern_tensor_contiguous(values, dtype, columns > 0 ? 2 : 1, shape);
+    if (values == NULL) return false;
+    if (i != OUT) fill_normal(&host, (uint64_t)i);
+    a->t[i] = device_tensor_of(a->device, &host);
+    a->memory[i] = a->t[i].data;
+    free(values);
     return a->memory[i] != NULL;
 }
 
@@ -205,15 +213,16 @@ static quern_status run_appends(appends *a, const bench_case *c, quern_context *
     quern_dsv4_compress_params params = QUERN_DSV4_COMPRESS_PARAMS_INIT;
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
     size_t most = (size_t)1 << 20;
-    int32_t slot = 0, position = 0, rows = 0, cu[] = {0, 1};
-    const quern_tensor slots = quern_tensor_contiguous(&slot, QUERN_I32, 1, &one),
-                       positions = quern_tensor_contiguous(&position, QUERN_I32, 1, &one),
-                       merged = quern_tensor_contiguous(&rows, QUERN_I32, 1, &one),
-                       offsets = quern_tensor_contiguous(cu, QUERN_I32, 1, (const int64_t[]){2});
+    int32_t books[] = {0, 0, 0, 0, 1}; /* slot, position, merged, cu */
+    int32_t *const at = a->memory[BOOKS] = device_take(a->device, sizeof books);
+    const quern_tensor slots = device_tensor(a->device, at, QUERN_I32, 1, &one),
+                       positions = device_tensor(a->device, at + 1, QUERN_I32, 1, &one),
+                       merged = device_tensor(a->device, at + 2, QUERN_I32, 1, &one),
+                       offsets = device_tensor(a->device, at + 3, QUERN_I32, 1, (const int64_t[]){2});
     params.kind = QUERN_DSV4_CSA;
     params.ratio = RATIO;
-    a->memory[WORKSPACE] = malloc(most);
-    if (a->memory[WORKSPACE] == NULL || !make(a, STATE, QUERN_F32, 1, (6 + 4 * ring) * width) ||
+    a->memory[WORKSPACE] = device_take(a->device, most);
+    if (at == NULL || a->memory[WORKSPACE] == NULL || !make(a, STATE, QUERN_F32, 1, (6 + 4 * ring) * width) ||
         !make(a, PROJ, (quern_dtype)c->dtype, n, 4 * width) || !make(a, B_A, QUERN_F32, RATIO, width) ||
         !make(a, B_B, QUERN_F32, RATIO, width) || !make(a, NORM, QUERN_F32, width, 0) ||
         !make(a, TABLE, QUERN_F32, n, rope_of(width)) || !make(a, OUT, (quern_dtype)c->dtype, 1, width))
@@ -232,13 +241,17 @@ static quern_status run_appends(appends *a, const bench_case *c, quern_context *
     size_t bytes = 0;
     quern_status status = quern_dsv4_append_step_workspace(ctx, &params, &t, &bytes);
     if (status == QUERN_OK && bytes > most) status = QUERN_ERR_WORKSPACE;
+    if (status == QUERN_OK) status = device_copy(a->device, at, books, sizeof books);
     for (int64_t i = 0; i < n && status == QUERN_OK; i++) {
         const bool commit = (i + 1) % RATIO == 0;
-        position = (int32_t)i;
+        const int32_t position = (int32_t)i;
+        status = device_copy(a->device, at + 1, &position, sizeof position);
         proj.data = (char *)a->memory[PROJ] + i * 4 * width * (int64_t)quern_dtype_size(proj.dtype);
-        const double start = now_ms();
-        status = quern_dsv4_append_step(ctx, NULL, &params, &t, a->memory[WORKSPACE], most);
-        a->ms[commit][a->counts[commit]++] = now_ms() - start;
+        if (status == QUERN_OK) status = device_clock_start(&a->clock);
+        if (status == QUERN_OK)
+            status = quern_dsv4_append_step(ctx, NULL, &params, &t, a->memory[WORKSPACE], most);
+        if (status == QUERN_OK)
+            status = device_clock_stop(&a->clock, &a->ms[commit][a->counts[commit]++]);
     }
     return status;
 }
@@ -247,13 +260,16 @@ int bench_append(const bench_case *c, quern_context *ctx, bench_results *to)
 {
     appends *a = need_memory(sizeof *a);
     memset(a, 0, sizeof *a);
-    const quern_status status = run_appends(a, c, ctx);
+    a->device = c->device;
+    quern_status status = device_clock_open(&a->clock, a->device);
+    if (status == QUERN_OK) status = run_appends(a, c, ctx);
     for (int i = 0; i < 2 && status == QUERN_OK; i++) {
         bench_result *row = bench_add(to, c, ctx, i == 0 ? "csa-append" : "csa-append+commit");
         row->measured.time = timing_of(a->ms[i], a->counts[i]);
         report_row(to, row);
     }
-    for (int i = 0; i < MEMORIES; i++) free(a->memory[i]);
+    for (int i = 0; i < MEMORIES; i++) device_free(a->device, a->memory[i]);
+    device_clock_close(&a->clock);
     free(a);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }

@@ -5,6 +5,7 @@
 #include "bench.h"
 
 #include "command.h"
+#include "device.h"
 #include "values.h"
 
 #include <quern/dsv4_layer.h>
@@ -65,6 +66,9 @@ typedef struct layer_data {
     int64_t *counts;
     void *block, *workspace;
     size_t block_bytes, bytes;
+    int device;
+    void *moved[VIEWS], *device_block; /* of a GPU's */
+    device_clock clock;
 } layer_data;
 
 static void *own(layer_data *d, size_t bytes)
@@ -196,12 +200,19 @@ static bool make_states(layer_data *d, int64_t slots, int64_t width, const quern
 }
 
 /* The states have taken in all tokens but those that can be taken back. */
-static void set_merged(const layer_data *d)
+static quern_status set_merged(const layer_data *d)
 {
     const quern_tensor *const all[] = {d->t.merged, d->t.indexer_merged};
-    for (int i = 0; i < 2; i++)
-        for (int64_t s = 0; all[i] != NULL && s < all[i]->shape[0]; s++)
-            ((int32_t *)all[i]->data)[s] = (int32_t)(d->had > RING ? d->had - RING : 0);
+    const int32_t merged = (int32_t)(d->had > RING ? d->had - RING : 0);
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < 2 && all[i] != NULL; i++) {
+        const size_t bytes = (size_t)all[i]->shape[0] * sizeof merged;
+        int32_t *host = need_memory(bytes + 1);
+        for (int64_t s = 0; s < all[i]->shape[0]; s++) host[s] = merged;
+        if (status == QUERN_OK) status = device_copy((int)all[i]->device, all[i]->data, host, bytes);
+        free(host);
+    }
+    return status;
 }
 
 /* The books of sequences of d->had tokens. */
@@ -260,8 +271,22 @@ static quern_status make_pools(layer_data *d, quern_context *ctx)
     if (status == QUERN_OK && csa &&
         !make_states(d, slots, o->index_width, &d->t.indexer_states, &d->t.indexer_merged))
         status = QUERN_ERR_OUT_OF_MEMORY;
-    if (status == QUERN_OK) set_merged(d);
-    return status;
+    return status == QUERN_OK ? set_merged(d) : status;
+}
+
+/* Everything that the call reads and writes goes to the GPU. */
+static quern_status move(layer_data *d)
+{
+    for (int i = 0; i < d->used; i++) {
+        if (d->view[i].data == NULL) continue;
+        d->view[i] = device_tensor_of(d->device, &d->view[i]);
+        d->moved[i] = d->view[i].data;
+        if (d->moved[i] == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    }
+    d->device_block = device_take(d->device, d->block_bytes);
+    if (d->device_block == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    return quern_ledger_step(d->ledger, d->sizes.batch, d->device_block, (quern_device)d->device, 0,
+                             &d->step);
 }
 
 static quern_status open_data(layer_data *d, quern_context *ctx)
@@ -289,17 +314,21 @@ static quern_status open_data(layer_data *d, quern_context *ctx)
         d->counts[b] = o->queries;
     }
     quern_status status = make_pools(d, ctx);
+    if (status == QUERN_OK && d->device != QUERN_CPU) status = move(d);
     if (status == QUERN_OK) status = quern_dsv4_layer_step_workspace(ctx, &d->params, &d->t, &d->bytes);
-    if (status == QUERN_OK && (d->workspace = bench_allocate(d->bytes + 1)) == NULL)
+    if (status == QUERN_OK && (d->workspace = device_take(d->device, d->bytes + 1)) == NULL)
         status = QUERN_ERR_OUT_OF_MEMORY;
-    return status;
+    return status == QUERN_OK ? device_clock_open(&d->clock, d->device) : status;
 }
 
 static void close_data(bench_run *r)
 {
     layer_data *d = r->data;
     for (int i = 0; i < d->owned; i++) free(d->memory[i]);
-    free(d->workspace);
+    for (int i = 0; i < VIEWS; i++) device_free(d->device, d->moved[i]);
+    device_free(d->device, d->device_block);
+    device_free(d->device, d->workspace);
+    device_clock_close(&d->clock);
     free(d);
 }
 
@@ -307,14 +336,18 @@ static void close_data(bench_run *r)
 static int run_call(bench_run *r, quern_context *ctx, double ms[2])
 {
     layer_data *d = r->data;
+    quern_status status = set_merged(d);
     const double start = now_ms();
-    quern_status status =
-        quern_ledger_begin(d->ledger, d->ids, d->counts, d->sizes.batch, d->block, d->block_bytes);
+    if (status == QUERN_OK)
+        status = quern_ledger_begin(d->ledger, d->ids, d->counts, d->sizes.batch, d->block, d->block_bytes);
+    if (status == QUERN_OK && d->device != QUERN_CPU)
+        status = device_copy(d->device, d->device_block, d->block, d->block_bytes);
+    if (status == QUERN_OK && d->device != QUERN_CPU) status = device_clock_start(&d->clock);
     if (status == QUERN_OK)
         status = quern_dsv4_layer_step(ctx, NULL, &d->params, &d->t, d->workspace, d->bytes);
+    if (status == QUERN_OK && d->device != QUERN_CPU) status = device_clock_stop(&d->clock, ms);
     if (status == QUERN_OK) status = quern_ledger_abort(d->ledger); /* as commit, in the other direction */
-    ms[0] = now_ms() - start;
-    set_merged(d);
+    if (d->device == QUERN_CPU) ms[0] = now_ms() - start;
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
@@ -366,6 +399,7 @@ int bench_open_layer(bench_run *r, quern_context *ctx)
     r->once = run_call;
     r->close = close_data;
     d->sizes = sizes_of(r->what);
+    d->device = r->what->device;
     d->n = r->what->n;
     d->ratio = d->sizes.kind == QUERN_DSV4_LAYER_SWA   ? 1
                : d->sizes.ratio > 0                    ? d->sizes.ratio

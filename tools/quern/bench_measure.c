@@ -55,8 +55,7 @@ void progress_clear(void)
 
 /* ---- limits ---- */
 
-/* GB/s of a copy or a fill of 2 GiB, the best of five: a read is bounded by the copy. 0 for arithmetic. */
-static double ceiling_cuda(ceiling limit)
+double bench_ceiling_cuda(ceiling limit)
 {
     const size_t bytes = (size_t)1 << 31;
     void *a = NULL, *b = NULL, *from = NULL, *to = NULL;
@@ -91,7 +90,7 @@ typedef struct limits {
 
 static double ceiling_now(const bench_run *r, ceiling limit, int threads)
 {
-    return r->what->device == QUERN_CUDA ? ceiling_cuda(limit) : ceiling_measure(limit, threads);
+    return r->what->device == QUERN_CUDA ? bench_ceiling_cuda(limit) : ceiling_measure(limit, threads);
 }
 
 static limits limits_now(const bench_run *r, const work w[2], int threads)

@@ -3,8 +3,10 @@
 /* compressor.c - `quern run csa-compress` and `hca-compress`: a sequence in one call, or in pieces through a
  * state. */
 #include "command.h"
+#include "device.h"
 #include "scenario.h"
 
+#include <quern/cuda.h>
 #include <quern/dsv4.h>
 
 #include <stdlib.h>
@@ -74,20 +76,22 @@ static quern_tensor rows_of(const quern_tensor *t, int64_t first, int64_t count)
 
 /* A compressor of the file that takes the tokens in: the main one, or the indexer's. */
 typedef struct stream_part {
+    job *j;
     quern_dsv4_compress_params params;
     quern_dsv4_append_tensors t; /* whole; proj or x, out and pooled: those of all pieces */
     const quern_tensor *prev_b;
     /* Its state is one slot, which counts rows from those of prev_b on, and a table of as many angles. */
-    quern_tensor states, cos_sin;
+    quern_tensor states, cos_sin, books; /* books: i32, as below */
     int32_t position, merged, before;
-    void *memory[2];
+    void *memory[3];
 } stream_part;
 enum { MAIN, INDEX, PARTS };
+enum { BOOK_SLOT, BOOK_POSITION, BOOK_MERGED, BOOK_CU, BOOKS = BOOK_CU + 2 };
 
-static stream_part part_of(const job *j, int which)
+static stream_part part_of(job *j, int which)
 {
     const quern_dsv4_compress_tensors all = tensors_of(j);
-    stream_part part = {.params = params_of(j), .t = QUERN_DSV4_APPEND_TENSORS_INIT};
+    stream_part part = {.j = j, .params = params_of(j), .t = QUERN_DSV4_APPEND_TENSORS_INIT};
     const bool index = which == INDEX;
     if (index) part.params.format = part.params.index_format;
     if (index) part.params.hadamard = part.params.index_hadamard;
@@ -109,31 +113,61 @@ static stream_part part_of(const job *j, int which)
     return part;
 }
 
+static quern_tensor book(const stream_part *part, int first, int64_t count)
+{
+    return rows_of(&part->books, first, count);
+}
+
+/* The call's results of `most` entries, into memory of theirs; NULL without memory. */
+static char *make_results(const stream_part *part, const quern_tensor *const whole[2], int64_t most,
+                          quern_tensor results[2])
+{
+    size_t row[2];
+    for (int i = 0; i < 2; i++) {
+        results[i] = *whole[i];
+        results[i].shape[0] = most;
+        row[i] = (size_t)results[i].strides[0] * quern_dtype_size(results[i].dtype);
+    }
+    char *made = device_take(part->j->device, (size_t)most * (row[0] + row[1]));
+    results[1].data = made; /* floats */
+    results[0].data = made != NULL ? made + (size_t)most * row[1] : NULL;
+    return made;
+}
+
+/* The call itself, with a workspace. */
+static quern_status append_call(const stream_part *part, quern_context *ctx,
+                                const quern_dsv4_append_tensors *t)
+{
+    const quern_exec exec = job_exec(part->j);
+    size_t bytes;
+    quern_status status = quern_dsv4_append_step_workspace(ctx, &part->params, t, &bytes);
+    if (status != QUERN_OK) return status;
+    void *workspace = device_take(part->j->device, bytes + 1);
+    if (workspace == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    status = quern_dsv4_append_step(ctx, &exec, &part->params, t, workspace, bytes);
+    if (status == QUERN_OK && part->j->device == QUERN_CUDA) status = quern_cuda_synchronize(0, NULL);
+    device_free(part->j->device, workspace);
+    return status;
+}
+
 /* Appends rows of projections or hidden states; the entries of a block before are not kept. */
 static int append_rows(stream_part *part, quern_context *ctx, quern_dsv4_append_tensors t,
                        const quern_tensor *given)
 {
-    const int64_t ratio = part->params.ratio, one = 1, two = 2, count = given->shape[0],
+    const int device = part->j->device;
+    const int64_t ratio = part->params.ratio, count = given->shape[0],
                   first = (part->position - part->before) / ratio,
                   made = (part->position + count) / ratio - part->position / ratio;
     const bool kept = part->position >= part->before;
-    int32_t slot = 0, cu[] = {0, (int32_t)count};
-    const quern_tensor slots = quern_tensor_contiguous(&slot, QUERN_I32, 1, &one),
-                       positions = quern_tensor_contiguous(&part->position, QUERN_I32, 1, &one),
-                       merged = quern_tensor_contiguous(&part->merged, QUERN_I32, 1, &one),
-                       offsets = quern_tensor_contiguous(cu, QUERN_I32, 1, &two);
-    quern_tensor results[] = {*t.out, *t.pooled};
-    size_t bytes, row[2];
-    for (int i = 0; i < 2; i++) {
-        row[i] = (size_t)results[i].strides[0] * quern_dtype_size(results[i].dtype);
-        results[i].shape[0] = count / ratio + 1;
-    }
-    char *made_rows = malloc((size_t)results[0].shape[0] * (row[0] + row[1]));
+    int32_t numbers[BOOKS] = {
+        [BOOK_POSITION] = part->position, [BOOK_MERGED] = part->merged, [BOOK_CU + 1] = (int32_t)count};
+    const quern_tensor slots = book(part, BOOK_SLOT, 1), positions = book(part, BOOK_POSITION, 1),
+                       merged = book(part, BOOK_MERGED, 1), offsets = book(part, BOOK_CU, 2);
+    const quern_tensor *const whole[] = {t.out, t.pooled};
+    quern_tensor results[2];
+    char *made_rows = make_results(part, whole, count / ratio + 1, results);
     if (made_rows == NULL)
         return fail(EXIT_MACHINE, "no memory for the entries of %lld rows", (long long)count);
-    results[1].data = made_rows; /* floats */
-    results[0].data = made_rows + (size_t)results[0].shape[0] * row[1];
-    const quern_tensor *const whole[] = {t.out, t.pooled};
     if (t.proj != NULL) t.proj = given;
     else t.x = given;
     t.out = &results[0];
@@ -143,15 +177,17 @@ static int append_rows(stream_part *part, quern_context *ctx, quern_dsv4_append_
     t.cu = &offsets;
     t.states = &part->states;
     t.merged = &merged;
-    quern_status status = quern_dsv4_append_step_workspace(ctx, &part->params, &t, &bytes);
-    void *workspace = status == QUERN_OK ? malloc(bytes + 1) : NULL;
-    if (status == QUERN_OK && workspace == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
-    if (status == QUERN_OK) status = quern_dsv4_append_step(ctx, NULL, &part->params, &t, workspace, bytes);
+    quern_status status = device_copy(device, part->books.data, numbers, sizeof numbers);
+    if (status == QUERN_OK) status = append_call(part, ctx, &t);
     const int64_t left = whole[0]->shape[0] - first, copied = made < left ? made : left; /* of n_blocks */
-    for (int i = 0; i < 2 && status == QUERN_OK && kept && copied > 0; i++)
-        memcpy((char *)whole[i]->data + (size_t)first * row[i], results[i].data, (size_t)copied * row[i]);
+    for (int i = 0; i < 2 && status == QUERN_OK && kept && copied > 0; i++) {
+        const size_t row = (size_t)whole[i]->strides[0] * quern_dtype_size(whole[i]->dtype);
+        status = device_copy(device, (char *)whole[i]->data + (size_t)first * row, results[i].data,
+                             (size_t)copied * row);
+    }
+    if (status == QUERN_OK) status = device_copy(device, &part->merged, merged.data, sizeof part->merged);
     part->position += status == QUERN_OK ? (int32_t)count : 0;
-    free(workspace), free(made_rows);
+    device_free(device, made_rows);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
@@ -165,19 +201,22 @@ static int append_piece(stream_part *part, quern_context *ctx, int64_t first, in
 static int append_before(stream_part *part, quern_context *ctx)
 {
     const quern_tensor *prev = part->prev_b;
+    const int device = part->j->device;
     if (prev == NULL) return EXIT_DONE;
     const int64_t shape[] = {prev->shape[0], 2 * prev->shape[1]};
     const size_t half = (size_t)prev->shape[1] * quern_dtype_size(prev->dtype);
-    char *data = calloc((size_t)shape[0], 2 * half);
+    char *data = device_take(device, (size_t)(2 * shape[0]) * half);
     if (data == NULL) return fail(EXIT_MACHINE, "no memory for the block before");
-    for (int64_t i = 0; i < shape[0]; i++)
-        memcpy(data + (size_t)(2 * i + 1) * half, (const char *)prev->data + (size_t)i * half, half);
-    const quern_tensor given = quern_tensor_contiguous(data, prev->dtype, 2, shape);
+    quern_status status = QUERN_OK;
+    for (int64_t i = 0; i < shape[0] && status == QUERN_OK; i++)
+        status = device_copy(device, data + (size_t)(2 * i + 1) * half,
+                             (const char *)prev->data + (size_t)i * half, half);
+    const quern_tensor given = device_tensor(device, data, prev->dtype, 2, shape);
     quern_dsv4_append_tensors t = part->t;
     t.x = t.w = t.w_fp8 = t.w_fp8_scales = t.w_codes = t.w_scales = t.w_global = NULL;
     t.proj = &given;
-    const int code = append_rows(part, ctx, t, &given);
-    free(data);
+    const int code = status == QUERN_OK ? append_rows(part, ctx, t, &given) : fail_status(status);
+    device_free(device, data);
     return code;
 }
 
@@ -221,46 +260,52 @@ static int read_pieces(const job *j, int64_t *pieces, int *count)
 /* An empty state and its table; one before the file's has rows that no entry is kept of. */
 static bool open_part(stream_part *part, const quern_tensor *table)
 {
+    const int device = part->j->device;
     const bool csa = part->params.kind == QUERN_DSV4_CSA;
-    const int64_t shape[] = {1, ((csa ? 6 : 3) + (csa ? 4 : 2) * options.ring) * part->t.b_a->shape[1]};
+    const int64_t books = BOOKS,
+                  shape[] = {1, ((csa ? 6 : 3) + (csa ? 4 : 2) * options.ring) * part->t.b_a->shape[1]};
     part->before = part->prev_b != NULL ? (int32_t)part->params.ratio : 0;
-    part->memory[0] = malloc((size_t)shape[1] * sizeof(float) + 1);
-    part->states = quern_tensor_contiguous(part->memory[0], QUERN_F32, 2, shape);
-    if (part->memory[0] == NULL || table == NULL) return part->memory[0] != NULL;
+    part->memory[0] = device_take(device, (size_t)shape[1] * sizeof(float) + 1);
+    part->memory[2] = device_take(device, BOOKS * sizeof(int32_t));
+    part->states = device_tensor(device, part->memory[0], QUERN_F32, 2, shape);
+    part->books = device_tensor(device, part->memory[2], QUERN_I32, 1, &books);
+    if (part->memory[0] == NULL || part->memory[2] == NULL) return false;
+    if (table == NULL) return true;
     const int64_t first = part->params.start_abs_pos - part->before, missing = first < 0 ? -first : 0,
                   angles = table->shape[0] > first ? table->shape[0] - first : 0;
     const size_t row = (size_t)table->shape[1] * quern_dtype_size(table->dtype);
-    part->memory[1] = calloc((size_t)angles + 1, row);
+    part->memory[1] = device_take(device, ((size_t)angles + 1) * row);
     if (part->memory[1] == NULL) return false;
-    memcpy((char *)part->memory[1] + (size_t)missing * row,
-           (const char *)table->data + (size_t)(first + missing) * row,
-           (size_t)(angles > missing ? angles - missing : 0) * row);
-    part->cos_sin =
-        quern_tensor_contiguous(part->memory[1], table->dtype, 2, (const int64_t[]){angles, table->shape[1]});
+    part->cos_sin = device_tensor(device, part->memory[1], table->dtype, 2,
+                                  (const int64_t[]){angles, table->shape[1]});
     part->t.cos_sin = &part->cos_sin;
-    return true;
+    return angles <= missing ||
+           device_copy(device, (char *)part->memory[1] + (size_t)missing * row,
+                       (const char *)table->data + (size_t)(first + missing) * row,
+                       (size_t)(angles - missing) * row) == QUERN_OK;
 }
 
-static int stream_one(const job *j, quern_context *ctx, int which, const int64_t *pieces, int count)
+static int stream_one(job *j, quern_context *ctx, int which, const int64_t *pieces, int count)
 {
     stream_part part = part_of(j, which);
     const int code = open_part(&part, part.t.cos_sin) ? append_pieces(&part, ctx, pieces, count)
                                                       : fail(EXIT_MACHINE, "no memory for a state");
-    free(part.memory[0]), free(part.memory[1]);
+    for (int i = 0; i < 3; i++) device_free(j->device, part.memory[i]);
     return code;
 }
 
 /* The tokens from start_token on, piece by piece. */
-static int stream(const job *j, quern_context *ctx)
+static int stream(job *j, quern_context *ctx)
 {
     int64_t *pieces = malloc(CHUNKS_MAX * sizeof *pieces);
     int count;
     if (pieces == NULL) return fail(EXIT_MACHINE, "no memory for the list of chunks");
     int code = read_pieces(j, pieces, &count);
+    if (code == EXIT_DONE) code = job_watch(j);
     for (int which = MAIN; which < PARTS && code == EXIT_DONE; which++)
         if (which == MAIN || tensors_of(j).index_b_a != NULL) code = stream_one(j, ctx, which, pieces, count);
     free(pieces);
-    return code;
+    return job_faults(j, code);
 }
 
 static int compute(job *j, quern_context *ctx)
@@ -269,14 +314,16 @@ static int compute(job *j, quern_context *ctx)
     if (code != EXIT_DONE || options.chunks == NULL) return code == EXIT_DONE ? job_run(j, ctx) : code;
     code = stream(j, ctx);
     if (code != EXIT_DONE || !j->backward) return code;
+    code = job_watch(j);
+    if (code != EXIT_DONE) return code;
     const quern_status status = job_pass(j, ctx, QUERN_OP_BACKWARD);
-    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
+    return job_faults(j, status == QUERN_OK ? EXIT_DONE : fail_status(status));
 }
 
 #define COMPRESSOR(op_name)                                                                                  \
     {                                                                                                        \
         .name = (op_name), .op = (op_name), .rows = rows, .row_count = ROWS, .options = &options,            \
-        .cpu_only = true, .set_params = set_params, .compute = compute                                       \
+        .set_params = set_params, .compute = compute                                                         \
     }
 const scenario scenario_csa_compress = COMPRESSOR("csa-compress");
 const scenario scenario_hca_compress = COMPRESSOR("hca-compress");

@@ -1,11 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* info.c - `quern info`: describes this machine and this build. */
+#include "bench.h"
 #include "command.h"
 #include "machine.h"
 #include "output.h"
-
-#include "ceilings.h"
 
 #include <quern/cuda.h>
 #include <quern/safetensors.h>
@@ -24,7 +23,7 @@ static const option_row rows[] = {
     {"file", OPTION_TEXT, offsetof(info_options, file), NULL,
      "list the tensors and the metadata of this safetensors file instead"},
     {"measure", OPTION_FLAG, offsetof(info_options, measure), NULL,
-     "measure the machine's ceilings on 1 and on all threads (about 6 s)"},
+     "measure the machine's ceilings on 1 and on all threads (about 6 s), or the GPU's of memory"},
 };
 
 enum { ROWS = sizeof rows / sizeof *rows };
@@ -46,13 +45,14 @@ static void print_help(void)
            "asked for.\n");
 }
 
-/* Measures on 1 thread and on all; the object maps a ceiling's name to {unit, one, all}. */
-static json_t *measure(int threads)
+/* Measures on 1 thread and on all, or the GPU's; the object maps a ceiling's name to {unit, one, all}. */
+static json_t *measure(int device, int threads)
 {
     json_t *object = json_object();
     for (int c = 0; c < CEILINGS; c++) {
-        const double one = ceiling_measure((ceiling)c, 1),
-                     all = threads > 1 ? ceiling_measure((ceiling)c, threads) : one;
+        const bool gpu = device == QUERN_CUDA;
+        const double one = gpu ? bench_ceiling_cuda((ceiling)c) : ceiling_measure((ceiling)c, 1),
+                     all = !gpu && threads > 1 ? ceiling_measure((ceiling)c, threads) : one;
         if (one > 0)
             json_object_set_new(
                 object, ceiling_name((ceiling)c),
@@ -103,7 +103,7 @@ static json_t *devices_json(void)
     return list;
 }
 
-static void print_text(const quern_context *ctx, const json_t *ceilings)
+static void print_text(const quern_context *ctx, const json_t *ceilings, bool gpu)
 {
     char cpu[128];
     machine_cpu(cpu, sizeof cpu);
@@ -112,12 +112,16 @@ static void print_text(const quern_context *ctx, const json_t *ceilings)
            quern_cpu_level_name(quern_cpu_level_detect()), (int)quern_context_threads(ctx));
     print_devices();
     if (ceilings == NULL) return;
-    printf("\n%-10s %12s %12s\n", "ceiling", "1 thread", "all threads");
+    printf("\n%-10s %12s %12s\n", "ceiling", gpu ? "cuda:0" : "1 thread", gpu ? "" : "all threads");
     const char *name;
     json_t *row;
     json_object_foreach((json_t *)(uintptr_t)ceilings, name, row)
-        printf("%-10s %12.1f %12.1f %s\n", name, json_real_value(json_object_get(row, "one")),
-               json_real_value(json_object_get(row, "all")), json_string_value(json_object_get(row, "unit")));
+    {
+        printf("%-10s %12.1f ", name, json_real_value(json_object_get(row, "one")));
+        if (gpu) printf("%12s ", "");
+        else printf("%12.1f ", json_real_value(json_object_get(row, "all")));
+        printf("%s\n", json_string_value(json_object_get(row, "unit")));
+    }
 }
 
 /* "[2, 3]", the view's shape: with packed 4-bit floats the last extent counts bytes. */
@@ -203,7 +207,7 @@ int verb_info(int argc, char **argv)
     quern_context *ctx;
     code = open_context(&machine, &ctx);
     if (code != EXIT_DONE) return code;
-    json_t *ceilings = options.measure ? measure(quern_context_threads(ctx)) : NULL;
+    json_t *ceilings = options.measure ? measure(machine.device, quern_context_threads(ctx)) : NULL;
     if (machine.json) {
         json_t *result = json_pack("{s:s, s:s, s:o, s:o}", "version", quern_version(), "commit",
                                    machine_commit(), "machine", machine_json(ctx), "devices", devices_json());
@@ -211,7 +215,7 @@ int verb_info(int argc, char **argv)
         output_print(result, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
         json_decref(result);
     } else {
-        print_text(ctx, ceilings);
+        print_text(ctx, ceilings, machine.device == QUERN_CUDA);
     }
     json_decref(ceilings);
     quern_context_destroy(ctx);

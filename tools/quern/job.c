@@ -5,6 +5,7 @@
 
 #include "ceilings.h"
 #include "command.h"
+#include "device.h"
 #include "values.h"
 
 #include <quern/cuda.h>
@@ -56,22 +57,13 @@ bool job_bytes(quern_dtype dtype, int32_t ndim, const int64_t *shape, size_t *by
 /* Zeroed memory, huge pages where it is large; a reservation of addresses for a plan. */
 static void *take(job *j, size_t bytes)
 {
-    const size_t rounded = (bytes + 64) & ~(size_t)63, large = (size_t)4 << 20;
     void *p;
     if (bytes > SIZE_MAX / 4) return NULL;
     if (j->plan) {
-        p = mmap(NULL, rounded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        p = mmap(NULL, bytes + 64, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) p = NULL;
-    } else if (j->device == QUERN_CUDA) {
-        if (quern_cuda_allocate(0, rounded, &p) != QUERN_OK) p = NULL;
-        else if (quern_cuda_fill(0, p, 0, rounded, NULL) != QUERN_OK) {
-            (void)quern_cuda_free(0, p);
-            p = NULL;
-        }
-    } else if (bytes >= large) {
-        p = bench_allocate(bytes);
-    } else if ((p = aligned_alloc(64, rounded)) != NULL) {
-        memset(p, 0, rounded);
+    } else {
+        p = device_take(j->device, bytes);
     }
     if (p != NULL) j->total_bytes += bytes;
     return p;
@@ -79,9 +71,8 @@ static void *take(job *j, size_t bytes)
 
 static void give_back(const job *j, void *p, size_t bytes)
 {
-    if (p != NULL && j->plan) munmap(p, (bytes + 64) & ~(size_t)63);
-    else if (j->device == QUERN_CUDA) (void)quern_cuda_free(0, p);
-    else free(p);
+    if (p != NULL && j->plan) munmap(p, bytes + 64);
+    else device_free(j->device, p);
 }
 
 void *job_allocate(job *j, int tensor, size_t bytes)
@@ -104,16 +95,6 @@ quern_tensor *job_add_output(job *j, const char *name, quern_dtype dtype, int32_
     return t;
 }
 
-static quern_status copy(const job *j, void *to, const void *from, size_t bytes)
-{
-    if (j->device == QUERN_CUDA) {
-        const quern_status status = quern_cuda_copy(0, to, from, bytes, NULL);
-        return status == QUERN_OK ? quern_cuda_synchronize(0, NULL) : status;
-    }
-    memcpy(to, from, bytes);
-    return QUERN_OK;
-}
-
 /* ---- inputs that follow from others ---- */
 
 /* Fills `made` in host memory from copies of the given index tensors. */
@@ -130,7 +111,8 @@ static quern_status complete(const job *j, int tensor, int32_t *made)
         views[i].device = QUERN_CPU;
         views[i].data = copies[i] = malloc(bytes + 1);
         host.t[i] = &views[i];
-        status = copies[i] != NULL ? copy(j, copies[i], j->storage[i].data, bytes) : QUERN_ERR_OUT_OF_MEMORY;
+        status = copies[i] != NULL ? device_copy(j->device, copies[i], j->storage[i].data, bytes)
+                                   : QUERN_ERR_OUT_OF_MEMORY;
     }
     if (status == QUERN_OK) status = quern_op_complete(j->op->op, &j->params, &host, tensor, made);
     for (int i = 0; i < QUERN_OP_TENSORS_MAX; i++) free(copies[i]);
@@ -145,7 +127,7 @@ static int complete_input(job *j, int tensor, const quern_tensor *expected)
     void *to = made != NULL ? job_allocate(j, tensor, bytes) : NULL;
     quern_status status = to != NULL ? QUERN_OK : QUERN_ERR_OUT_OF_MEMORY;
     if (status == QUERN_OK && !j->plan) status = complete(j, tensor, made);
-    if (status == QUERN_OK && !j->plan) status = copy(j, to, made, bytes);
+    if (status == QUERN_OK && !j->plan) status = device_copy(j->device, to, made, bytes);
     free(made);
     if (status != QUERN_OK && status != QUERN_ERR_UNSUPPORTED) return fail_status(status);
     if (status == QUERN_ERR_UNSUPPORTED) { /* it is missing: the library says so */
@@ -299,33 +281,52 @@ int job_prepare(job *j, quern_context *ctx)
 
 /* ---- passes ---- */
 
+quern_exec job_exec(const job *j)
+{
+    quern_exec exec = QUERN_EXEC_INIT;
+    if (j->status != NULL) exec.status = &j->word;
+    return exec;
+}
+
 quern_status job_pass(job *j, quern_context *ctx, quern_op_pass pass)
 {
-    const int64_t one = 1;
-    quern_tensor word = quern_tensor_contiguous(j->status, QUERN_I32, 1, &one);
-    quern_exec exec = QUERN_EXEC_INIT;
-    word.device = (quern_device)j->device;
-    if (j->status != NULL) exec.status = &word;
+    const quern_exec exec = job_exec(j);
     return quern_op_run(ctx, &exec, j->op->op, pass, &j->params, &j->tensors, j->workspace,
                         j->workspace_bytes);
+}
+
+int job_watch(job *j)
+{
+    const int64_t one = 1;
+    if (j->device != QUERN_CUDA) return EXIT_DONE;
+    j->status = device_take(j->device, sizeof(int32_t));
+    j->word = device_tensor(j->device, j->status, QUERN_I32, 1, &one);
+    return j->status != NULL ? EXIT_DONE : fail_status(QUERN_ERR_OUT_OF_MEMORY);
+}
+
+int job_faults(job *j, int code)
+{
+    int32_t faults = 0;
+    if (j->status == NULL) return code;
+    const quern_status status =
+        code == EXIT_DONE ? device_copy(j->device, &faults, j->status, sizeof faults) : QUERN_OK;
+    device_free(j->device, j->status);
+    j->status = NULL;
+    if (code != EXIT_DONE) return code;
+    if (status != QUERN_OK) return fail_status(status);
+    if (faults == 0) return EXIT_DONE;
+    return fail(EXIT_INPUT, "the tensors hold %s: on the CPU the call says where",
+                quern_cuda_fault_name(faults));
 }
 
 /* Runs the passes on a GPU; a fault of data is an error. */
 static int run_on_gpu(job *j, quern_context *ctx)
 {
-    int32_t faults = 0;
-    if (quern_cuda_allocate(0, sizeof faults, &j->status) != QUERN_OK)
-        return fail_status(QUERN_ERR_OUT_OF_MEMORY);
-    quern_status status = quern_cuda_fill(0, j->status, 0, sizeof faults, NULL);
-    if (status == QUERN_OK) status = job_run_cuda(j, ctx);
-    if (status == QUERN_OK) status = quern_cuda_copy(0, &faults, j->status, sizeof faults, NULL);
-    if (status == QUERN_OK) status = quern_cuda_synchronize(0, NULL);
-    (void)quern_cuda_free(0, j->status);
-    j->status = NULL;
-    if (status != QUERN_OK) return fail_status(status);
-    if (faults == 0) return EXIT_DONE;
-    return fail(EXIT_INPUT, "the tensors hold %s: on the CPU the call says where",
-                quern_cuda_fault_name(faults));
+    int code = job_watch(j);
+    if (code != EXIT_DONE) return code;
+    const quern_status status = job_run_cuda(j, ctx);
+    if (status != QUERN_OK) code = fail_status(status);
+    return job_faults(j, code);
 }
 
 int job_run(job *j, quern_context *ctx)

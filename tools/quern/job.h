@@ -39,7 +39,8 @@ typedef struct job {
     void *workspace;
     size_t workspace_bytes;
     double forward_ms, backward_ms;
-    void *status;            /* CUDA: a status word for the passes of job_run(), else NULL */
+    void *status;            /* CUDA: the status word of job_watch(), else NULL */
+    quern_tensor word;       /* that word */
     void *events[3], *flush; /* CUDA: before, between and after the passes; memory that job_flush() writes */
 } job;
 /* Starts a job; copies params. */
@@ -60,6 +61,11 @@ quern_tensor *job_add_output(job *j, const char *name, quern_dtype dtype, int32_
 int job_prepare(job *j, quern_context *ctx);
 /* The pass's function with the job's structs. */
 quern_status job_pass(job *j, quern_context *ctx, quern_op_pass pass);
+/* What calls on the job's tensors get: on a GPU, between these two, a status word. job_faults() ends that
+ * with the exit code of the calls, and a fault of data is an error. */
+int job_watch(job *j);
+int job_faults(job *j, int code);
+quern_exec job_exec(const job *j);
 /* Runs the forward pass, and the backward pass if its trigger is given; times both. */
 int job_run(job *j, quern_context *ctx);
 /* The same on the GPU, without a message. */

@@ -24,13 +24,14 @@ quern_dsv4_format row_cache_format(int format);
 /* Tensors of the call that reads the cache, and their memory. */
 typedef struct row_cache {
     quern_tensor rows, table; /* the table with pages alone */
+    int device; /* of the rows that it is made of, and its own */
     void *memory, *named, *slots, *workspace;
 } row_cache;
 
-/* Makes a cache of contiguous rows [B, n, D]; row i of a sequence has position first + i. *c is zero
- * before. */
-int row_cache_make(quern_context *ctx, const quern_tensor *from, int64_t first, int format, int64_t page,
-                   row_cache *c);
+/* Makes a cache of contiguous rows [B, n, D]; row i of a sequence has position first + i. exec may be NULL.
+ * *c is zero before. */
+int row_cache_make(quern_context *ctx, const quern_exec *exec, const quern_tensor *from, int64_t first,
+                   int format, int64_t page, row_cache *c);
 void row_cache_free(row_cache *c);
 
 #endif

@@ -169,8 +169,6 @@ static int run_subject(const subject *s, const any_params *params, const run_opt
 {
     quern_context *ctx = NULL;
     quern_safetensors *file = NULL;
-    if (s->scenario != NULL && s->scenario->cpu_only && machine->device != QUERN_CPU)
-        return fail(EXIT_INPUT, "--device cuda: %s is computed on the cpu", s->name);
     int code = output_check(out);
     if (code == EXIT_DONE) code = open_context(machine, &ctx);
     if (code != EXIT_DONE) return code;

@@ -23,7 +23,6 @@ typedef struct scenario {
     void *options;                  /* static: what the rows fill, at the defaults */
     const char *without;            /* options of the operation that it does not have: "tile scope" */
     const scenario_output *outputs; /* ends with a name of NULL; NULL: the operation's */
-    bool cpu_only;
     int (*set_params)(job *j);                  /* as job.set_params; may be NULL */
     int (*inputs)(job *j);                      /* checks inputs; may be NULL */
     int (*compute)(job *j, quern_context *ctx); /* sizes outputs and computes */

@@ -69,9 +69,13 @@ static int from_cache(job *j, quern_context *ctx)
     int64_t start = params_of(j).start_abs_pos, first = 0;
     int code = options.page > 0 ? check_rows(j, q, kv, cmp, &start) : EXIT_DONE;
     if (code == EXIT_DONE && options.page > 0) first = start + q->shape[1] - kv->shape[1];
-    if (code == EXIT_DONE) code = row_cache_make(ctx, kv, first, options.format, options.page, &cache[0]);
+    if (code == EXIT_DONE) code = job_watch(j);
+    const quern_exec exec = job_exec(j);
+    if (code == EXIT_DONE)
+        code = row_cache_make(ctx, &exec, kv, first, options.format, options.page, &cache[0]);
     if (code == EXIT_DONE && cmp != NULL)
-        code = row_cache_make(ctx, cmp, 0, options.format, options.page, &cache[1]);
+        code = row_cache_make(ctx, &exec, cmp, 0, options.format, options.page, &cache[1]);
+    code = job_faults(j, code);
     if (code == EXIT_DONE) {
         quern_dsv4_attention_params p = params_of(j);
         p.format = row_cache_format(options.format);
@@ -93,8 +97,6 @@ static int from_cache(job *j, quern_context *ctx)
 static int compute(job *j, quern_context *ctx)
 {
     const bool cached = options.format != ROW_CACHE_INPUT || options.page != 0;
-    if (cached && j->device != QUERN_CPU)
-        return fail(EXIT_INPUT, "--device cuda: a cache of --format and --page is written on the cpu alone");
     if (cached) return from_cache(j, ctx);
     const int code = job_prepare(j, ctx);
     return code == EXIT_DONE ? job_run(j, ctx) : code;
