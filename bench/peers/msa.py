@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 """What MiniMax-M3's attention must reach on one H200, for hopper.py: the block indexer of 4 x 128, attention
-of its lists (64/4 heads, blocks of 128, top-16), the layer of both beside cuDNN's dense attention, and its
-decode from pages: of the bytes of index keys and chosen blocks, what a copy would take over what a step takes
-in a graph. Operations of the indexer: 2 Hs D_I a pair of query and key that see each other."""
+of its lists (64/4 heads, blocks of 128, top-16), the indexer's loss over them, the layer of indexer and
+attention beside cuDNN's dense attention, and its decode from pages: of the bytes of index keys and chosen
+blocks, what a copy would take over what a step takes in a graph. Operations of the indexer: 2 Hs D_I a pair
+of query and key that see each other."""
 
 import torch
 
@@ -47,6 +48,23 @@ class Layer:
         backward = ms(self.quern.call("nsa_backward", p, o=self.o, d_o=do, **given), 7, 2)
         return forward, backward
 
+    def loss_ms(self):
+        """Of the indexer's loss and its gradients over the lists, attention's lse handed in."""
+        call = self.quern.call(
+            "nsa_index_loss",
+            self.quern.params("nsa-index-loss"),
+            q_index=self.q_index,
+            k_index=self.k_index,
+            q=self.q,
+            k=self.k,
+            block_idx=self.lists,
+            lse_slc=self.lse,
+            loss=empty((), dtype=F32),
+            d_q_index=torch.empty_like(self.q_index),
+            d_k_index=torch.empty_like(self.k_index),
+        )
+        return ms(call, 7, 2)
+
     def layer_ms(self):
         """Of the forward with the indexer."""
         call = self.quern.call(
@@ -73,6 +91,13 @@ def measured(quern, what, make, attend, over_dense, dense_of):
     forward, backward = layer.attend_ms()
     line(f"MSA selected, 64/4, 64k, {what}: forward", attend[0], forward, "ms", True)
     line(f"MSA selected, 64/4, 64k, {what}: backward", attend[1], backward, "ms", True)
+    line(
+        f"MSA indexer's loss, 64/4, 64k, {what}: over the selected branch's forward and backward",
+        1.5,
+        layer.loss_ms() / (forward + backward),
+        "x",
+        True,
+    )
     whole = layer.layer_ms()
     del layer
     torch.cuda.empty_cache()

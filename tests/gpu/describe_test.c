@@ -132,8 +132,28 @@ static void nsa_index(void **state)
     expect_line(QUERN_OP_NSA_INDEX, &params, &t, "nsa_index on cuda: block_index by block_index_any");
 }
 
+static void nsa_index_loss(void **state)
+{
+    (void)state;
+    const int64_t q_shape[] = {1, N, H, D}, kv_shape[] = {1, N, HKV, D}, k_shape[] = {1, N, D},
+                  list_shape[] = {1, HKV, N, 16};
+    const quern_nsa_index_loss_params params = QUERN_NSA_INDEX_LOSS_PARAMS_INIT;
+    quern_nsa_index_loss_tensors t = QUERN_NSA_INDEX_LOSS_TENSORS_INIT;
+    quern_tensor q = view(QUERN_BF16, 4, q_shape), kv = view(QUERN_BF16, 4, kv_shape),
+                 k = view(QUERN_BF16, 3, k_shape), lists = view(QUERN_I32, 4, list_shape);
+    t.q = &q;
+    t.k = t.q_index = t.d_q_index = &kv;
+    t.k_index = t.d_k_index = &k;
+    t.block_idx = &lists;
+    expect_line(QUERN_OP_NSA_INDEX_LOSS, &params, &t,
+                "nsa_index_loss on cuda: index_loss by index_loss_any");
+    q.data = (char *)q.data + 2;
+    expect_line(QUERN_OP_NSA_INDEX_LOSS, &params, &t,
+                "nsa_index_loss on cuda: index_loss by index_loss_plain");
+}
+
 /* Lists of blocks of 64 and of 128 tokens: Hopper's indexer chooses up to 64, and attention of up to 32 is by
- * the kernel that shares keys between tokens. */
+ * the kernels that share keys between tokens. */
 static void msa(void **state)
 {
     (void)state;
@@ -163,7 +183,10 @@ static void msa(void **state)
             snprintf(line, sizeof line,
                      "nsa_forward on cuda: block_index by block_index_%s, attend_forward by "
                      "attend_forward_%s",
-                     fast, strcmp(fast, "sm90") == 0 ? "sm90_tokens" : fast);
+                     fast,
+                     strcmp(fast, "sm90") != 0 ? fast
+                     : size == 64              ? "sm90_tokens"
+                                               : "sm90_by_block");
             expect_line(QUERN_OP_NSA_FORWARD, &params, &t, line);
         }
 }
@@ -171,6 +194,7 @@ static void msa(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(nsa),
-                                       cmocka_unit_test(nsa_index), cmocka_unit_test(msa)};
+                                       cmocka_unit_test(nsa_index), cmocka_unit_test(nsa_index_loss),
+                                       cmocka_unit_test(msa)};
     return cmocka_run_group_tests(tests, open_context, close_context);
 }

@@ -268,6 +268,8 @@ static void lists_of_few_rows_agree(void **state)
 {
     (void)state;
     static const token_case cases[] = {
+        {6001, 16, 1, 128, 128, 128, 1, 16, false, true}, {6001, 32, 2, 64, 64, 128, 1, 8, false, false},
+        {3001, 16, 1, 128, 128, 128, 1, 32, true, true},
         {700, 16, 1, 128, 128, 64, 1, 2, false, true},   {650, 32, 2, 64, 64, 64, 1, 6, true, true},
         {500, 8, 2, 128, 128, 64, 1, 4, false, true},    {5, 16, 1, 128, 128, 64, 1, 1, false, false},
         {3001, 32, 2, 128, 128, 64, 1, 8, false, false}, {3001, 32, 2, 128, 128, 64, 1, 8, true, false},
@@ -361,19 +363,20 @@ static void products_of_compression_agree(void **state)
 static void later_lists_change_no_bit(void **state)
 {
     (void)state;
-    enum { LONG = 8192, LISTED = 8, SIZE = 64, D = 128 };
+    enum { LONG = 8192, LISTED = 8, D = 128 };
     if (exec_here.compute != 90) return;
     test_random random = {test_seed("later_lists_change_no_bit", 6)};
     static const struct {
-        int64_t heads;
+        int64_t heads, size; /* size: of a block */
         const char *variant;
-    } cases[] = {{4, "attend_forward_sm90_tokens"},
-                 {8, "attend_forward_sm90_tokens"},
-                 {16, "attend_forward_sm90_tokens"},
-                 {4, "attend_forward_sm90_by_block"},
-                 {8, "attend_forward_sm90_by_block"}};
+    } cases[] = {{4, 64, "attend_forward_sm90_tokens"},
+                 {8, 64, "attend_forward_sm90_tokens"},
+                 {16, 64, "attend_forward_sm90_tokens"},
+                 {4, 64, "attend_forward_sm90_by_block"},
+                 {8, 64, "attend_forward_sm90_by_block"},
+                 {16, 128, "attend_forward_sm90_by_block"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const int64_t heads = cases[i].heads;
+        const int64_t heads = cases[i].heads, size = cases[i].size;
         const int64_t later = LONG - 64 / heads; /* 128 rows a piece */
         const int64_t q[] = {1, LONG, heads, D}, lists[] = {1, 1, LONG, LISTED}, lse[] = {1, heads, LONG};
         attend_args a = {.mask = ATTEND_BLOCKS,
@@ -381,8 +384,8 @@ static void later_lists_change_no_bit(void **state)
                          .causal = true,
                          .scale = 0.09f,
                          .query_offset = -1,
-                         .block_size = SIZE,
-                         .stride = SIZE,
+                         .block_size = size,
+                         .stride = size,
                          .tile = 1};
         a.q = noise_of(&random, QUERN_BF16, LONG, heads, D);
         a.k = noise_of(&random, QUERN_BF16, LONG, 1, D);
@@ -398,8 +401,8 @@ static void later_lists_change_no_bit(void **state)
             for (int64_t n = 0; n < LONG; n++)
                 for (int64_t e = 0; e < LISTED; e++)
                     list[n * LISTED + e] = noise && n >= later
-                                               ? (int32_t)test_random_int(&random, 0, n / SIZE)
-                                               : (int32_t)(n / SIZE * e / LISTED);
+                                               ? (int32_t)test_random_int(&random, 0, n / size)
+                                               : (int32_t)(n / size * e / LISTED);
             CHECK(cudaMemcpy(a.list.data, list, LONG * LISTED * sizeof *list, cudaMemcpyHostToDevice));
             assert_true(run_as(&cuda->attend_forward, &a, cases[i].variant));
             CHECK(cudaMemcpy(results[noise], a.o.data, bytes, cudaMemcpyDeviceToHost));

@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * kernel.cuh - attention's forward on Hopper where each token of 4 or 8 heads has a list of its own,
- * and neighbours' lists have little in common: block by block instead of token by token.
+ * kernel.cuh - attention's forward on Hopper where each token of 4 or 8 heads, or of 16 with blocks of 128,
+ * has a list of its own, and neighbours' lists have little in common: block by block instead of token by
+ * token.
  *
  * Whoever walks the union of neighbours' lists (sm90_tokens/kernel.cuh) fills shared memory with 32 KB for
  * each block of it: on noise at 64k tokens, 4 heads a token, 17 KB for each token and listed block. Here a
- * block of threads copies 64 keys once and computes the tokens that chose them, 64 rows at a time. It leaves
- * a partial result for each token and block, O before its division by the sum, 1 KB at 4 heads; another
- * kernel adds those of a token in the order of the keys. That is 2 KB written and read instead of 17.
+ * block of threads copies 64 or 128 keys once and computes the tokens that chose them, 64 rows at a time. It
+ * leaves a partial result for each token and block, O before its division by the sum, 1 KB at 4 heads;
+ * another kernel adds those of a token in the order of the keys. That is 2 KB written and read instead of 17.
  *
  * Partial results are f16, each row times a power of two that brings its largest column to [2^14, 2^15): so
  * they lose less than the probabilities lost before P V.
@@ -23,7 +24,8 @@
  * is added to their O.
  *
  * Registers at D = 128: O 64, S 32, P 16 of 168; shared memory: K and V 32 KB, Q 32 KB (the next 64 rows come
- * while these are computed), three blocks an SM. Limit: the bytes of partial results.
+ * while these are computed), three blocks an SM; of 128 keys K and V 64 KB, two. Limit: the bytes of partial
+ * results.
  */
 #ifndef QUERN_CUDA_ATTEND_SM90_BY_BLOCK_KERNEL_CUH
 #define QUERN_CUDA_ATTEND_SM90_BY_BLOCK_KERNEL_CUH
@@ -49,10 +51,11 @@ struct maps {
     tma_tiles k, v;
 };
 
-template <int D> struct __align__(1024) shared
+/* SPAN: of 64 keys of a block. */
+template <int D, int SPAN> struct __align__(1024) shared
 {
     typedef uint16_t panel_row[64];
-    panel_row k[D / 64][KEYS], v[D / 64][KEYS];
+    panel_row k[SPAN][D / 64][KEYS], v[SPAN][D / 64][KEYS];
     panel_row q[2][D / 64][ROWS]; /* of the tile in hand and of the next */
     stage_barriers<1> full;       /* K and V */
 };
@@ -129,8 +132,8 @@ __device__ __forceinline__ void multiply_keys(float (&c)[KEYS / 8][4], uint32_t 
     wg_wait<0>(c);
 }
 
-/* O = P V of a tile. */
-template <typename T, int D>
+/* O = P V of a tile, or O += P V. */
+template <typename T, int D, bool ADD>
 __device__ __forceinline__ void multiply_values(float (&o)[D / 8][4], const float (&s)[KEYS / 8][4],
                                                 uint32_t values)
 {
@@ -140,7 +143,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[D / 8][4], const floa
     wg_start();
 #pragma unroll
     for (int k = 0; k < KEYS; k += 16) {
-        if (k == 0) wg_rs_wide<T, D, false, true>(o, p[0], v);
+        if (k == 0) wg_rs_wide<T, D, ADD, true>(o, p[0], v);
         else wg_rs_wide<T, D, true, true>(o, p[k / 16], wg_further(v, k * 128));
     }
     wg_commit();
@@ -189,39 +192,60 @@ __device__ __forceinline__ void store_partial(const float (&o)[OT][4], const tok
 }
 
 /* The keys of the block from `key` on that a token sees: the first so many. */
-__device__ __forceinline__ int keys_left(const attend_kernel &a, const token_slice &s, int32_t id, int key)
+__device__ __forceinline__ int keys_left(const attend_kernel &a, const token_slice &s, int32_t id, int key,
+                                         int keys)
 {
     const int seen = a.causal ? s.query0 + (id >> RANK_BITS) + 1 : (int)a.sq.n_kv;
-    return id < 0 ? (int)KEYS : (seen < (int)a.sq.n_kv ? seen : (int)a.sq.n_kv) - key;
+    return id < 0 ? keys : (seen < (int)a.sq.n_kv ? seen : (int)a.sq.n_kv) - key;
 }
 
-/* A tile of 64 rows: their partial results over 64 keys. `clear`: V was cleared of what was not finite. */
-template <typename T, int D, int R>
-__device__ __forceinline__ void compute_rows(const attend_kernel &a, const token_slice &s, int32_t id,
-                                             int key, bool clear, uint32_t rows, uint32_t keys,
-                                             uint32_t values)
+/* A tile of 64 rows over 64 keys from `key` on; ADD: to what they have from others. */
+template <typename T, int D, bool ADD>
+__device__ __forceinline__ void compute_keys(const attend_kernel &a, const token_slice &s, row_state &r,
+                                             float (&o)[D / 8][4], const int (&left)[2], int key, bool clear,
+                                             uint32_t rows, uint32_t keys, uint32_t values)
 {
-    constexpr int NT = KEYS / 8, OT = D / 8;
-    const int lane = threadIdx.x & 31;
-    int32_t own[2];
-    int left[2];
-    float c[NT][4], o[OT][4], shrink[2];
-    row_state r = {{0, 0}, {0, 0}, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        own[h] = __shfl_sync(~0u, id, ((lane >> 2) + h * 8) / R);
-        left[h] = keys_left(a, s, own[h], key);
-    }
+    constexpr int NT = KEYS / 8;
+    float c[NT][4], shrink[2];
     multiply_keys<T, D>(c, rows, keys);
     if (!__all_sync(~0u, left[0] >= KEYS && left[1] >= KEYS))
 #pragma unroll
         for (int i = 0; i < NT; i++)
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                if (i * 8 + (lane & 3) * 2 + (j & 1) >= left[j >> 1]) c[i][j] = -INFINITY;
+                if (i * 8 + (int)(threadIdx.x & 3) * 2 + (j & 1) >= left[j >> 1]) c[i][j] = -INFINITY;
     attend_parts::softmax(c, r, shrink, a.scale_log2);
-    multiply_values<T, D>(o, c, values);
+    if (ADD)
+#pragma unroll
+        for (int i = 0; i < D / 8; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) o[i][j] *= shrink[j >> 1];
+    multiply_values<T, D, ADD>(o, c, values);
     if (clear) add_nonfinite<T>(o, a, s, left, key);
+}
+
+/* A tile of 64 rows: their partial results over a block. `clear`: V was cleared of what was not finite. */
+template <typename T, int D, int R, int SPAN>
+__device__ __forceinline__ void compute_rows(const attend_kernel &a, const token_slice &s, int32_t id,
+                                             int key, bool clear, uint32_t rows, uint32_t keys,
+                                             uint32_t values)
+{
+    const int lane = threadIdx.x & 31;
+    int32_t own[2];
+    int left[2];
+    float o[D / 8][4];
+    row_state r = {{0, 0}, {0, 0}, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        own[h] = __shfl_sync(~0u, id, ((lane >> 2) + h * 8) / R);
+        left[h] = keys_left(a, s, own[h], key, SPAN * KEYS);
+    }
+    compute_keys<T, D, false>(a, s, r, o, left, key, clear, rows, keys, values);
+    if constexpr (SPAN == 2) {
+        const int rest[2] = {left[0] - KEYS, left[1] - KEYS};
+        compute_keys<T, D, true>(a, s, r, o, rest, key + KEYS, clear, rows, keys + D * KEYS * 2,
+                                 values + D * KEYS * 2);
+    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float sum = r.sum[h];
@@ -232,16 +256,16 @@ __device__ __forceinline__ void compute_rows(const attend_kernel &a, const token
     }
 }
 
-/* An item: a block of 64 keys and some of the tokens that chose it. */
-template <typename T, int D, int R>
-__global__ void __launch_bounds__(32 * WARPS, 3)
+/* An item: a block of keys and some of the tokens that chose it. */
+template <typename T, int D, int R, int SPAN>
+__global__ void __launch_bounds__(32 * WARPS, SPAN == 1 ? 3 : 2)
     attend_by_block_blocks(const __grid_constant__ attend_kernel a, const __grid_constant__ token_slice s,
                            const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
     constexpr int TOKENS = ROWS / R, OF_WARP = 16 / R;
     extern __shared__ __align__(1024) char smem[];
-    shared<D> &sm = *(shared<D> *)smem;
+    shared<D, SPAN> &sm = *(shared<D, SPAN> *)smem;
     const uint32_t k = smem_address(sm.k), v = smem_address(sm.v);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int32_t items = *s.item_count;
@@ -251,13 +275,16 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
         wait_for_before(); /* the slice after the next one may write where the one before this was added */
         return;
     }
-    const int key = item.block * KEYS;
+    const int key = item.block * KEYS * SPAN;
     if (threadIdx.x == 0) {
         sm.full.init(1);
         mbar_init_done();
         const uint32_t full = sm.full.expect({}, sizeof sm.k + sizeof sm.v);
-        tma_load_tile<D / 64, KEYS>(k, m.k, full, s.unit, key, s.view);
-        tma_load_tile<D / 64, KEYS>(v, m.v, full, s.unit, key, s.view);
+#pragma unroll
+        for (int i = 0; i < SPAN; i++) {
+            tma_load_tile<D / 64, KEYS>(stage_address(sm.k, i), m.k, full, s.unit, key + i * KEYS, s.view);
+            tma_load_tile<D / 64, KEYS>(stage_address(sm.v, i), m.v, full, s.unit, key + i * KEYS, s.view);
+        }
     }
     auto own_id = [&](int tile) { return id_of(s, item, tile * TOKENS + warp * OF_WARP + lane % OF_WARP); };
     int32_t id = own_id(0), id_next = own_id(1);
@@ -271,11 +298,11 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
         __syncthreads(); /* the rows are there; so is the barrier */
         if (tile == 0) {
             sm.full.wait({});
-            clear = clean_values<T, D>((char *)sm.v);
+            for (int i = 0; i < SPAN; i++) clear |= clean_values<T, D>((char *)sm.v[i]);
         }
         const int32_t id_after = own_id(tile + 2);
         copy_rows<T, D, R>(a, s, id_next, stage_address(sm.q, (tile & 1) ^ 1));
-        compute_rows<T, D, R>(a, s, id, key, clear, rows, k, v);
+        compute_rows<T, D, R, SPAN>(a, s, id, key, clear, rows, k, v);
         id = id_next;
         id_next = id_after;
     }
@@ -291,7 +318,7 @@ template <typename T, int D, int R>
 __global__ void __launch_bounds__(32 * MERGE_WARPS)
     attend_by_block_merge(const __grid_constant__ attend_kernel a, const __grid_constant__ token_slice s)
 {
-    constexpr int LANES = 32 / R, OWN = D / 8 / LANES;
+    constexpr int LANES = 32 / R, OWN = D / 8 / LANES, AHEAD = OWN > 4 ? MERGE_AHEAD / 2 : (int)MERGE_AHEAD;
     const int lane = threadIdx.x & 31, sub = lane % LANES, head = lane / LANES,
               list = (int)blockIdx.x * MERGE_WARPS + (threadIdx.x >> 5);
     wait_for_before();
@@ -307,11 +334,11 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS)
     for (int w = LANES / 2; w > 0; w /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
     const float base = top == -INFINITY ? 0.0f : top * a.scale_log2;
     float o[OWN][8] = {};
-    for (int i0 = 0; i0 < count; i0 += MERGE_AHEAD) {
-        uint4 x[MERGE_AHEAD][OWN];
-        float4 st[MERGE_AHEAD]; /* maximum, sum, scale */
+    for (int i0 = 0; i0 < count; i0 += AHEAD) {
+        uint4 x[AHEAD][OWN];
+        float4 st[AHEAD]; /* maximum, sum, scale */
 #pragma unroll
-        for (int i = 0; i < MERGE_AHEAD; i++) {
+        for (int i = 0; i < AHEAD; i++) {
             const bool in = i0 + i < count;
             st[i] = in ? stats[(i0 + i) * R] : make_float4(-INFINITY, 0.0f, 0.0f, 0.0f);
 #pragma unroll
@@ -320,7 +347,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS)
                     in ? __ldcs(from + (int64_t)(i0 + i) * R * (D / 8) + n * LANES) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
-        for (int i = 0; i < MERGE_AHEAD; i++) {
+        for (int i = 0; i < AHEAD; i++) {
             const float weight = i0 + i < count ? exp2_fast(fmaf(st[i].x, a.scale_log2, -base)) : 0.0f,
                         by = weight * st[i].z;
             sum = fmaf(weight, st[i].y, sum);
@@ -356,7 +383,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS)
 
 /* A slice's partial results, and their sums. Each kernel may start before the one before it ends: sums wait
  * for their partial results at once, those for the sums of the slice before at their end. */
-template <typename T, int D, int R>
+template <typename T, int D, int R, int SPAN>
 static quern_status run_slice(const attend_args *args, const attend_kernel &a, const token_slice &s,
                               cudaStream_t stream)
 {
@@ -366,11 +393,11 @@ static quern_status run_slice(const attend_args *args, const attend_kernel &a, c
     quern_status status = tma_describe_tiles(&m.k, args->k, KEYS, D / 64);
     if (status == QUERN_OK) status = tma_describe_tiles(&m.v, args->v, KEYS, D / 64);
     if (status == QUERN_OK && s.first)
-        status = launch_shared({stream, NULL}, attend_by_block_blocks<T, D, R>, grid, 32 * WARPS,
-                               sizeof(shared<D>), name, a, s, m);
+        status = launch_shared({stream, NULL}, attend_by_block_blocks<T, D, R, SPAN>, grid, 32 * WARPS,
+                               sizeof(shared<D, SPAN>), name, a, s, m);
     else if (status == QUERN_OK)
-        status = launch_behind(stream, attend_by_block_blocks<T, D, R>, grid, 32 * WARPS, sizeof(shared<D>),
-                               name, a, s, m);
+        status = launch_behind(stream, attend_by_block_blocks<T, D, R, SPAN>, grid, 32 * WARPS,
+                               sizeof(shared<D, SPAN>), name, a, s, m);
     if (status != QUERN_OK) return status;
     return launch_behind(stream, attend_by_block_merge<T, D, R>, dim3(blocks_for(s.lists, MERGE_WARPS)),
                          32 * MERGE_WARPS, 0, name, a, s);
@@ -380,7 +407,9 @@ template <typename T, int D>
 static quern_status run(const attend_args *args, const attend_kernel &a, const token_slice &s,
                         cudaStream_t stream)
 {
-    return a.hs == 4 ? run_slice<T, D, 4>(args, a, s, stream) : run_slice<T, D, 8>(args, a, s, stream);
+    return a.hs == 4   ? run_slice<T, D, 4, 1>(args, a, s, stream)
+           : a.hs == 8 ? run_slice<T, D, 8, 1>(args, a, s, stream)
+                       : run_slice<T, D, 16, 2>(args, a, s, stream);
 }
 
 } // namespace sm90_by_block

@@ -33,6 +33,9 @@ struct clean_layout {
     static constexpr bool BACKWARD = false;
     static constexpr int TOGETHER = 1;
 };
+struct wide_layout : clean_layout { /* 16 heads */
+    static constexpr int TOGETHER = 2;
+};
 
 /* The index in memory, and its bounds. */
 struct token_index {
@@ -62,7 +65,7 @@ static token_index carve(const attend_args *args, void *workspace, size_t *bytes
     const int64_t row = k * group;
     token_index x = {};
     x.pairs = args->seqs.batch * units;
-    x.blocks = mask_blocks(args->seqs.n_kv, KEYS);
+    x.blocks = mask_blocks(args->seqs.n_kv, args->block_size);
     x.tokens = n;
     x.k = k;
     x.lists = (int64_t)MOST_PARTS / (row * (sm90_padded_dim(args) * 2 + 16));
@@ -92,16 +95,18 @@ static token_index carve(const attend_args *args, void *workspace, size_t *bytes
     return x;
 }
 
-/* Lists of single tokens of 4 or 8 heads, in blocks of 64 keys. */
+/* Lists of single tokens, of 4 or 8 heads in blocks of 64 keys, or of 16 heads in blocks of 128. */
 static bool takes_shape(const stage_exec *exec, const attend_args *args)
 {
     const bool forced = exec->variant != NULL && strcmp(exec->variant, NAME) == 0;
     if (!present(args->list) || args->mask != ATTEND_BLOCKS || args->q.dtype == QUERN_F32 ||
         present(args->seqs.cu_q) || args->tile != 1 || args->scope == LIST_BY_HEAD ||
-        args->block_size != KEYS || args->k.shape[2] < 1)
+        args->k.shape[2] < 1)
         return false;
     const int64_t group = args->q.shape[2] / args->k.shape[2];
-    return (group == 4 || group == 8) && args->list.shape[3] >= 1 && args->list.shape[3] <= SM90_TOKEN_LIST &&
+    const bool sized = group == 16 ? args->block_size == 2 * KEYS
+                                   : (group == 4 || group == 8) && args->block_size == KEYS;
+    return sized && args->list.shape[3] >= 1 && args->list.shape[3] <= SM90_TOKEN_LIST &&
            args->q.shape[3] <= 128 && args->v.shape[3] <= 128 &&
            args->seqs.n_kv <= (int64_t)KEYS << (31 - PLACE_BITS) && args->seqs.n_q > 0 &&
            (forced || args->seqs.n_q >= LEAST_TOKENS);
@@ -144,7 +149,8 @@ __global__ void __launch_bounds__(32 * PLAN_WARPS)
     int32_t *const clean = room[warp], *const counts = room_counts[warp];
     work w = {};
     find_work<false, true>(a, plan, index, &w);
-    const bool little = sm90_tokens::share_little<clean_layout>(a, w, clean, counts);
+    const bool little = a.hs == 16 ? sm90_tokens::share_little<wide_layout>(a, w, clean, counts)
+                                   : sm90_tokens::share_little<clean_layout>(a, w, clean, counts);
     if (lane == 0) x.by_block[index] = little;
     const int64_t first = ((int64_t)w.view * a.units + w.unit) * x.tokens + w.query;
     if (!little) {
@@ -248,7 +254,7 @@ static token_slice slice_of(const attend_args *args, const token_index &x, int64
 {
     const int64_t units = args->k.shape[2], query0 = s * x.lists, at = pair * x.slices + s,
                   left = x.tokens - query0, lists = left < x.lists ? left : x.lists;
-    const int64_t seen = args->causal ? mask_blocks(query0 + lists, KEYS) : x.blocks;
+    const int64_t seen = args->causal ? mask_blocks(query0 + lists, args->block_size) : x.blocks;
     token_slice slice = {};
     slice.view = (int32_t)(pair / units);
     slice.unit = (int32_t)(pair % units);
