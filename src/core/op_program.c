@@ -193,58 +193,6 @@ void op_cut(op_build *b, quern_tensor *view, int32_t along)
     op_moves(b, view, 0, part * view->strides[along]);
 }
 
-/* The memory of a view: [low, high); empty where it has no elements. */
-static void span_of(const quern_tensor *t, uintptr_t *low, uintptr_t *high)
-{
-    const int64_t size = (int64_t)quern_dtype_size(t->dtype);
-    int64_t down = 0, up = size;
-    *low = *high = (uintptr_t)t->data;
-    if (t->ndim == 0 || view_elements(t) == 0) return;
-    for (int32_t i = 0; i < t->ndim; i++) {
-        const int64_t reach = (t->shape[i] - 1) * t->strides[i] * size;
-        if (reach < 0) down += reach;
-        else up += reach;
-    }
-    *low += (uintptr_t)down;
-    *high += (uintptr_t)up;
-}
-
-/* Whether a view that one of two steps writes overlaps a view of the other. */
-static bool touch(const op_step *a, const op_step *b)
-{
-    op_view_list of_a[OP_VIEW_LISTS], of_b[OP_VIEW_LISTS];
-    const op_stage first = (op_stage)a->stage, second = (op_stage)b->stage;
-    const int32_t lists_a = op_stage_views(first, of_a), lists_b = op_stage_views(second, of_b);
-    for (int32_t i = 0; i < lists_a; i++)
-        for (int32_t k = 0; k < of_a[i].count; k++) {
-            uintptr_t low, high;
-            span_of(op_stage_view(op_step_args(a), &of_a[i], k), &low, &high);
-            for (int32_t j = 0; low < high && j < lists_b; j++)
-                for (int32_t l = 0; l < of_b[j].count; l++) {
-                    uintptr_t from, to;
-                    if (!op_stage_writes(first, &of_a[i], k) && !op_stage_writes(second, &of_b[j], l))
-                        continue;
-                    span_of(op_stage_view(op_step_args(b), &of_b[j], l), &from, &to);
-                    if (from < to && low < to && from < high) return true;
-                }
-        }
-    return false;
-}
-
-/* Which steps each waits for. */
-static void order_steps(op_build *b)
-{
-    const op_step *all[OP_BESIDE_MOST];
-    op_step *step = (op_step *)(void *)b->room;
-    const int32_t steps = b->program->steps;
-    if (steps > OP_BESIDE_MOST || b->program->loops > 0) b->program->beside = false;
-    for (int32_t i = 0; b->program->beside && i < steps; i++, step = op_step_next(step)) {
-        all[i] = step;
-        for (int32_t k = 0; k < i; k++)
-            if (i == steps - 1 || touch(all[k], step)) step->behind |= (uint64_t)1 << k;
-    }
-}
-
 quern_status op_program_build(op_call *call)
 {
     op_build b;
@@ -262,7 +210,7 @@ quern_status op_program_build(op_call *call)
     b.scratch_bytes = 0;
     b.status = QUERN_OK;
     call->family->build(&b);
-    if (b.program->beside) order_steps(&b);
+    if (b.program->steps > OP_BESIDE_MOST || b.program->loops > 0) b.program->beside = false;
     if (b.status == QUERN_OK) check_steps(&b);
     if (!b.program->beside) {
         call->program.scratch = arena_take(&b.a, b.scratch_bytes);

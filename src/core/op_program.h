@@ -30,7 +30,6 @@ typedef struct op_step {
     uint8_t stage;
     bool asked;          /* runs only where the caller has a status word */
     uint8_t made_for;    /* op_made_for(): the tensor's number and 1; 0: none */
-    uint64_t behind;     /* the steps that it waits for, a bit each, in a program of `beside` */
     const void *scratch; /* symbolic, or NULL */
 } op_step;
 static inline void *op_step_args(const op_step *step)
@@ -45,7 +44,7 @@ static inline op_step *op_step_next(const op_step *step)
 #define OP_STEP_BYTES(name) (sizeof(op_step) + sizeof(name##_args))
 
 /* The steps [first, end), for all indices of `dims` extents, the last one fastest. */
-enum { OP_LOOPS_MAX = 4, OP_BESIDE_MOST = 8 /* steps that may run beside each other */ };
+enum { OP_LOOPS_MAX = 4, OP_BESIDE_MOST = 64 /* steps of a program that may run beside each other */ };
 typedef struct op_loop {
     int32_t first, end, dims;
     int64_t extent[QUERN_MAX_DIMS];
@@ -56,8 +55,8 @@ typedef struct op_program {
     int32_t steps, loops;
     size_t bytes;        /* of the steps */
     const void *scratch; /* that steps use in turn, symbolic */
-    /* The steps are few and have memory of their own. Where launches are recorded, each waits for those alone
-     * whose memory it needs, and the last one for all. */
+    /* The steps are up to OP_BESIDE_MOST, in no loop, and have memory of their own. Where launches are
+     * recorded, each waits for those alone whose memory it needs, and the last one for all. */
     bool beside;
     op_loop loop[OP_LOOPS_MAX];
 } op_program;

@@ -3,6 +3,7 @@
 /* op_program_run.c - running a program, and what it would run. */
 #include "core/error.h"
 #include "core/op.h"
+#include "core/view.h"
 
 #include <string.h>
 
@@ -103,20 +104,113 @@ const void *op_find(const op_call *call, op_stage stage)
     return NULL;
 }
 
+/* ---- steps beside each other ---- */
+
+/* The memory of a view: [low, high), of which a matrix has `width` bytes every `period`; else both are 0. */
+typedef struct span {
+    uintptr_t low, high, width, period;
+    bool written;
+} span;
+
+/* Of all views of a program's steps; those of step i end at end[i]. */
+enum { SPANS_MOST = 1024 };
+typedef struct spans {
+    int32_t count, end[OP_BESIDE_MOST];
+    span of[SPANS_MOST];
+} spans;
+
+static span span_of(const quern_tensor *t)
+{
+    const int64_t size = (int64_t)quern_dtype_size(t->dtype);
+    int64_t down = 0, up = size;
+    for (int32_t i = 0; i < t->ndim; i++) {
+        const int64_t reach = (t->shape[i] - 1) * t->strides[i] * size;
+        if (reach < 0) down += reach;
+        else up += reach;
+    }
+    span x = {.low = (uintptr_t)t->data + (uintptr_t)down, .high = (uintptr_t)t->data + (uintptr_t)up};
+    if (t->ndim == 2 && t->strides[1] == 1 && t->strides[0] >= t->shape[1]) {
+        x.width = (uintptr_t)(t->shape[1] * size);
+        x.period = (uintptr_t)(t->strides[0] * size);
+    }
+    return x;
+}
+
+/* Whether two views may have memory in common: columns of one matrix have not. */
+static bool meet(const span *x, const span *y)
+{
+    if (x->low >= y->high || y->low >= x->high) return false;
+    if (x->period == 0 || x->period != y->period) return true;
+    const uintptr_t apart =
+        x->low <= y->low ? (y->low - x->low) % x->period : x->period - (x->low - y->low) % x->period;
+    return apart % x->period < x->width || apart + y->width > x->period;
+}
+
+/* Adds a step's views; false where there are too many. */
+static bool add_spans(spans *all, const op_step *step)
+{
+    op_view_list list[OP_VIEW_LISTS];
+    const op_stage stage = (op_stage)step->stage;
+    const int32_t lists = op_stage_views(stage, list);
+    for (int32_t n = 0; n < lists; n++)
+        for (int32_t i = 0; i < list[n].count; i++) {
+            const quern_tensor *view = op_stage_view(op_step_args(step), &list[n], i);
+            if (view->ndim == 0 || view_elements(view) == 0) continue;
+            if (all->count == SPANS_MOST) return false;
+            all->of[all->count] = span_of(view);
+            all->of[all->count++].written = op_stage_writes(stage, &list[n], i);
+        }
+    return true;
+}
+
+/* Whether step i needs what step k, before it, has read or written. */
+static bool touch(const spans *all, int32_t k, int32_t i)
+{
+    for (int32_t a = k > 0 ? all->end[k - 1] : 0; a < all->end[k]; a++)
+        for (int32_t b = all->end[i - 1]; b < all->end[i]; b++) {
+            const span *x = &all->of[a], *y = &all->of[b];
+            if ((x->written || y->written) && meet(x, y)) return true;
+        }
+    return false;
+}
+
+/* The steps that each waits for, a bit each, without those that another of them waits for; the last one waits
+ * for all. `first` steps have run. False where there are too many views. */
+static bool order_steps(const op_call *call, const op_step *step, int32_t first,
+                        uint64_t behind[OP_BESIDE_MOST])
+{
+    spans all;
+    uint64_t before[OP_BESIDE_MOST]; /* and those that these wait for */
+    const int32_t steps = call->program.steps;
+    all.count = 0;
+    for (int32_t i = 0; i < steps; i++, step = op_step_next(step)) {
+        if (!add_spans(&all, step)) return false;
+        all.end[i] = all.count;
+        behind[i] = before[i] = 0;
+        for (int32_t k = i - 1; k >= first; k--) {
+            if (before[i] >> k & 1) continue;
+            if (i < steps - 1 && !touch(&all, k, i)) continue;
+            behind[i] |= (uint64_t)1 << k;
+            before[i] |= before[k] | (uint64_t)1 << k;
+        }
+    }
+    return true;
+}
+
 /* Every step behind those that it waits for; `start`: what those wait for that wait for none. */
 static quern_status run_beside(const op_call *call, const op_frame *frame, const op_step *step, int32_t first,
-                               const backend_point *start)
+                               const backend_point *start, const uint64_t behind[OP_BESIDE_MOST])
 {
-    backend_point behind[OP_BESIDE_MOST];
+    backend_point after[OP_BESIDE_MOST];
     for (int32_t i = first; i < call->program.steps; i++, step = op_step_next(step)) {
         const backend_point *points[OP_BESIDE_MOST] = {start};
         int32_t count = 0;
         for (int32_t s = first; s < i; s++)
-            if (step->behind >> s & 1) points[count++] = &behind[s];
+            if (behind[i] >> s & 1) points[count++] = &after[s];
         quern_status status = call->backend->resume(&frame->exec, points, count > 0 ? count : 1);
         if (status == QUERN_OK) status = run_step(call, frame, step, NULL, NULL);
         if (status != QUERN_OK) return status;
-        if (!call->backend->point(&frame->exec, &behind[i]))
+        if (!call->backend->point(&frame->exec, &after[i]))
             return error_set(QUERN_ERR_DEVICE, "the stream is no longer recorded");
     }
     return QUERN_OK;
@@ -125,7 +219,8 @@ static quern_status run_beside(const op_call *call, const op_frame *frame, const
 quern_status op_program_run(const op_call *call, const op_frame *frame)
 {
     const op_program *program = &call->program;
-    const op_step *step = op_program_steps(call);
+    const op_step *const steps = op_program_steps(call), *step = steps;
+    uint64_t behind[OP_BESIDE_MOST];
     backend_point start;
     int32_t asked = 0;
     quern_status status = QUERN_OK;
@@ -133,7 +228,8 @@ quern_status op_program_run(const op_call *call, const op_frame *frame)
     for (; asked < program->steps && step->asked && status == QUERN_OK; asked++, step = op_step_next(step))
         status = run_step(call, frame, step, NULL, NULL);
     if (status != QUERN_OK) return status;
-    if (call->backend->point(&frame->exec, &start)) return run_beside(call, frame, step, asked, &start);
+    if (call->backend->point(&frame->exec, &start) && order_steps(call, steps, asked, behind))
+        return run_beside(call, frame, step, asked, &start, behind);
     for (int32_t i = asked; i < program->steps && status == QUERN_OK; i++, step = op_step_next(step))
         status = run_step(call, frame, step, NULL, NULL);
     return status;

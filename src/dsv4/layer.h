@@ -78,7 +78,10 @@ typedef struct layer_whole_call {
 
 /* A call of dsv4_layer_step_family; CSA with weights in FP8 or NVFP4 has most steps. */
 enum {
-    LAYER_STEP_BYTES = 15 * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES + 9 * OP_STEP_BYTES(permute) +
+    LAYER_GROUPS_BESIDE = 8,   /* products that a step may have in place of a loop */
+    LAYER_TOKENS_BESIDE = 512, /* of a step whose stages run beside each other */
+    LAYER_STEP_BYTES = (14 + LAYER_GROUPS_BESIDE) * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES +
+                       9 * OP_STEP_BYTES(permute) +
                        5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
                        10 * OP_STEP_BYTES(copy_rows) + 7 * OP_STEP_BYTES(copy_pages) +
                        3 * OP_STEP_BYTES(store_rows) + OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) +

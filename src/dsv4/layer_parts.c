@@ -252,10 +252,19 @@ void layer_attend(op_build *b, const attend_mqa_args *args, const quern_tensor *
 quern_tensor layer_project_groups(op_build *b, const quern_tensor *core)
 {
     const int64_t *s = b->call->symbol;
-    const quern_tensor all = op_matrix(b, core->dtype, core->shape[0], s[LS_GO]);
+    const quern_tensor all = op_matrix(b, core->dtype, core->shape[0], s[LS_GO]), w = layer_view(b, DL(o_a));
+    if (b->program->beside && s[LS_G] <= LAYER_GROUPS_BESIDE) {
+        for (int64_t g = 0; g < s[LS_G]; g++) {
+            const quern_tensor x = layer_columns(core, g * s[LS_GROUP], s[LS_GROUP]),
+                               part = layer_rows(&w, g * s[LS_O_LORA], s[LS_O_LORA]),
+                               c = layer_columns(&all, g * s[LS_O_LORA], s[LS_O_LORA]);
+            product(b, &x, &part, &c);
+        }
+        return all;
+    }
     op_loop_begin(b, 1, &s[LS_G]);
     gemm_args *args = OP_ADD(b, gemm);
-    *args = (gemm_args){.a = *core, .b = layer_view(b, DL(o_a)), .c = all, .b_transposed = true};
+    *args = (gemm_args){.a = *core, .b = w, .c = all, .b_transposed = true};
     op_cut(b, &args->a, 1);
     op_cut(b, &args->b, 0);
     op_cut(b, &args->c, 1);

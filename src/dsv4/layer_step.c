@@ -368,6 +368,7 @@ void layer_step_build(op_build *b)
     compressor parts_of[] = {{.states = DLS(states), .first = DL(compressor_bias)},
                              {.states = DLS(indexer_states), .first = DL(indexer_bias)}};
     step_rooms r = {0};
+    if (s[LS_T] <= LAYER_TOKENS_BESIDE) (void)op_beside(b);
     add_copies(b);
     add_tokens(b, &r);
     const layer_parts parts = layer_project(b);

@@ -163,7 +163,7 @@ static quern_status run_now(const stage_exec *given, const void *args, void *wor
 }
 
 /* A stage of a recording: what it is called with, and the stages that it waits for. */
-enum { MOST_STAGES = 2048, MOST_WAITS = 8 };
+enum { MOST_STAGES = 2048, MOST_WAITS = 64 };
 typedef struct recorded_stage {
     stage_exec exec;
     void *args, *workspace;

@@ -7,7 +7,6 @@
 #include "variants.cuh"
 
 enum {
-    WARP_WIDTH = 1024,
     BLOCK_LANES = 256,
     CHUNKS_MOST = 4,
     WIDTH_MOST = BLOCK_LANES * CHUNK * CHUNKS_MOST
@@ -76,7 +75,8 @@ static norm_rope_kernel kernel_of(const stage_exec *exec, const norm_rope_args *
         a.position_row = args->positions.strides[0];
     }
     a.run_rows = run_rows_of(args);
-    a.lanes = a.width <= WARP_WIDTH ? 32 : BLOCK_LANES;
+    a.lanes = 32;
+    while (a.lanes < BLOCK_LANES && a.lanes * CHUNK < a.width) a.lanes *= 2;
     if (present(args->d_weight)) a.parts = room_at<float>(memory);
     a.status = exec->status;
     return a;

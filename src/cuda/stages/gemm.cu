@@ -3,9 +3,15 @@
 /* gemm.cu - dense products' variants. */
 #include "variants.cuh"
 
-extern const variant<gemm_args> gemm_cublaslt, gemm_any;
+extern const variant<gemm_args> gemm_sm90_few, gemm_cublaslt, gemm_any;
 
-static const variant<gemm_args> *const list[] = {&gemm_cublaslt, &gemm_any};
+static const variant<gemm_args> *const list[] = {
+#ifdef QUERN_SM90
+    &gemm_sm90_few,
+#endif
+    &gemm_cublaslt,
+    &gemm_any,
+};
 extern const variants<gemm_args> gemm_variants(list);
 
 static const stage_rows rows([](quern_backend &backend) { offer<gemm_args, gemm_variants>(backend.gemm); });

@@ -9,7 +9,7 @@
 #include "step/params.cuh"
 #include "variants.cuh"
 
-enum { THREADS = 1024, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 19 };
+enum { THREADS = 1024, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 15 };
 
 struct checked_rows {
     const float *p; /* NULL: not checked */

@@ -54,6 +54,14 @@ __device__ __forceinline__ void weigh(const float (&c)[TILE / 8][4], const float
     }
 }
 
+/* A warp has read its rows of a stage: one arrival, as 32 at one address come one after the other. */
+template <typename T, key_kind KIND, int Q, int STAGES>
+__device__ __forceinline__ void give_back_keys(fed<T, KIND, Q, STAGES> &m, const ring_place<STAGES> &at)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) m.keys.give_back(at);
+}
+
 /* Four queries: this warpgroup has half of each stage's keys. */
 template <typename T, key_kind KIND, int STAGES>
 __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f,
@@ -72,7 +80,7 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f,
             uint32_t keys[STEPS][4];
             m.keys.wait_full(at);
             read_keys(keys, scale, a, f, m, at.stage, row0);
-            m.keys.give_back(at);
+            give_back_keys(m, at);
             at.advance();
             multiply<T, 2 * HEADS>(first, keys, smem_address(m.q[0][0]));
             multiply<T, 2 * HEADS>(second, keys, smem_address(m.q[0][1]));
@@ -112,7 +120,7 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f, 
             uint32_t keys[STEPS][4];
             m.keys.wait_full(at);
             read_keys(keys, scale, a, f, m, at.stage, row0);
-            m.keys.give_back(at);
+            give_back_keys(m, at);
             multiply<T, HEADS>(sums, keys, heads);
             wg_wait<0>(sums);
             weigh<HEADS>(sums, m.w[q.stage], scale, [&](int, int h, float score) {
@@ -182,7 +190,7 @@ __global__ void __launch_bounds__(crew<Q>::THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     shared<T, KIND, Q, STAGES> &m = *(shared<T, KIND, Q, STAGES> *)memory;
     if (threadIdx.x == 0) {
-        m.keys.init(1, 256);
+        m.keys.init(1, KEY_USERS);
         m.queries.init(Q_FILLERS, crew<Q>::SCORERS * 128);
         if constexpr (Q > 1) m.scores.init(256, CHOOSERS);
         mbar_init_done();

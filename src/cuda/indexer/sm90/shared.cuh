@@ -125,7 +125,7 @@ template <typename T, key_kind KIND, int Q, int STAGES> struct shared : fed<T, K
 };
 template <typename T, key_kind KIND, int STAGES> struct shared<T, KIND, 1, STAGES> : fed<T, KIND, 1, STAGES> {
 };
-enum { Q_FILLERS = 96, CHOOSERS = 128 };
+enum { Q_FILLERS = 96, CHOOSERS = 128, KEY_USERS = KEYS / 16 /* warps that read a stage */ };
 
 /* A tile of queries and a share of its keys, from `key` on; stages 0: there are none. The last queries, which
  * see the most, come first. */

@@ -1,0 +1,201 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * kernel.cuh - c = a b^T of few rows of a on Hopper: b, a weight, is to pass through the chip once at the
+ * rate of a copy.
+ *
+ *   feed      one thread copies 128 of the sum of 64 rows of b into a stage, and a half of what a has there:
+ *             each of a cluster's two blocks copies one into both, as they multiply the same rows of a
+ *   multiply  a warpgroup: 64 rows of a by 64 of b
+ *
+ * Sums run over k in order, 16 at a time, whole and from zero: these are the instructions of cuBLASLt's
+ * products that are not cut, so a row has the same bits among few rows and among many (few_rows_test). So a
+ * block reads all of k, and N / 64 blocks read a weight of N rows: they stay for tile after tile, and the
+ * feed goes ahead of the products across tiles.
+ *
+ * Shared memory: 6 stages of 16 KiB of b and 16 KiB of a. Limit: b's bytes over the read rate; below 8,000
+ * rows of b the rate of the few blocks that there are, some 80 GB/s each.
+ */
+#ifndef QUERN_CUDA_GEMM_SM90_FEW_KERNEL_CUH
+#define QUERN_CUDA_GEMM_SM90_FEW_KERNEL_CUH
+
+#include "common/launch.cuh"
+#include "hopper/ring.cuh"
+#include "hopper/tma_more.cuh"
+#include "hopper/wgmma.cuh"
+
+namespace sm90_few
+{
+
+enum {
+    ROWS = 64,    /* of a tile: of a */
+    COLUMNS = 64, /* and of b */
+    HALF = 64,    /* of the sum, in rows of 128 bytes */
+    DEPTH = 2 * HALF,
+    STAGES = 6,
+    CLUSTER = 2,
+    STAGE_BYTES = 2 * (ROWS + COLUMNS) * 128,
+    WARPS = 4,
+    THREADS = WARPS * 32 + 32
+};
+
+struct few_params {
+    void *c;
+    int64_t c_row;
+    int32_t m, n, depths; /* depths: stages of a tile */
+    int32_t row_tiles, pairs;
+    bool half; /* c has the operands' dtype */
+};
+
+struct shared {
+    char b[STAGES][2][COLUMNS * 128]; /* first: tiles are aligned to 1024 bytes */
+    char a[STAGES][2][ROWS * 128];
+    ring<STAGES> stages;
+};
+
+struct few_place {
+    int32_t row, column;
+};
+
+/* Tiles of the same rows of b follow one another. */
+__device__ __forceinline__ few_place place_at(const few_params &q, int32_t tile, int rank)
+{
+    const int32_t pair = tile / q.row_tiles;
+    return {(tile - pair * q.row_tiles) * ROWS, (pair * CLUSTER + rank) * COLUMNS};
+}
+
+__device__ __forceinline__ void feed(const few_params &q, const CUtensorMap &a, const CUtensorMap &b,
+                                     shared &m, int rank)
+{
+    ring_place<STAGES> at;
+    for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < q.row_tiles * q.pairs;
+         i += (int32_t)gridDim.x / CLUSTER) {
+        const few_place t = place_at(q, i, rank);
+        for (int32_t k = 0; k < q.depths * DEPTH; k += DEPTH) {
+            m.stages.wait_free(at);
+            const uint32_t bar = m.stages.expect(at, STAGE_BYTES);
+            tma_load(smem_address(m.b[at.stage][0]), b, bar, k, 0, t.column, 0);
+            tma_load(smem_address(m.b[at.stage][1]), b, bar, k + HALF, 0, t.column, 0);
+            tma_load_all((1 << CLUSTER) - 1, smem_address(m.a[at.stage][rank]), a, bar, k + rank * HALF, 0,
+                         t.row, 0);
+            at.advance();
+        }
+    }
+}
+
+/* Tells both blocks of the cluster that this warp has read a stage. */
+__device__ __forceinline__ void free_stage(shared &m, const ring_place<STAGES> &at)
+{
+    const int lane = threadIdx.x % 32;
+    if (lane < CLUSTER)
+        cluster_arrive_read(cluster_address(smem_address(m.stages.free) + at.stage * 8, (uint32_t)lane));
+}
+
+template <typename T>
+__device__ __forceinline__ void start_stage(float (&c)[COLUMNS / 8][4], shared &m,
+                                            const ring_place<STAGES> &at)
+{
+    const uint64_t a = wg_fresh(wg_tile(stage_address(m.a, at.stage), 0)),
+                   b = wg_fresh(wg_tile(stage_address(m.b, at.stage), 0));
+    wg_start();
+#pragma unroll
+    for (int s = 0; s < DEPTH / 16; s++)
+        wgmma_ss<T, COLUMNS, true, false>(c, wg_further(a, s / 4 * ROWS * 128 + s % 4 * 32),
+                                          wg_further(b, s / 4 * COLUMNS * 128 + s % 4 * 32));
+    wg_commit();
+}
+
+/* A tile's sums. A stage is given back once the products of the next are under way and its own have ended. */
+template <typename T>
+__device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS / 8][4], shared &m,
+                                         ring_place<STAGES> &at)
+{
+    ring_place<STAGES> before;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[n][e] = 0.0f;
+    for (int32_t d = 0; d < q.depths; d++) {
+        m.stages.wait_full(at);
+        start_stage<T>(c, m, at);
+        if (d > 0) {
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            free_stage(m, before);
+        }
+        before = at;
+        at.advance();
+    }
+    wg_wait<0>(c);
+    free_stage(m, before);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_tile(const few_params &q, const float (&c)[COLUMNS / 8][4],
+                                           const few_place &t)
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int32_t row = t.row + (int)threadIdx.x / 32 * 16 + lane / 4 + i * 8;
+        if (row >= q.m) continue;
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++) {
+            const int32_t column = t.column + n * 8 + lane % 4 * 2;
+            const int64_t to = row * q.c_row + column;
+            if (column >= q.n) continue;
+            if (q.half) *(uint32_t *)((T *)q.c + to) = pack2<T>(c[n][2 * i], c[n][2 * i + 1]);
+            else *(float2 *)((float *)q.c + to) = make_float2(c[n][2 * i], c[n][2 * i + 1]);
+        }
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1)
+    gemm_sm90_few(const __grid_constant__ few_params q, const __grid_constant__ CUtensorMap a,
+                  const __grid_constant__ CUtensorMap b)
+{
+#ifdef QUERN_WGMMA
+    extern __shared__ __align__(1024) char memory[];
+    shared &m = *(shared *)memory;
+    const int rank = (int)(blockIdx.x % CLUSTER);
+    if (threadIdx.x == 0) {
+        m.stages.init(1, CLUSTER * WARPS);
+        mbar_init_done();
+    }
+    __syncthreads();
+    cluster_sync_arrive();
+    cluster_sync_wait();
+    if (__shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS) {
+        if (threadIdx.x % 32 == 0) feed(q, a, b, m, rank);
+        __syncwarp();
+    } else {
+        ring_place<STAGES> at;
+        for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < q.row_tiles * q.pairs;
+             i += (int32_t)gridDim.x / CLUSTER) {
+            float c[COLUMNS / 8][4];
+            sum_tile<T>(q, c, m, at);
+            store_tile<T>(q, c, place_at(q, i, rank));
+        }
+    }
+    cluster_sync_arrive(); /* the other block may still fill or free this one's stages */
+    cluster_sync_wait();
+#endif
+}
+
+/* An instance a dtype. */
+template <typename T>
+quern_status launch(const stage_exec *exec, const few_params &q, const CUtensorMap &a, const CUtensorMap &b);
+
+template <typename T>
+static quern_status launch_kernel(const stage_exec *exec, const few_params &q, const CUtensorMap &a,
+                                  const CUtensorMap &b)
+{
+    const int32_t tiles = q.row_tiles * q.pairs, most = exec->multiprocessors / CLUSTER,
+                  clusters = tiles < most ? tiles : most;
+    return launch_cluster((cudaStream_t)exec->stream, gemm_sm90_few<T>, dim3((unsigned)(clusters * CLUSTER)),
+                          THREADS, sizeof(shared), "a product of few rows", CLUSTER, false, q, a, b);
+}
+
+} // namespace sm90_few
+
+#endif
