@@ -195,6 +195,8 @@ def layer_step(quern, sequences, context=32768, ring=2, ratio=4):
 def index_call(quern, batch, queries, entries, form):
     p = quern.params("v4-index", start_abs_pos=4 * entries, top_k=TOP)
     t = dict(q=act(batch, queries, 64, 128), w=act(batch, queries, 64))
+    if form == "fp8 products":
+        p.products, form = 1, "fp8"
     if form == "rows":
         t |= dict(k=act(batch, entries, 128))
     else:
@@ -242,7 +244,7 @@ def rows(quern):
     yield what, 6, lambda: append_us(quern, 128), "us", True
     what = "CSA layer step, Flash dims, bf16 weights, 64 sequences of 32k, row584 + fp8, in a graph"
     yield what, 170, lambda: graph_us(layer_step(quern, 64), 4), "us", True
-    for form, least in (("rows", 500), ("fp8", 440), ("fp4", 400)):
+    for form, least in (("rows", 500), ("fp8", 440), ("fp4", 400), ("fp8 products", 750)):
         what = f"indexer + top-512, 64 x 128, 64k entries, 1k queries, {form}"
         yield what, least, lambda: index_rate(quern, 1024, 65536, form), "TFLOP/s", False
     what = "indexer decode, 64 sequences of 64k entries, fp8, over the copy rate"

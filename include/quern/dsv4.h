@@ -244,6 +244,16 @@ QUERN_API quern_status quern_dsv4_append_step(quern_context *ctx, const quern_ex
  * a query depend on nothing but its own row and the keys, so the choice is the same however tokens are cut
  * into calls.
  */
+/* How queries and keys are multiplied. FP8, beside keys of FP8 (either scale): each head of a query is
+ * rounded to e4m3 as an FP8 row is, its scale goes to its weight, and codes are multiplied by codes. That
+ * loses the query's bits past e4m3's three, up to 2^-4 of a channel's value; and on a Hopper GPU, which sums
+ * FP8 products with some 14 bits, up to 2^-13 of the largest term of a dot product at each addition. A CPU,
+ * and other GPUs, sum the same operands' products in f32. */
+typedef enum quern_dsv4_index_products {
+    QUERN_DSV4_INDEX_EXACT = 0,
+    QUERN_DSV4_INDEX_FP8 = 1
+} quern_dsv4_index_products;
+
 typedef struct quern_dsv4_index_params {
     size_t size;
     int64_t ratio;                /* r, tokens of an entry; 0: 4 */
@@ -251,6 +261,8 @@ typedef struct quern_dsv4_index_params {
     int64_t start_abs_pos;        /* where query 0 stands */
     quern_dsv4_format key_format; /* of k: rows, fp8 (either scale) or fp4 */
     int64_t page;                 /* 0: k is contiguous; else it stands in pages of so many slots */
+    quern_dsv4_index_products products;
+    uint8_t reserved[4]; /* 0; later fields stand here */
 } quern_dsv4_index_params;
 #define QUERN_DSV4_INDEX_PARAMS_INIT QUERN_SIZED(quern_dsv4_index_params)
 
@@ -264,7 +276,7 @@ typedef struct quern_dsv4_index_params {
  *
  * Refused as above, and: a top_k, ratio or format other than stated; a negative position; heads, queries or
  * entries beyond 2^31 - 1; a column that the table lacks, or that names no page of the pool; fp4: an entry
- * that is seen with a scale byte of 0xFF.
+ * that is seen with a scale byte of 0xFF; products in FP8: a key format other than fp8, a NaN or Inf in q.
  */
 typedef struct quern_dsv4_index_tensors {
     size_t size;
@@ -283,7 +295,8 @@ typedef struct quern_dsv4_index_tensors {
  * operands go through f32. A GPU takes bf16 and f16, or bf16 with keys of bytes. There faults of data set
  * their bits of the status word: a sequence that begins before 0 sees no entries (QUERN_STATUS_BAD_POSITION),
  * nor does a query see one whose page is none of the pool's (QUERN_STATUS_BAD_PAGE), and with a scale byte of
- * 0xFF a score is NaN (QUERN_STATUS_BAD_SCALE). */
+ * 0xFF a score is NaN (QUERN_STATUS_BAD_SCALE). With products in FP8 a NaN or Inf of a query counts as 0
+ * (QUERN_STATUS_NOT_FINITE). */
 QUERN_API quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *params,
                                                   const quern_dsv4_index_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec,

@@ -165,6 +165,7 @@ def index(
     top_k: int = 512,
     start_abs_pos: int = 0,
     key_format: str = "rows",
+    products: str = "exact",
     return_scores: bool = False,
 ) -> tuple[Any, ...]:
     """The top_k entries of every query → idx int32 [B, T, top_k], ascending and padded with -1, count int32
@@ -172,13 +173,14 @@ def index(
 
     q [B, T, Hi, C], k [B, S, C] or bytes in key_format, w [B, T, Hi]: the score of entry s is C^-½ Hi^-½ Σ_h
     w[t, h] · relu(q[t, h] · k[s]). Query t, at position start_abs_pos + t, sees entries of whole blocks. It
-    has no gradient.
+    has no gradient. products "fp8", beside keys in FP8, rounds each head of q to FP8 (quern/dsv4.h).
     """
     settings = (
         ("ratio", ratio),
         ("top_k", top_k),
         ("start_abs_pos", start_abs_pos),
         ("key_format", key_format),
+        ("products", products),
     )
     results = ("idx", "count", "scores") if return_scores else ("idx", "count")
     return run("v4-index", settings, {"q": q, "k": k, "w": w}, results)

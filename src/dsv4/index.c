@@ -23,6 +23,7 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_index_tensors),
                "a row a tensor");
 
+static const char *const product_words[] = {"exact", "fp8", NULL};
 #define AT(member) offsetof(quern_dsv4_index_params, member)
 static const op_param params[] = {
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
@@ -30,6 +31,8 @@ static const op_param params[] = {
     {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
     {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of k_I"},
     {"page", AT(page), OP_INTEGER, 0, INDEX_PAGE_MOST, NULL, "slots of a page of k_I; 0: contiguous"},
+    {"products", AT(products), OP_CHOICE, 0, QUERN_DSV4_INDEX_FP8, product_words,
+     "of q_I and k_I; fp8: each head of q_I is rounded as a row of fp8"},
 };
 #undef AT
 static const quern_dsv4_index_params defaults = QUERN_DSV4_INDEX_PARAMS_INIT;
@@ -84,7 +87,11 @@ static quern_status derive_keys(op_call *call)
     const quern_tensor *k = call->given[DI(k)], *table = call->given[DI(k_table)];
     const bool bytes = p->key_format != QUERN_DSV4_ROWS, pages = p->page > 0;
     const int32_t ndim = pages && bytes ? 2 : 3;
+    const bool fp8 = p->key_format == QUERN_DSV4_FP8 || p->key_format == QUERN_DSV4_FP8_POWER;
     int64_t *s = call->symbol;
+    if (p->products == QUERN_DSV4_INDEX_FP8 && !fp8)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "products is fp8: beside key_format fp8 or fp8-power it is accepted");
     if (k->ndim != ndim)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has %d dimensions: %d are accepted", k->ndim, ndim);
     const quern_status status = dsv4_check_stored(call, DI(k), p->key_format);
@@ -174,6 +181,7 @@ static void build(op_build *b)
                                          .position = p->start_abs_pos,
                                          .page = p->page,
                                          .format = dsv4_entry_format(p->key_format),
+                                         .rounded = p->products == QUERN_DSV4_INDEX_FP8,
                                          .scale = (float)(1.0 / sqrt(channels * heads)),
                                          .positions = op_view(call, DI(start_positions), false),
                                          .table = op_view(call, DI(k_table), false),

@@ -11,6 +11,9 @@
  * Varlen batches, [1, T, ..] by `cu`, have positions and pages. Scores past a sequence's entries then stay
  * as they are.
  *
+ * Rounded queries: each head is one row of FP8 (stages/pool.h), whose codes are multiplied by the keys' codes
+ * and whose scale multiplies the head's weight. Keys are FP8, too.
+ *
  * Pages: entry s of sequence b stands in slot s % page of page table[b, s / page] of a pool [pages, page, C
  * or bytes], or as bytes [pages, page row bytes], all slots' data before all slots' scales.
  */
@@ -24,6 +27,7 @@ typedef struct indexer_args {
     int64_t ratio, position; /* tokens of an entry; where query 0 of every sequence stands */
     int64_t page;            /* slots of a page; 0: keys are contiguous */
     entry_format format;     /* of keys: ENTRY_ROWS, or bytes */
+    bool rounded;            /* queries, to FP8 */
     float scale;
     quern_tensor cu;         /* i32 [B + 1]: a varlen batch; or absent */
     quern_tensor positions;  /* i32 [B] in place of position, or absent */
@@ -35,6 +39,6 @@ typedef struct indexer_args {
 STAGE_DECLARE(indexer);
 #define INDEXER_TENSORS(IN, OUT, GRAD)                                                                       \
     IN(cu) IN(positions) IN(table) IN(q) IN(keys) IN(w) OUT(idx) OUT(count) OUT(scores)
-#define INDEXER_VALUES(F) F(ratio) F(position) F(page) F(format) F(scale)
+#define INDEXER_VALUES(F) F(ratio) F(position) F(page) F(format) F(rounded) F(scale)
 
 #endif

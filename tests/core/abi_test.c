@@ -164,7 +164,7 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_dsv4_compress_tensors, d_out), 136);
     assert_int_equal(sizeof(quern_dsv4_append_tensors), 304);
     assert_int_equal(sizeof(quern_dsv4_rope_params), 32);
-    assert_int_equal(sizeof(quern_dsv4_index_params), 48);
+    assert_int_equal(sizeof(quern_dsv4_index_params), 56);
     assert_int_equal(offsetof(quern_dsv4_index_params, key_format), 32);
     assert_int_equal(sizeof(quern_dsv4_index_tensors), 72);
     assert_int_equal(sizeof(quern_cache_params), 128);
@@ -263,7 +263,7 @@ static void the_last_field_ends_a_struct(void **unused)
     ENDS(quern_cache_pack_params, stride);
     ENDS(quern_cache_batch, counts);
     ENDS(quern_dsv4_compress_params, reserved);
-    ENDS(quern_dsv4_index_params, page);
+    ENDS(quern_dsv4_index_params, reserved);
     ENDS(quern_dsv4_attention_params, page);
     ENDS(quern_dsv4_store_params, page);
     ENDS(quern_dsv4_rope_params, reserved);

@@ -15,6 +15,7 @@ quern_dsv4_index_params index_case_params(const index_case *c)
     p.top_k = c->top_k;
     p.start_abs_pos = c->shape.start;
     p.key_format = c->format;
+    p.products = c->products;
     return p;
 }
 
@@ -69,7 +70,8 @@ index_case index_case_make(test_random *random, const oracle_indexer *shape, int
                     top_k,
                     format,
                     {{.buffer = NULL}},
-                    test_doubles(batch * shape->entries * shape->width)};
+                    test_doubles(batch * shape->entries * shape->width),
+                    QUERN_DSV4_INDEX_EXACT};
     const int64_t bytes = format == QUERN_DSV4_FP4 ? shape->width / 2 + shape->width / 32 : shape->width + 4;
     const int64_t shapes[INDEX_TENSORS][4] = {
         {batch, shape->queries, shape->heads, shape->width},

@@ -17,6 +17,7 @@ typedef struct index_case {
     quern_dsv4_format format;
     test_tensor t[INDEX_TENSORS];
     double *keys; /* what k means */
+    quern_dsv4_index_products products;
 } index_case;
 
 /* On the GPU (tests/gpu), whose kernels have 16-bit products only, dtypes are made to fit: bf16 for f32 and

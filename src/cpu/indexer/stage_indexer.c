@@ -16,6 +16,7 @@
 #include "cpu/first_fault.h"
 #include "cpu/indexer/best.h"
 #include "cpu/indexer/key_panel.h"
+#include "cpu/kernels/formats/row_formats.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -23,7 +24,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { TASK_QUERIES = 8, TASKS_A_THREAD = 4, RANGE_PANELS = 16 };
+enum { TASK_QUERIES = 8, TASKS_A_THREAD = 4, RANGE_PANELS = 16, WIDTH_MOST = 256 };
 
 typedef struct indexer_scratch {
     key_panel panel;
@@ -146,6 +147,29 @@ static int64_t seen_by(const indexer_job *job, int64_t b, int64_t query)
     return whole < job->entries ? whole : job->entries;
 }
 
+/* A head as the codes of a row of FP8, into w[0 ... width - 1]; returns the codes' scale. */
+static float round_head(const indexer_job *job, const row_source *head, float *to)
+{
+    uint8_t row[WIDTH_MOST + sizeof(float)];
+    job->packing->pack_rows_f32(head, 1.0f, to, job->width);
+    encode_row(job->level, ENTRY_FP8, to, job->width, row, QUERN_U8);
+    return decode_fp8_codes(job->level, row, row + job->width, job->width, to);
+}
+
+/* Rounds the heads of a query, whose weights take their scales. */
+static void pack_rounded(const indexer_job *job, const row_source *heads, void *to, float *w)
+{
+    const size_t size = quern_dtype_size(heads->dtype), word = job->bf16 ? sizeof(uint16_t) : sizeof(float);
+    float values[WIDTH_MOST];
+    for (int64_t h = 0; h < job->heads; h++) {
+        const row_source head = {(const char *)heads->data + (size_t)(h * heads->stride) * size, heads->dtype,
+                                 heads->stride, 1, job->width};
+        w[h] *= round_head(job, &head, values);
+        job->packing->rows->convert(values, QUERN_F32, (char *)to + (size_t)(h * job->width) * word,
+                                    job->bf16 ? QUERN_BF16 : QUERN_F32, job->width);
+    }
+}
+
 static void pack_queries(const indexer_job *job, const indexer_sequence *seq, int64_t first, int64_t n,
                          indexer_scratch *s)
 {
@@ -157,9 +181,10 @@ static void pack_queries(const indexer_job *job, const indexer_sequence *seq, in
         const row_source weights = {row_at(w, seq->view_b, seq->query0 + first + i, 0), w->dtype, job->heads,
                                     1, job->heads};
         float *to = (float *)s->q + i * job->heads * words;
-        if (job->bf16) job->packing->pack_rows_bf16(&heads, (uint16_t *)to, job->width);
-        else job->packing->pack_rows_f32(&heads, 1.0f, to, words);
         job->packing->pack_rows_f32(&weights, 1.0f, s->w + i * job->heads, job->heads);
+        if (job->args->rounded) pack_rounded(job, &heads, to, s->w + i * job->heads);
+        else if (job->bf16) job->packing->pack_rows_bf16(&heads, (uint16_t *)to, job->width);
+        else job->packing->pack_rows_f32(&heads, 1.0f, to, words);
     }
 }
 
@@ -318,6 +343,43 @@ static quern_status check_scales(const stage_exec *exec, const indexer_job *job)
     return stage_report(exec, (stage_fault){QUERN_STATUS_BAD_SCALE, &job->args->keys, byte, .most = 0xFE});
 }
 
+typedef struct finite_job {
+    const indexer_job *job;
+    first_fault *bad;
+} finite_job;
+
+static void check_query(void *arg, int64_t index, int32_t thread)
+{
+    const finite_job *c = arg;
+    const indexer_job *job = c->job;
+    const quern_tensor *q = &job->args->q;
+    float row[WIDTH_MOST];
+    (void)thread;
+    for (int64_t h = 0; h < job->heads; h++) {
+        const row_source head = {row_at(q, index / q->shape[1], index % q->shape[1], h), q->dtype, 0, 1,
+                                 job->width};
+        job->packing->pack_rows_f32(&head, 1.0f, row, job->width);
+        for (int64_t i = 0; i < job->width; i++)
+            if (!isfinite(row[i])) {
+                first_fault_note(c->bad, (index * job->heads + h) * job->width + i);
+                return;
+            }
+    }
+}
+
+/* Before an output is written: queries that are rounded have numbers. */
+static quern_status check_rounded(const stage_exec *exec, const indexer_job *job)
+{
+    first_fault bad = NO_FAULT;
+    const finite_job c = {job, &bad};
+    const quern_tensor *q = &job->args->q;
+    if (!job->args->rounded) return QUERN_OK;
+    parallel_for(exec, q->shape[0] * q->shape[1], check_query, (void *)(uintptr_t)&c);
+    const int64_t at = atomic_load(&bad);
+    if (at == NO_FAULT) return QUERN_OK;
+    return stage_report(exec, (stage_fault){.kind = QUERN_STATUS_NOT_FINITE, .tensor = q, .index = at});
+}
+
 /* Offsets, positions, and the pages of the entries that are seen. */
 static quern_status check_sequences(const stage_exec *exec, const indexer_job *job)
 {
@@ -345,6 +407,7 @@ quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void 
     const int64_t rows = args->q.shape[0] * args->q.shape[1];
     quern_status status = check_sequences(exec, &job);
     if (status == QUERN_OK) status = check_scales(exec, &job);
+    if (status == QUERN_OK) status = check_rounded(exec, &job);
     if (status != QUERN_OK) return status;
     parallel_for(exec, job.batch * job.blocks * job.ranges, run_task, &job);
     if (job.ranges > 1) parallel_for(exec, rows, merge_query, &job);

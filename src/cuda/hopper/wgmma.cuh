@@ -227,6 +227,22 @@ template <bool ADD> __device__ __forceinline__ void wgmma_ss_e4m3(float (&c)[16]
                  : WG_TILES_64(c)
                  : "l"(a), "l"(b), "n"((int)ADD));
 }
+
+#define WG_RS_E4M3(n, size, a0, a1, a2, a3, at_b, at_add)                                                    \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #at_add ", 0; wgmma.mma_async.sync.aligned.m64n" #n      \
+                 "k32.f32.e4m3.e4m3 {" WG_LIST_##size "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #at_b    \
+                                                              ", p, 1, 1; }"                                 \
+                 : WG_TILES_##size(c)                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)ADD))
+
+/* C[64][N] (+)= A[64][32] B[32][N] of e4m3, A in registers, B in shared memory with the 32 in a row. */
+template <int N, bool ADD>
+__device__ __forceinline__ void wgmma_rs_e4m3(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b)
+{
+    static_assert(N == 64 || N == 128, "an instance a width");
+    if constexpr (N == 64) WG_RS_E4M3(64, 32, 32, 33, 34, 35, 36, 37);
+    else WG_RS_E4M3(128, 64, 64, 65, 66, 67, 68, 69);
+}
 #endif
 
 /* Before a thread's registers become operands or accumulators; after the last product of a batch. Shared

@@ -57,6 +57,7 @@ index_kernel index_kernel_of(const indexer_args *args, void *spread)
     a.width = (int32_t)width;
     a.k = (int32_t)args->idx.shape[2];
     a.scale = args->scale;
+    a.rounded = args->rounded;
     a.q_wide = rows_aligned16(args->q);
     if (!present(args->cu)) return a;
     a.batch = a.queries;

@@ -6,8 +6,10 @@
 #define QUERN_CUDA_INDEXER_PARAMS_CUH
 
 #include "common/decode.cuh"
+#include "common/fp4.cuh"
 #include "common/gather.cuh"
 #include "common/launch.cuh"
+#include "common/rows.cuh"
 #include "common/topk.cuh"
 
 struct index_kernel {
@@ -30,6 +32,8 @@ struct index_kernel {
     int32_t batch, queries, heads, width, k;
     float scale;
     bool q_wide;
+    bool rounded;    /* queries, to e4m3, head by head */
+    int32_t *status; /* of queries that are rounded; or NULL */
 };
 
 /* The row of the table. */
@@ -59,6 +63,20 @@ __device__ __forceinline__ float index_weight(const index_kernel &a, int b, int 
     if (a.w_dtype == QUERN_F32) return ((const float *)a.w)[at];
     return a.w_dtype == QUERN_BF16 ? to_float(((const bf16 *)a.w)[at])
                                    : __half2float(((const __half *)a.w)[at]);
+}
+
+/* NaN and infinity of a query that is rounded count as 0. */
+__device__ __forceinline__ float index_finite(const index_kernel &a, float x)
+{
+    if (fabsf(x) <= 3.402823466e38f) return x;
+    raise_status(a.status, QUERN_STATUS_NOT_FINITE);
+    return 0.0f;
+}
+
+/* The scale of a head whose largest magnitude is this. */
+__device__ __forceinline__ float index_round_scale(float most)
+{
+    return __fdiv_rn(fmaxf(most, 1e-4f), 448.0f);
 }
 
 /* ReLU that keeps NaN. */

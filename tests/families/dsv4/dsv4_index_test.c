@@ -15,6 +15,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+static bool is_fp8(quern_dsv4_format format)
+{
+    return format == QUERN_DSV4_FP8 || format == QUERN_DSV4_FP8_POWER;
+}
+
 static index_case random_case(test_random *random)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16, QUERN_BF16};
@@ -30,14 +35,38 @@ static index_case random_case(test_random *random)
                         .ratio = test_random_int(random, 1, 5)};
     if (test_random_one_in(random, 20)) x.width = 256;
     x.start = test_random_one_in(random, 3) ? 0 : test_random_int(random, 0, x.entries * x.ratio);
-    return index_case_make(random, &x, test_random_int(random, 0, 3),
-                           test_random_one_in(random, 5) ? 512 : test_random_int(random, 1, 20), format,
-                           dtype, keys, !test_random_one_in(random, 3));
+    index_case c = index_case_make(random, &x, test_random_int(random, 0, 3),
+                                   test_random_one_in(random, 5) ? 512 : test_random_int(random, 1, 20),
+                                   format, dtype, keys, !test_random_one_in(random, 3));
+    if (is_fp8(format) && test_random_one_in(random, 2)) c.products = QUERN_DSV4_INDEX_FP8;
+    return c;
+}
+
+/* The error of a score, over the scores, and of the largest that lets two be taken for each other. Hopper's
+ * FP8 products drop bits of a term below 2^-13 of the largest that is added with it, in each of four steps of
+ * 32 channels: 2^-11 of a dot product whose terms do not cancel, and as much again of one whose do. */
+static double tolerance(const index_case *c, double exact)
+{
+    return INDEX_ON_GPU && c->products == QUERN_DSV4_INDEX_FP8 ? 1e-3 : exact;
+}
+
+/* The heads as the values of their codes. */
+static void round_heads(const index_case *c, double *q)
+{
+    const int64_t width = c->shape.width, heads = c->batch * c->shape.queries * c->shape.heads;
+    for (int64_t h = 0; h < heads; h++) {
+        float row[256];
+        unsigned char codes[256 + 4];
+        for (int64_t i = 0; i < width; i++) row[i] = (float)q[h * width + i];
+        assert_true(oracle_dsv4_quantise_fp8(row, width, false, codes));
+        oracle_dsv4_widen_fp8(codes, width, q + h * width);
+    }
 }
 
 /* The rule of nsa.md: a list is right if it equals the oracle's, or if the scores at its end are too close to
  * tell. */
-static void check_list(const double *scores, int64_t seen, int64_t k, const int32_t *idx, int64_t count)
+static void check_list(const double *scores, int64_t seen, int64_t k, const int32_t *idx, int64_t count,
+                       double close)
 {
     int32_t *best = malloc((size_t)(k + 1) * sizeof *best);
     const int64_t n = oracle_dsv4_best(scores, seen, k, best);
@@ -52,7 +81,7 @@ static void check_list(const double *scores, int64_t seen, int64_t k, const int3
         if (i >= n) continue;
         bool found = false;
         for (int64_t j = 0; j < n; j++) found = found || best[j] == idx[i];
-        if (!found && !(fabs(scores[idx[i]] - last) <= 1e-5 * most))
+        if (!found && !(fabs(scores[idx[i]] - last) <= close * most))
             fail_msg(
                 "entry %d with score %.9g was chosen; the last of the best has %.9g, the largest is %.9g",
                 idx[i], scores[idx[i]], last, most);
@@ -60,7 +89,7 @@ static void check_list(const double *scores, int64_t seen, int64_t k, const int3
     for (int64_t j = 0; j < n; j++) { /* and no clearly better one was left out */
         bool found = false;
         for (int64_t i = 0; i < n; i++) found = found || best[j] == idx[i];
-        if (!found && !(fabs(scores[best[j]] - last) <= 1e-5 * most))
+        if (!found && !(fabs(scores[best[j]] - last) <= close * most))
             fail_msg("entry %d with score %.9g was left", best[j], scores[best[j]]);
     }
     free(best);
@@ -75,6 +104,7 @@ static void check_case(const index_case *c)
     int32_t *idx = test_tensor_get_i32(&c->t[INDEX_IDX]), *count = test_tensor_get_i32(&c->t[INDEX_COUNT]);
     const int64_t n = x->queries * x->entries;
     double *scores = test_doubles(c->batch * n);
+    if (c->products == QUERN_DSV4_INDEX_FP8) round_heads(c, q);
     for (int64_t i = 0; i < c->batch * n; i++) scores[i] = -INFINITY;
     for (int64_t b = 0; b < c->batch; b++) {
         oracle_dsv4_scores(x, q + b * x->queries * x->heads * x->width, c->keys + b * x->entries * x->width,
@@ -83,10 +113,11 @@ static void check_case(const index_case *c)
             const int64_t row = b * x->queries + t;
             check_list(scores + b * n + t * x->entries,
                        oracle_dsv4_visible(x->entries, x->ratio, x->start + t), c->top_k,
-                       idx + row * c->top_k, count[row]);
+                       idx + row * c->top_k, count[row], tolerance(c, 1e-5));
         }
     }
-    if (out != NULL) test_check("scores", out, scores, c->batch * n, test_forward_bound(QUERN_F32));
+    if (out != NULL) test_check("scores", out, scores, c->batch * n,
+                                tolerance(c, test_forward_bound(QUERN_F32)));
     for (int i = 0; i < INDEX_TENSORS; i++) {
         if (c->t[i].buffer == NULL) continue;
         if (i <= INDEX_W) test_tensor_check_unchanged(&c->t[i], names[i]);
@@ -128,6 +159,7 @@ static void threads_and_cuts_change_no_bit(void **state)
         index_case c = index_case_make(
             &random, &x, 2, trial % 4 < 2 ? 7 : 400, (quern_dsv4_format)(trial % 3 == 0 ? 0 : trial % 4),
             trial % 5 ? QUERN_BF16 : QUERN_F32, trial % 5 ? QUERN_BF16 : QUERN_F32, true);
+        if (is_fp8(c.format) && trial > 6) c.products = QUERN_DSV4_INDEX_FP8;
         if (released) index_case_align_keys(&c, &random); /* one kernel for any cut of the queries */
         test_tensor first[INDEX_TENSORS];
         for (int32_t threads = 1; threads <= 4; threads++) {
@@ -183,6 +215,7 @@ static void released_shapes(void **state)
         index_case c = index_case_make(&random, &x, i < 8 ? 1 : 1 + i % 2, top_k[i / 2 % 4],
                                        (quern_dsv4_format)(i % 4), dtype, dtype, i % 3 != 0);
         if (i % 5 != 4) index_case_align_keys(&c, &random);
+        if (is_fp8(c.format) && i % 8 > 3) c.products = QUERN_DSV4_INDEX_FP8;
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
         index_case_run(&c, ctx);
         check_case(&c);
@@ -196,12 +229,14 @@ static void released_shapes(void **state)
 static void special_rows_of_bytes(void **state)
 {
     (void)state;
-    for (int i = 0; i < (INDEX_ON_GPU ? 6 : 4); i++) { /* a CPU refuses NaN as a scale of FP4 */
+    for (int n = 0; n < (INDEX_ON_GPU ? 10 : 8); n++) { /* a CPU refuses NaN as a scale of FP4 */
+        const int i = n % 4 + n / 8 * 4;
         test_random random = {(uint64_t)i + 31};
         const oracle_indexer x = {
             .queries = i % 2 ? 1 : 5, .heads = 64, .width = 128, .entries = 300, .ratio = 1, .start = 299};
         const quern_dsv4_format format = i / 2 == 2 ? QUERN_DSV4_FP4 : QUERN_DSV4_FP8;
         index_case c = index_case_make(&random, &x, 1, 299, format, QUERN_BF16, QUERN_BF16, true);
+        if (n >= 4 && n < 8) c.products = QUERN_DSV4_INDEX_FP8;
         index_case_align_keys(&c, &random);
         const quern_tensor *k = &c.t[INDEX_K].view;
         unsigned char *row = (unsigned char *)k->data + 77 * k->strides[1];
@@ -229,6 +264,42 @@ static void special_rows_of_bytes(void **state)
         quern_context_destroy(ctx);
         index_case_free(&c);
     }
+}
+
+/* Queries that cannot be rounded, and keys that products in FP8 do not take, are refused. */
+static void what_is_rounded(void **state)
+{
+    (void)state;
+    test_random random = {77};
+    const oracle_indexer x = {.queries = 3, .heads = 2, .width = 32, .entries = 9, .ratio = 1, .start = 8};
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+    for (int format = QUERN_DSV4_ROWS; format <= QUERN_DSV4_FP4; format++) {
+        index_case c = index_case_make(&random, &x, 1, 4, (quern_dsv4_format)format, QUERN_BF16, QUERN_BF16,
+                                       true);
+        c.products = QUERN_DSV4_INDEX_FP8;
+        const quern_dsv4_index_params p = index_case_params(&c);
+        const quern_dsv4_index_tensors t = index_case_tensors(&c);
+        if (!is_fp8(c.format)) {
+            index_case_refused(&c, ctx, &p, &t, "products is fp8: beside key_format fp8");
+        } else if (!INDEX_ON_GPU) { /* there it is a bit of the status word */
+            double *q = test_tensor_get(&c.t[INDEX_Q]);
+            q[4 * 32 + 7] = INFINITY;
+            test_tensor_set(&c.t[INDEX_Q], q);
+            memcpy(c.t[INDEX_Q].snapshot, c.t[INDEX_Q].buffer, c.t[INDEX_Q].bytes);
+            size_t bytes;
+            assert_int_equal(quern_dsv4_index_workspace(ctx, &p, &t, &bytes), QUERN_OK);
+            test_workspace w = test_workspace_make(bytes);
+            assert_int_equal(quern_dsv4_index(ctx, NULL, &p, &t, w.data, bytes), QUERN_ERR_INVALID_ARGUMENT);
+            if (strstr(quern_last_error(ctx), "q") == NULL || strstr(quern_last_error(ctx), "135") == NULL)
+                fail_msg("%s", quern_last_error(ctx));
+            for (int i = 0; i < INDEX_TENSORS; i++)
+                test_tensor_check_unchanged(&c.t[i], "a tensor of a refused call");
+            test_workspace_close(&w);
+            free(q);
+        }
+        index_case_free(&c);
+    }
+    quern_context_destroy(ctx);
 }
 
 static void golden_layer(void **state)
@@ -380,6 +451,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_calls),    cmocka_unit_test(threads_and_cuts_change_no_bit),
         cmocka_unit_test(released_shapes), cmocka_unit_test(special_rows_of_bytes),
+        cmocka_unit_test(what_is_rounded),
         cmocka_unit_test(golden_layer),    cmocka_unit_test(ties_and_nonfinite_scores),
         cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -67,6 +67,30 @@ __device__ __forceinline__ void load_query(const index_kernel &a, const pieces &
         m.w[h] = h < a.heads ? index_weight(a, b, query, h) : 0.0f;
 }
 
+/* A query that is loaded as bf16 of the nearest codes, whose scales go to the weights; a thread a head. */
+static __device__ __noinline__ void round_query(const index_kernel &a, const pieces &p, char *q, float *w)
+{
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    for (int h = threadIdx.x; h < a.heads; h += THREADS) {
+        float most = 0.0f;
+        for (int pass = 0; pass < 2; pass++) {
+            const float scale = index_round_scale(most);
+            for (int c = 0; c < a.width; c += 2) {
+                uint32_t *const at = (uint32_t *)(q + chunk_at(p.heads, h, c / 8) + c % 8 * 2);
+                const float x = index_finite(a, __uint_as_float(*at << 16)),
+                            y = index_finite(a, __uint_as_float(*at & 0xffff0000));
+                if (pass == 0) most = fmaxf(most, fmaxf(fabsf(x), fabsf(y)));
+                else
+                    *at = e4m3_bf16x2(two_e4m3(__fdiv_rn(x, scale), __fdiv_rn(y, scale)), 0);
+            }
+        }
+        w[h] *= index_round_scale(most);
+    }
+    __syncthreads();
+}
+
 /* Keys [first, first + 64) into a buffer; two lanes a row. */
 template <typename T>
 __device__ __forceinline__ void load_keys(const index_kernel &a, const pieces &p, block &m, int b, int first,
@@ -155,6 +179,7 @@ __global__ void __launch_bounds__(THREADS)
     const int b = blockIdx.x / a.queries, query = a.queries - 1 - (blockIdx.x - b * a.queries),
               seen = index_seen(a, b, query), tiles = (seen + KEYS - 1) / KEYS;
     load_query<T>(a, p, m, b, query);
+    if (a.rounded) round_query(a, p, m.q, m.w);
     if (tiles > 0) load_keys<T>(a, p, m, b, 0, 0);
     for (int t = 0; t < tiles; t++) {
         if (t + 1 < tiles) load_keys<T>(a, p, m, b, (t + 1) * KEYS, (t + 1) & 1);

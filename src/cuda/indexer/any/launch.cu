@@ -25,7 +25,8 @@ static size_t indexer_any_bytes(const stage_exec *, const indexer_args *args)
 static quern_status indexer_any_run(const stage_exec *exec, const indexer_args *args, void *workspace)
 {
     if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
-    const index_kernel a = index_kernel_of(args, room_at<char>(workspace));
+    index_kernel a = index_kernel_of(args, room_at<char>(workspace));
+    a.status = exec->status;
     quern_status status = index_spread_rows(exec, args, a);
     if (status == QUERN_OK) status = index_report(exec, a);
     if (status != QUERN_OK) return status;

@@ -34,6 +34,32 @@ __device__ __forceinline__ void store_channels(char *tile, int row, int c, uint4
     }
 }
 
+/* The same of a query that is rounded: its codes, whose scale the head's weight takes. 16 lanes have a head.
+ * In a step of 32 channels lane l of four has those at 4 l and at 16 + 4 l: eight of its 32. */
+template <int TILE>
+__device__ __forceinline__ float store_codes(const index_kernel &a, char *tile, int row, int c, uint4 x)
+{
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    float v[8], most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        v[i] = index_finite(a, __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000 : words[i / 2] << 16));
+        most = fmaxf(most, fabsf(v[i]));
+    }
+#pragma unroll
+    for (int by = 1; by < 16; by *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, by));
+    const float scale = index_round_scale(most);
+    if (row < 0) return scale;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float *y = v + half * 4;
+        const uint32_t codes = two_e4m3(__fdiv_rn(y[0], scale), __fdiv_rn(y[1], scale)) |
+                               (uint32_t)two_e4m3(__fdiv_rn(y[2], scale), __fdiv_rn(y[3], scale)) << 16;
+        *(uint32_t *)(tile + tile_at<TILE>(row, c % 32 / 8 * 2 + half) + c / 32 * 4) = codes;
+    }
+    return scale;
+}
+
 template <typename T> __device__ __forceinline__ uint4 load_channels(const T *from, bool here, bool wide)
 {
     uint4 x = make_uint4(0, 0, 0, 0);
@@ -68,12 +94,23 @@ __device__ __forceinline__ void feed_queries(const index_kernel &a, const key_fe
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const int row = row0 + i * ROWS_AT_ONCE;
-                if (row < Q * HEADS)
+                if constexpr (KIND == CODES) {
+                    const bool is_row = row < Q * HEADS;
+                    const float scale =
+                        store_codes<S::TILE>(a, (char *)m.q[at.stage][is_row ? row / S::TILE : 0],
+                                             is_row ? row % S::TILE : -1, c, held[i]);
+                    const int query = row / HEADS;
+                    if (is_row && c == 0)
+                        m.w[at.stage][query][row % HEADS] =
+                            x.query + query < a.queries
+                                ? index_weight(a, x.b, x.query + query, row % HEADS) * scale
+                                : 0.0f;
+                } else if (row < Q * HEADS)
                     store_channels<KIND, S::TILE>((char *)m.q[at.stage][row / S::TILE], row % S::TILE, c,
                                                   held[i]);
             }
         }
-        for (int i = t; i < Q * HEADS; i += Q_FILLERS) {
+        for (int i = t; KIND != CODES && i < Q * HEADS; i += Q_FILLERS) {
             const int query = x.query + i / HEADS;
             m.w[at.stage][i / HEADS][i % HEADS] =
                 query < a.queries ? index_weight(a, x.b, query, i % HEADS) : 0.0f;

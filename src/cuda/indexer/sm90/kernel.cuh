@@ -10,7 +10,24 @@
 namespace sm90_indexer
 {
 
+/* Registers of a thread's keys, as many as the products have steps. */
+template <key_kind KIND> constexpr int steps_of()
+{
+    return KIND == CODES ? STEPS / 2 : STEPS;
+}
+
 /* Begins the products of 64 keys with the heads of a tile. */
+template <typename T, int TILE>
+__device__ __forceinline__ void multiply(float (&c)[TILE / 8][4], const uint32_t (&keys)[STEPS / 2][4],
+                                         uint32_t tile)
+{
+    const uint64_t heads = wg_fresh(wg_tile(tile, 0));
+    wg_start();
+    wgmma_rs_e4m3<TILE, false>(c, keys[0], heads);
+#pragma unroll
+    for (int i = 1; i < STEPS / 2; i++) wgmma_rs_e4m3<TILE, true>(c, keys[i], wg_further(heads, i * 32));
+    wg_commit();
+}
 template <typename T, int TILE>
 __device__ __forceinline__ void multiply(float (&c)[TILE / 8][4], const uint32_t (&keys)[STEPS][4],
                                          uint32_t tile)
@@ -77,7 +94,7 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f,
         m.queries.wait_full(q);
         for (int s = 0; s < stages; s++) {
             float first[16][4], second[16][4], scale[2];
-            uint32_t keys[STEPS][4];
+            uint32_t keys[steps_of<KIND>()][4];
             m.keys.wait_full(at);
             read_keys(keys, scale, a, f, m, at.stage, row0);
             give_back_keys(m, at);
@@ -117,7 +134,7 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f, 
         for (int s = (own / 2) ^ (met & 1); s < x.stages; s += 2) {
             const ring_place<STAGES> at = ring_place<STAGES>::of(met + s);
             float sums[8][4], scale[2];
-            uint32_t keys[STEPS][4];
+            uint32_t keys[steps_of<KIND>()][4];
             m.keys.wait_full(at);
             read_keys(keys, scale, a, f, m, at.stage, row0);
             give_back_keys(m, at);

@@ -16,7 +16,7 @@ enum {
 
 static key_kind kind_of(const indexer_args *args)
 {
-    return args->format == ENTRY_ROWS ? ROWS : args->format == ENTRY_FP4 ? FP4 : FP8;
+    return args->format == ENTRY_ROWS ? ROWS : args->format == ENTRY_FP4 ? FP4 : args->rounded ? CODES : FP8;
 }
 
 /* Queries of a sequence; a varlen batch is one of single queries. */
@@ -126,6 +126,7 @@ static quern_status run_kind(const stage_exec *exec, const indexer_args *args, c
                              const key_feed &f, const CUtensorMap &map, bool one)
 {
     switch (kind_of(args)) {
+    case CODES: return indexer_codes(exec, a, f, map, one);
     case FP8: return indexer_fp8(exec, a, f, map, one);
     case FP4: return indexer_fp4(exec, a, f, map, one);
     default: break;
@@ -154,7 +155,8 @@ static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args 
 {
     if (args->q.shape[0] == 0 || args->q.shape[1] == 0) return QUERN_OK;
     char *const memory = room_at<char>(workspace);
-    const index_kernel a = index_kernel_of(args, memory);
+    index_kernel a = index_kernel_of(args, memory);
+    a.status = exec->status;
     const int piece = piece_of(args);
     quern_status status = index_spread_rows(exec, args, a);
     if (status == QUERN_OK) status = index_report(exec, a);

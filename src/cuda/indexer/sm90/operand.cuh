@@ -36,7 +36,7 @@ __device__ __forceinline__ void read_words(key_words<KIND> &x, uint32_t tile, in
     constexpr int CODES = codes_of(KIND), WORDS = CODES / 16;
     const int lane = threadIdx.x % 32, row = row0 + lane / 4, own = lane % 4 * WORDS * 4;
     if (apart) {
-        const bool odd = KIND == FP8 && (lane / 4 & 1) != 0; /* its halves the other way round */
+        const bool odd = codes_of(KIND) == WIDTH && (lane / 4 & 1) != 0; /* its halves the other way round */
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const uint32_t at = tile + (row + h * 8) * CODES + own;
@@ -86,6 +86,19 @@ __device__ __forceinline__ void widen(uint32_t (&to)[STEPS][4], float (&scale)[2
     }
 }
 
+/* Codes that are multiplied as they are: two words of eight a step; a negative scale turns their signs. */
+__device__ __forceinline__ void widen(uint32_t (&to)[STEPS / 2][4], float (&scale)[2],
+                                      const key_words<CODES> &x)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint32_t turned = (uint32_t)((int32_t)x.scale[h] >> 31) & 0x80808080;
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) to[i / 2][h + i % 2 * 2] = x.code[h][i] ^ turned;
+        scale[h] = __uint_as_float(x.scale[h] & 0x7fffffff);
+    }
+}
+
 /* FP4: a thread's channels have one scale; the largest of the row multiplies the score, and the codes are
  * multiplied by the ratio of their own to it. */
 __device__ __forceinline__ void widen(uint32_t (&to)[STEPS][4], float (&scale)[2], const key_words<FP4> &x)
@@ -111,8 +124,8 @@ __device__ __forceinline__ void widen(uint32_t (&to)[STEPS][4], float (&scale)[2
 }
 
 /* 16 rows from row0 on of a stage, and what multiplies their scores. */
-template <typename T, key_kind KIND, int Q, int STAGES>
-__device__ __forceinline__ void read_keys(uint32_t (&to)[STEPS][4], float (&scale)[2], const index_kernel &a,
+template <typename T, key_kind KIND, int Q, int STAGES, int N>
+__device__ __forceinline__ void read_keys(uint32_t (&to)[N][4], float (&scale)[2], const index_kernel &a,
                                           const key_feed &f, fed<T, KIND, Q, STAGES> &m, int stage, int row0)
 {
     const int lane = threadIdx.x % 32;

@@ -14,6 +14,8 @@
  *   choose   four queries: a warp each appends the scores that beat its k-th best (topk.cuh). One query:
  *            its scores go to memory, where pick.cu finds the best
  *
+ * Where queries are rounded to FP8, its codes are multiplied by the keys' codes as they are.
+ *
  * The order of channels within the products is that in which a thread finds its codes (feed.cuh).
  *
  * Where the items are few, keys are cut into shares by what the last query of a tile sees; of four queries a
@@ -34,7 +36,7 @@
 namespace sm90_indexer
 {
 
-enum key_kind { ROWS, FP8, FP4 };
+enum key_kind { ROWS, FP8, FP4, CODES /* of FP8, multiplied as they are */ };
 
 enum {
     MOST_QUERIES = 4,
@@ -57,7 +59,7 @@ template <> struct crew<1> {
 /* Bytes of a row's codes, and of its scales. */
 __host__ __device__ constexpr int codes_of(key_kind kind)
 {
-    return kind == FP8 ? WIDTH : WIDTH / 2;
+    return kind == FP8 || kind == CODES ? WIDTH : WIDTH / 2;
 }
 enum { SCALE_BYTES = 4 };
 __host__ __device__ constexpr int stage_bytes(key_kind kind)
@@ -87,7 +89,7 @@ __device__ __forceinline__ int share_keys(int seen, int shares)
 /* Stages of keys; of one query an even number, so that the same warpgroups use a stage in every turn. */
 template <key_kind KIND, int Q> constexpr int stages_of(bool long_lists)
 {
-    return Q == 1 ? (KIND == ROWS ? 4 : KIND == FP8 ? 8 : 10) : KIND == ROWS && long_lists ? 2 : 3;
+    return Q == 1 ? (KIND == ROWS ? 4 : KIND == FP4 ? 10 : 8) : KIND == ROWS && long_lists ? 2 : 3;
 }
 /* Of four queries the room of a list, and the longest list: between two cuts there are at least 128 appended
  * scores, a cut may leave SPARE, and a stage adds up to 128. */
@@ -109,7 +111,7 @@ template <typename T, key_kind KIND, int Q, int STAGES> struct fed {
     static constexpr int ROUNDS = Q == 1 ? 2 : 1, /* of queries */
         TILE = Q == 1 ? HEADS : 2 * HEADS, TILES = Q == 1 ? 1 : Q / 2;
     alignas(1024) char k[STAGES][stage_bytes(KIND)];
-    alignas(1024) T q[ROUNDS][TILES][PANELS][TILE][64];
+    alignas(1024) T q[ROUNDS][TILES][KIND == CODES ? 1 : PANELS][TILE][64];
     float w[ROUNDS][Q][HEADS];
     uint32_t here[STAGES]; /* which pieces of a stage there are */
     ring<STAGES> keys;
@@ -158,7 +160,7 @@ __device__ __forceinline__ int64_t part_at(const index_kernel &a, const key_feed
 
 typedef quern_status instance(const stage_exec *exec, const index_kernel &a, const key_feed &f,
                               const CUtensorMap &map, bool one);
-instance indexer_bf16, indexer_f16, indexer_fp8, indexer_fp4;
+instance indexer_bf16, indexer_f16, indexer_fp8, indexer_fp4, indexer_codes;
 quern_status merge_shares(const stage_exec *exec, const index_kernel &a, const key_feed &f);
 quern_status pick_best(const stage_exec *exec, const index_kernel &a, const key_feed &f);
 
