@@ -4,8 +4,11 @@
 #include "bench.h"
 
 #include "command.h"
+#include "device.h"
+#include "values.h"
 
-#include <stdlib.h>
+#include <quern/cuda.h>
+
 #include <string.h>
 
 static bool is_loss(const bench_case *c)
@@ -51,7 +54,8 @@ int bench_prepare_lists(bench_run *r, quern_context *ctx)
     params.nsa.selection = QUERN_NSA_LIST_INDEXED;
     params.nsa.select_block = select_block(c);
     params.nsa.num_selected = bench_extent_of(c, "num-selected");
-    quern_tensor o = quern_tensor_contiguous(NULL, q->dtype, q->ndim, q->shape);
+    const int device = r->job.device;
+    quern_tensor o = device_tensor(device, NULL, q->dtype, q->ndim, q->shape);
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
     t.q = q;
     t.k = t.v = k;
@@ -62,14 +66,14 @@ int bench_prepare_lists(bench_run *r, quern_context *ctx)
     t.o = &o;
     if ((status = quern_nsa_forward_workspace(ctx, &params.nsa, &t, &bytes)) != QUERN_OK)
         return fail_status(status);
-    void *workspace = malloc(bytes + 1);
-    o.data = malloc(
-        (size_t)(q->shape[0] * q->shape[1] * q->shape[2] * q->shape[3]) * quern_dtype_size(q->dtype) + 1);
+    void *workspace = device_take(device, bytes + 1);
+    o.data = device_take(device, (size_t)value_count(q) * quern_dtype_size(q->dtype) + 1);
     if (workspace != NULL && o.data != NULL)
         status = quern_nsa_forward(ctx, NULL, &params.nsa, &t, workspace, bytes);
     const bool room = workspace != NULL && o.data != NULL;
-    free(workspace);
-    free(o.data);
+    if (status == QUERN_OK && device == QUERN_CUDA) status = quern_cuda_synchronize(0, NULL);
+    device_free(device, workspace);
+    device_free(device, o.data);
     if (!room) return fail(EXIT_MACHINE, "no memory to choose the lists");
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
