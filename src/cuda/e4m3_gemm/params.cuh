@@ -109,9 +109,10 @@ struct e4m3_round_params {
     const void *x;
     quern_dtype dtype;
     int64_t x_row, tokens, groups, k;
-    bool wide;    /* rows allow loads of four */
-    void *out;    /* [T][out_row]: floats [groups][K], or codes [groups][runs][128] */
-    float *scale; /* [groups runs][scale_row], or NULL */
+    bool wide;      /* rows allow loads of four */
+    bool very_wide; /* and of sixteen, 16 bytes at a time */
+    void *out;      /* [T][out_row]: floats [groups][K], or codes [groups][runs][128] */
+    float *scale;   /* [groups runs][scale_row], or NULL */
     int64_t out_row, scale_row;
     int32_t *status;
 };
@@ -125,6 +126,7 @@ static inline e4m3_round_params e4m3_round_params_of(const e4m3_params &p, const
     r.groups = p.groups;
     r.k = p.in;
     r.wide = p.in % 4 == 0 && rows_aligned(a, 4 * bytes_of(p.a_dtype));
+    r.very_wide = p.in % 16 == 0 && rows_aligned(a, 16);
     r.status = p.status;
     return r;
 }

@@ -1,7 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* round.cu - rows rounded to e4m3, a warp a run of 128: s = amax / 448, or 1 where that is 0, and x becomes
- * s e4m3(x / s), or the two factors. Limit: copy rate. */
+ * s e4m3(x / s), or the two factors. Rows of 16 bits to codes, of sixteen values a load: eight lanes a run,
+ * each with runs of two rows. Limit: copy rate. */
+#include "common/quotient.cuh"
 #include "e4m3_gemm/params.cuh"
 
 enum { THREADS = 256, WARPS = THREADS / 32, EACH = 4 };
@@ -73,11 +75,109 @@ __global__ void __launch_bounds__(THREADS) e4m3_round(const __grid_constant__ e4
     }
 }
 
+/* ---- rows of 16 bits to codes ---- */
+
+enum {
+    MANY = 16,                 /* values of a lane */
+    LANES = E4M3_GROUP / MANY, /* of a run */
+    RUNS_AT_ONCE = THREADS / LANES,
+    ROWS_AT_ONCE = 2
+};
+
+/* The bits of a run's largest magnitude, two halves of a word at a time. */
+__device__ __forceinline__ uint32_t largest_magnitude(const uint32_t (&word)[MANY / 2])
+{
+    uint32_t most = word[0] & 0x7fff7fff;
+#pragma unroll
+    for (int i = 1; i < MANY / 2; i++) most = __vmaxu2(most, word[i] & 0x7fff7fff);
+#pragma unroll
+    for (int apart = LANES / 2; apart > 0; apart /= 2)
+        most = __vmaxu2(most, __shfl_xor_sync(~0u, most, apart));
+    return max(most & 0xffff, most >> 16);
+}
+
+/* The same; what is not finite becomes 0. */
+template <typename T>
+__device__ __forceinline__ uint32_t largest_of(uint32_t (&word)[MANY / 2], int32_t *status)
+{
+    const uint32_t infinite = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
+    const uint32_t most = largest_magnitude(word);
+    if (!__any_sync(~0u, most >= infinite)) return most;
+    if (most >= infinite) raise_status(status, QUERN_STATUS_NOT_FINITE);
+#pragma unroll
+    for (int i = 0; i < MANY / 2; i++) {
+        if ((word[i] & 0x7fff) >= infinite) word[i] &= 0xffff0000;
+        if ((word[i] >> 16 & 0x7fff) >= infinite) word[i] &= 0xffff;
+    }
+    return largest_magnitude(word);
+}
+
+template <typename T>
+__device__ __forceinline__ void round_run(const e4m3_round_params &p, uint32_t (&word)[MANY / 2], int64_t row,
+                                          int run, int lane)
+{
+    const uint32_t most = largest_of<T>(word, p.status);
+    float scale = __fdiv_rn(unpack2<T>(most).x, 448.0f), x[MANY];
+    uint32_t codes[MANY / 4];
+    if (scale == 0.0f) scale = 1.0f;
+#pragma unroll
+    for (int i = 0; i < MANY / 2; i++) {
+        const float2 two = unpack2<T>(word[i]);
+        x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
+    divide_all(x, scale);
+#pragma unroll
+    for (int i = 0; i < MANY / 4; i++)
+        codes[i] = two_e4m3(x[4 * i], x[4 * i + 1]) | (uint32_t)two_e4m3(x[4 * i + 2], x[4 * i + 3]) << 16;
+    uint8_t *const to = (uint8_t *)p.out + row * p.out_row + (int64_t)run * E4M3_GROUP + lane * MANY;
+    *(uint4 *)to = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+    if (lane == 0) p.scale[run * p.scale_row + row] = scale;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) e4m3_round_codes(const __grid_constant__ e4m3_round_params p)
+{
+    const int runs = (int)((p.k + E4M3_GROUP - 1) / E4M3_GROUP), all = (int)p.groups * runs,
+              parts = (all + RUNS_AT_ONCE - 1) / RUNS_AT_ONCE, block = blockIdx.x, lane = threadIdx.x % LANES,
+              own = block % parts * RUNS_AT_ONCE + threadIdx.x / LANES, run = min(own, all - 1),
+              group = run / runs, k = (run - group * runs) * E4M3_GROUP + lane * MANY;
+    const int64_t row0 = (int64_t)(block / parts) * ROWS_AT_ONCE;
+    uint4 words[ROWS_AT_ONCE][2] = {};
+    let_next_start();
+#pragma unroll
+    for (int r = 0; r < ROWS_AT_ONCE; r++) {
+        const uint16_t *const from =
+            (const uint16_t *)p.x + min(row0 + r, p.tokens - 1) * p.x_row + group * p.k + k;
+        if (k >= p.k) continue;
+        words[r][0] = __ldcs((const uint4 *)from);
+        words[r][1] = __ldcs((const uint4 *)from + 1);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS_AT_ONCE; r++) {
+        uint32_t word[MANY / 2] = {words[r][0].x, words[r][0].y, words[r][0].z, words[r][0].w,
+                                   words[r][1].x, words[r][1].y, words[r][1].z, words[r][1].w};
+        /* A run or row that is not there is another's, which gives the same. */
+        round_run<T>(p, word, min(row0 + r, p.tokens - 1), run, lane);
+    }
+}
+
+static bool launch_codes(const e4m3_round_params &p, cudaStream_t stream)
+{
+    const int64_t all = p.groups * ((p.k + E4M3_GROUP - 1) / E4M3_GROUP),
+                  parts = (all + RUNS_AT_ONCE - 1) / RUNS_AT_ONCE,
+                  blocks = (p.tokens + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * parts;
+    if (p.scale == NULL || p.dtype == QUERN_F32 || !p.very_wide || blocks > INT32_MAX) return false;
+    if (p.dtype == QUERN_BF16) e4m3_round_codes<bf16><<<(unsigned)blocks, THREADS, 0, stream>>>(p);
+    else e4m3_round_codes<f16><<<(unsigned)blocks, THREADS, 0, stream>>>(p);
+    return true;
+}
+
 quern_status e4m3_round_rows(const e4m3_round_params &p, cudaStream_t stream)
 {
     const int64_t all = p.tokens * p.groups * ((p.k + E4M3_GROUP - 1) / E4M3_GROUP),
                   blocks = (all + WARPS - 1) / WARPS;
     if (blocks == 0) return QUERN_OK;
+    if (launch_codes(p, stream)) return LAUNCHED("e4m3_gemm, rows rounded");
     e4m3_round<<<(unsigned)(blocks < INT32_MAX ? blocks : INT32_MAX), THREADS, 0, stream>>>(p);
     return LAUNCHED("e4m3_gemm, rows rounded");
 }

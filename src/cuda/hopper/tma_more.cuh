@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* tma_more.cuh - bulk copies of boxes to all blocks of a cluster, and into L2 alone. */
+/* tma_more.cuh - bulk copies of boxes to all blocks of a cluster. */
 #ifndef QUERN_CUDA_HOPPER_TMA_MORE_CUH
 #define QUERN_CUDA_HOPPER_TMA_MORE_CUH
 
@@ -21,13 +21,6 @@ __device__ __forceinline__ void tma_load_all(uint16_t blocks, uint32_t to, const
 __device__ __forceinline__ void cluster_arrive_read(uint32_t bar)
 {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-/* Asks L2 for a box; nothing is read. */
-__device__ __forceinline__ void tma_ask(const CUtensorMap &map, int column, int head, int token, int batch)
-{
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
-                 "r"(column), "r"(head), "r"(token), "r"(batch)
-                 : "memory");
 }
 
 #endif

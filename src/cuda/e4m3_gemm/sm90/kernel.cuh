@@ -10,8 +10,7 @@
  *
  * Of few tiles the runs are shared by up to 8 blocks of a cluster. They keep each run's sums in shared memory
  * and then add them in the order of the runs, each block for some rows, so the bits are those of one block.
- * TOKENS, 8 to 128, is the width of the products and changes no bit either. A run's widening takes 230
- * instructions a warp, its products 4 TOKENS clocks a warpgroup.
+ * TOKENS, 8 to 128, is the width of the products and changes no bit either.
  *
  * Registers at 128 tokens: 64 + 64 sums, 2 x 32 of operands. Shared memory of a stage: 16 KiB of W, 256 bytes
  * a token. Limits: W's bytes over the read rate; tensor cores.
@@ -19,13 +18,12 @@
 #ifndef QUERN_CUDA_E4M3_GEMM_SM90_KERNEL_CUH
 #define QUERN_CUDA_E4M3_GEMM_SM90_KERNEL_CUH
 
-#include "e4m3_gemm/sm90/tiles.cuh"
+#include "e4m3_gemm/sm90/widen.cuh"
 
 namespace sm90_e4m3
 {
 
 enum {
-    STEPS = RUN / 16,
     FEW_REGISTERS = 40,
     MANY_REGISTERS = 232,
     PARTS_BYTES = 64 * 1024,
@@ -81,63 +79,6 @@ __device__ __forceinline__ void feed(const product_params &q, const CUtensorMap 
             tma_load(smem_address(m.a[at.stage][1]), a, bar, from + 64, 0, (int)t.token, 0);
             at.advance();
         }
-    }
-}
-
-/* ---- widening ---- */
-
-__device__ __forceinline__ uint32_t two_codes(uint32_t address)
-{
-    uint16_t x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
-    return x;
-}
-
-/* Two codes in the low bytes, none of them NaN. */
-template <typename T> __device__ __forceinline__ uint32_t widen(uint32_t codes);
-template <> __device__ __forceinline__ uint32_t widen<bf16>(uint32_t codes)
-{
-    const uint32_t high = __byte_perm(codes, 0, 0x1404);
-    return times_bf16x2((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80);
-}
-template <> __device__ __forceinline__ uint32_t widen<__half>(uint32_t codes)
-{
-    const uint32_t high = __byte_perm(codes, 0, 0x1404),
-                   bits = (high & 0x80008000) | (high >> 1 & 0x3f803f80);
-    const __half2 value = __hmul2(*(const __half2 *)&bits, __half2half2(__ushort_as_half(0x5c00)));
-    return *(const uint32_t *)&value;
-}
-
-template <typename T> __device__ __forceinline__ uint32_t nan_where(uint32_t codes)
-{
-    const uint32_t nan = __is_same(T, bf16) ? 0x7fc0 : 0x7e00;
-    return ((codes & 0x7f) == 0x7f ? nan : 0) | ((codes & 0x7f00) == 0x7f00 ? nan << 16 : 0);
-}
-
-/* A run of a thread's rows as the first operand: `rows` are the warp's, in shared memory. */
-template <typename T> __device__ __forceinline__ void load_operand(uint32_t (&a)[STEPS][4], const char *rows)
-{
-    const int lane = threadIdx.x % 32, row = lane / 4;
-    const uint32_t from = smem_address(rows) + row * 128 + (row << 4) + lane % 4 * 2;
-    uint32_t nan = 0;
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        const uint32_t at = from ^ s << 4;
-        const uint32_t x[4] = {two_codes(at), two_codes(at + 8 * 128), two_codes(at + 8),
-                               two_codes(at + 8 * 128 + 8)};
-        const uint32_t low = x[0] | x[2] << 16, high = x[1] | x[3] << 16;
-        nan |= ((low & 0x7f7f7f7f) + 0x01010101) | ((high & 0x7f7f7f7f) + 0x01010101);
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[s][i] = widen<T>(x[i]);
-    }
-    if (!__any_sync(~0u, nan & 0x80808080)) return;
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        const uint32_t at = from ^ s << 4;
-        a[s][0] |= nan_where<T>(two_codes(at));
-        a[s][1] |= nan_where<T>(two_codes(at + 8 * 128));
-        a[s][2] |= nan_where<T>(two_codes(at + 8));
-        a[s][3] |= nan_where<T>(two_codes(at + 8 * 128 + 8));
     }
 }
 
@@ -200,19 +141,17 @@ __device__ __forceinline__ void step(const product_params &q, shared<TOKENS> &m,
                                      const uint32_t (&a)[STEPS][4], uint32_t (&next)[STEPS][4],
                                      float (&c)[TOKENS / 8][4])
 {
+    const bool kept = form<TOKENS>::SPLITS && q.shares > 1;
     float part[TOKENS / 8][4];
-    const row_scales s = scales_at(q, t, warpgroup, run);
+    const row_scales s = kept ? row_scales{} : scales_at(q, t, warpgroup, run);
     start_run<T, TOKENS>(part, a, smem_address(m.a[walk.at.stage][0]));
     if (run + 1 < r.end) take_operand<T>(next, m, walk, warpgroup);
     wg_wait<0>(part);
     m.stages.give_back(walk.at);
     walk.at.advance();
     if constexpr (form<TOKENS>::SPLITS)
-        if (q.shares > 1) {
-            keep_run<TOKENS>(part, m, run - r.first, warpgroup);
-            return;
-        }
-    add_run(c, part, s);
+        if (kept) keep_run<TOKENS>(part, m, run - r.first, warpgroup);
+    if (!kept) add_run(c, part, s);
 }
 
 template <typename T, int TOKENS>
@@ -250,15 +189,17 @@ __device__ __forceinline__ void fold_row(const product_params &q, shared<TOKENS>
     const int64_t column = t.column + row, at = t.group * q.p.out + column;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (column >= q.p.out) return;
-#pragma unroll 8
-    for (int run = 0; run < q.runs; run++) {
-        const uint32_t from = smem_address(&m.parts[run % each][row][token]);
-        const float4 x = cluster_load(cluster_address(from, (uint32_t)(run / each)));
-        const float s = q.p.scales.at(at, (int64_t)run * RUN, q.p.status);
-        sum.x = fmaf(s, x.x, sum.x);
-        sum.y = fmaf(s, x.y, sum.y);
-        sum.z = fmaf(s, x.z, sum.z);
-        sum.w = fmaf(s, x.w, sum.w);
+    for (int run = 0; run < q.runs; run += each) {
+        const uint32_t from = cluster_address(smem_address(&m.parts[0][row][token]), (uint32_t)(run / each));
+#pragma unroll 4
+        for (int i = 0; i < min(each, q.runs - run); i++) {
+            const float s = q.p.scales.at(at, (int64_t)(run + i) * RUN, q.p.status);
+            const float4 x = cluster_load(from + i * (uint32_t)sizeof m.parts[0]);
+            sum.x = fmaf(s, x.x, sum.x);
+            sum.y = fmaf(s, x.y, sum.y);
+            sum.z = fmaf(s, x.z, sum.z);
+            sum.w = fmaf(s, x.w, sum.w);
+        }
     }
     const float bias = q.p.bias.p != NULL ? q.p.bias.at(at) : 0.0f, all[4] = {sum.x, sum.y, sum.z, sum.w};
     for (int i = 0; i < 4; i++)

@@ -4,22 +4,23 @@
  * kernel.cuh - the product of one row of 16 bits with e4m3 weights on Hopper. A block makes 32 columns of c.
  *
  *   feed      one thread copies runs of 32 rows of W into stages
- *   multiply  eight warps, each with 16 rows of W and a run of its own. The products of a warpgroup share
- *             their second operand, whose 8 columns are here 8 runs of the row: a warp keeps the column of
- *             its run. So each run is summed from zero by the same instructions as in the kernels of more
- *             rows, and the runs are then added in order: c has the bits that it has among other rows.
+ *   multiply  sixteen warps, each with 16 rows of W and every eighth run. A run is summed from zero by
+ *             products of 16 rows and 16 of the sum, whose eight columns are the same row of a, and the runs
+ *             are then added in order: c has the bits that it has among other rows.
  *
- * The kernel may start while the one before it on the stream still runs, and lets the next one do so. Until
- * that one has ended it asks L2 for W alone, and reads and writes nothing.
+ * The tensor core adds the 16 products of a step at once, so their order within it is free: a lane takes four
+ * codes that follow one another, and x as it stands.
  *
- * Shared memory: 64 KiB of W, 256 bytes each of x, sums and scales a run: two blocks of up to 32 runs have
- * room beside each other. Limit: W's bytes over the read rate.
+ * The kernel may start while the one before it on the stream still runs, and lets the next one do so; until
+ * that one has ended it reads and writes nothing.
+ *
+ * Shared memory: 64 KiB of W, 512 bytes of x, sums and scales a run: two blocks of up to 32 runs have room
+ * beside each other, and with at most 60 registers. Limit: W's bytes over the read rate.
  */
 #ifndef QUERN_CUDA_E4M3_GEMM_SM90_ROW_KERNEL_CUH
 #define QUERN_CUDA_E4M3_GEMM_SM90_ROW_KERNEL_CUH
 
-#include "e4m3_gemm/sm90_row/widen.cuh"
-#include "hopper/tma_more.cuh"
+#include "e4m3_gemm/sm90/widen.cuh"
 
 namespace sm90_e4m3_row
 {
@@ -29,14 +30,15 @@ using namespace sm90_e4m3;
 enum {
     ROWS = 32,
     STAGES = 16,
-    PRODUCTS = GROUPS * 128,
-    ROW_THREADS = PRODUCTS + 32,
-    ACROSS = 8 /* runs side by side */
+    HALVES = ROWS / 16,
+    WARPS = 16,
+    PRODUCTS = WARPS * 32,
+    ROW_THREADS = PRODUCTS + 32
 };
 
 template <int RUNS> struct shared {
     char w[STAGES][ROWS * RUN]; /* first: tiles are aligned to 1024 bytes */
-    char x[RUNS / ACROSS][2][ACROSS * 128];
+    uint2 x[RUNS][STEPS][4];
     float parts[RUNS][ROWS], scale[RUNS][ROWS];
     ring<STAGES> stages;
 };
@@ -51,20 +53,24 @@ __device__ __forceinline__ row_place row_place_here(const product_params &q)
     return {group, (int64_t)((int)blockIdx.x - group * (int)q.panels) * ROWS};
 }
 
+/* One warp. The kernel behind this one may start once all of W is on its way: earlier it would take the
+ * read rate from it. */
 template <int RUNS>
 __device__ __forceinline__ void feed(const product_params &q, const CUtensorMap &w, shared<RUNS> &m)
 {
     const row_place t = row_place_here(q);
     const int row = (int)(t.group * q.p.out + t.column);
     ring_place<STAGES> at;
-    for (int run = 0; run < q.runs; run++) tma_ask(w, run * RUN, 0, row, 0);
     wait_for_before();
-    for (int run = 0; run < q.runs; run++) {
-        m.stages.wait_free(at);
-        const uint32_t bar = m.stages.expect(at, ROWS * RUN);
-        tma_load(smem_address(m.w[at.stage]), w, bar, run * RUN, 0, row, 0);
-        at.advance();
-    }
+    if (threadIdx.x % 32 == 0)
+        for (int run = 0; run < q.runs; run++) {
+            m.stages.wait_free(at);
+            const uint32_t bar = m.stages.expect(at, ROWS * RUN);
+            tma_load(smem_address(m.w[at.stage]), w, bar, run * RUN, 0, row, 0);
+            at.advance();
+        }
+    let_next_start();
+    __syncwarp();
 }
 
 /* Eight elements of x from k on; 0 past the last. */
@@ -78,60 +84,62 @@ __device__ __forceinline__ uint4 eight_of(const T *x, int64_t k, int64_t count, 
     return *(const uint4 *)all;
 }
 
-/* x's runs as columns of the second operand, and the scales of the block's rows of W. */
+/* x, and the scales of the block's rows of W. */
 template <typename T, int RUNS>
 __device__ __forceinline__ void prepare(const product_params &q, shared<RUNS> &m)
 {
     const row_place t = row_place_here(q);
     const T *const x = (const T *)q.p.a + t.group * q.p.in;
     const int64_t last = q.p.out - 1 - t.column, first = t.group * q.p.out + t.column;
-    for (int i = threadIdx.x; i < q.runs * 16; i += PRODUCTS) {
-        const int run = i / 16, row = run % ACROSS, chunk = i % 8;
-        char *const to = m.x[run / ACROSS][i / 8 % 2] + row * 128 + ((chunk ^ row) << 4);
-        *(uint4 *)to = eight_of(x, (int64_t)i * 8, q.p.in, q.wide);
-    }
+    for (int i = threadIdx.x; i < q.runs * (RUN / 8); i += PRODUCTS)
+        ((uint4 *)m.x)[i] = eight_of(x, (int64_t)i * 8, q.p.in, q.wide);
+    named_sync(1, PRODUCTS);
     for (int i = threadIdx.x; i < q.runs * ROWS; i += PRODUCTS)
         m.scale[i / ROWS][i % ROWS] =
             q.p.scales.at(first + min((int64_t)(i % ROWS), last), (int64_t)(i / ROWS) * RUN, q.p.status);
 }
 
-/* part = the products of a warp's run, of which the other columns are none. */
-template <typename T, int RUNS>
-__device__ __forceinline__ void multiply_run(float (&part)[1][4], const uint32_t (&a)[STEPS][4],
-                                             shared<RUNS> &m, int run)
+/* A lane's codes of two rows, eight apart. */
+struct row_codes {
+    uint32_t low[STEPS], high[STEPS];
+};
+
+__device__ __forceinline__ row_codes load_codes(const char *rows)
 {
-    const uint64_t x = wg_fresh(wg_tile(stage_address(m.x, run / ACROSS), 0));
+    const int lane = threadIdx.x % 32, row = lane / 4;
+    const uint32_t from = smem_address(rows) + row * 128 + (row << 4) + lane % 4 * 4;
+    row_codes r;
 #pragma unroll
-    for (int e = 0; e < 4; e++) part[0][e] = 0.0f;
-    wg_start();
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-        wgmma_rs<T, 8>(part, a[s], wg_further(x, s / 4 * ACROSS * 128 + s % 4 * 32));
-    wg_commit();
-    wg_wait<0>(part);
+    for (int s = 0; s < STEPS; s++) {
+        const uint32_t at = from ^ s << 4;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.low[s]) : "r"(at));
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.high[s]) : "r"(at + 8 * 128));
+    }
+    return r;
 }
 
-/* Two runs at a time: two of the warpgroup's warps have the one, two the other. */
 template <typename T, int RUNS>
-__device__ __forceinline__ void multiply(const product_params &q, shared<RUNS> &m, int warpgroup)
+__device__ __forceinline__ void multiply(const product_params &q, shared<RUNS> &m)
 {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, second = warp / 2,
-              row = warp % 2 * 16 + lane / 4;
-    for (int pair = warpgroup * 2; pair < q.runs; pair += GROUPS * 2) {
-        const int run = pair + second;
-        uint32_t a[STEPS][4] = {};
-        float part[1][4];
-        if (run < q.runs) {
-            const ring_place<STAGES> at = ring_place<STAGES>::of(run);
-            m.stages.wait_full(at);
-            load_operand<T>(a, m.w[at.stage] + warp % 2 * 16 * RUN);
-            __syncwarp();
-            if (lane == 0) m.stages.give_back(at);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp % HALVES;
+    for (int run = warp / HALVES; run < q.runs; run += WARPS / HALVES) {
+        const ring_place<STAGES> at = ring_place<STAGES>::of(run);
+        float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        m.stages.wait_full(at);
+        const row_codes r = load_codes(m.w[at.stage] + half * 16 * RUN);
+        __syncwarp();
+        if (lane == 0) m.stages.give_back(at);
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            const uint2 x = m.x[run][s][lane % 4];
+            const uint32_t a[4] = {widen<T>((uint16_t)r.low[s]), widen<T>((uint16_t)r.high[s]),
+                                   widen<T>((uint16_t)(r.low[s] >> 16)),
+                                   widen<T>((uint16_t)(r.high[s] >> 16))};
+            mma16816<T>(part, a, x.x, x.y);
         }
-        multiply_run<T>(part, a, m, pair);
-        if (run < q.runs && lane % 4 == run % ACROSS / 2) {
-            m.parts[run][row] = second ? part[0][1] : part[0][0];
-            m.parts[run][row + 8] = second ? part[0][3] : part[0][2];
+        if (lane % 4 == 0) {
+            m.parts[run][half * 16 + lane / 4] = part[0];
+            m.parts[run][half * 16 + lane / 4 + 8] = part[2];
         }
     }
 }
@@ -152,31 +160,25 @@ __device__ __forceinline__ void add_runs(const product_params &q, const shared<R
 }
 
 template <typename T, int RUNS>
-__global__ void __launch_bounds__(ROW_THREADS)
+__global__ void __launch_bounds__(ROW_THREADS, 2)
     e4m3_gemm_sm90_row(const __grid_constant__ product_params q, const __grid_constant__ CUtensorMap w)
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char memory[];
     shared<RUNS> &m = *(shared<RUNS> *)memory;
-    let_next_start();
     if (threadIdx.x == PRODUCTS) {
-        m.stages.init(1, 2);
+        m.stages.init(1, HALVES);
         mbar_init_done();
     }
     __syncthreads();
-    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (role == GROUPS) {
-        if (threadIdx.x == PRODUCTS) feed(q, w, m);
-        __syncwarp();
-    } else {
+    if (threadIdx.x >= PRODUCTS) feed(q, w, m);
+    else {
         wait_for_before();
         prepare<T>(q, m);
-        wg_show();
-        named_sync(1, PRODUCTS);
-        multiply<T>(q, m, role);
+        multiply<T>(q, m);
     }
     __syncthreads();
-    if (role == GROUPS) add_runs<T>(q, m);
+    if (threadIdx.x >= PRODUCTS) add_runs<T>(q, m);
 #endif
 }
 

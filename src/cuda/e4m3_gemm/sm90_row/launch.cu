@@ -1,7 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - which calls of one row Hopper's product for them takes: until it has run, those that name
- * it. */
+/* launch.cu - which calls of one row Hopper's product for them takes. */
 #include "e4m3_gemm/sm90_row/kernel.cuh"
 #include "variants.cuh"
 

@@ -2,15 +2,13 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* widen.cuh - codes of W in shared memory widened in registers into the first operand of products in 16
  * bits. The conversion of sm_89 gives f16, NaN included; every e4m3 is a bf16 too. */
-#ifndef QUERN_CUDA_E4M3_GEMM_SM90_ROW_WIDEN_CUH
-#define QUERN_CUDA_E4M3_GEMM_SM90_ROW_WIDEN_CUH
+#ifndef QUERN_CUDA_E4M3_GEMM_SM90_WIDEN_CUH
+#define QUERN_CUDA_E4M3_GEMM_SM90_WIDEN_CUH
 
 #include "e4m3_gemm/sm90/tiles.cuh"
 
-namespace sm90_e4m3_row
+namespace sm90_e4m3
 {
-
-using sm90_e4m3::RUN;
 
 enum { STEPS = RUN / 16 };
 
@@ -55,6 +53,6 @@ template <typename T> __device__ __forceinline__ void load_operand(uint32_t (&a)
         for (int i = 0; i < 4; i++) a[s][i] = widen<T>(x[s][i]);
 }
 
-} // namespace sm90_e4m3_row
+} // namespace sm90_e4m3
 
 #endif
