@@ -152,8 +152,8 @@ static void nsa_index_loss(void **state)
                 "nsa_index_loss on cuda: index_loss by index_loss_plain");
 }
 
-/* Lists of blocks of 64 and of 128 tokens: Hopper's indexer chooses up to 64, and attention of up to 32 is by
- * the kernels that share keys between tokens. */
+/* Lists of up to 64 blocks of 64 and of 128 tokens: Hopper's indexer chooses them, and attention is by the
+ * kernels that share keys between tokens. */
 static void msa(void **state)
 {
     (void)state;
@@ -179,13 +179,12 @@ static void msa(void **state)
             rule.num_selected = params.num_selected = k;
             snprintf(line, sizeof line, "nsa_index on cuda: block_index by block_index_%s", fast);
             expect_line(QUERN_OP_NSA_INDEX, &rule, &index, line);
-            if (k > 32) continue;
             snprintf(line, sizeof line,
                      "nsa_forward on cuda: block_index by block_index_%s, attend_forward by "
                      "attend_forward_%s",
                      fast,
                      strcmp(fast, "sm90") != 0 ? fast
-                     : size == 64              ? "sm90_tokens"
+                     : size == 64 || k > 32    ? "sm90_tokens"
                                                : "sm90_by_block");
             expect_line(QUERN_OP_NSA_FORWARD, &params, &t, line);
         }

@@ -269,7 +269,8 @@ static void lists_of_few_rows_agree(void **state)
     (void)state;
     static const token_case cases[] = {
         {6001, 16, 1, 128, 128, 128, 1, 16, false, true}, {6001, 32, 2, 64, 64, 128, 1, 8, false, false},
-        {3001, 16, 1, 128, 128, 128, 1, 32, true, true},
+        {3001, 16, 1, 128, 128, 128, 1, 32, true, true}, {6001, 16, 1, 128, 128, 64, 1, 64, false, true},
+        {6001, 32, 2, 64, 64, 128, 1, 40, false, false}, {3001, 8, 2, 128, 128, 64, 1, 33, true, true},
         {700, 16, 1, 128, 128, 64, 1, 2, false, true},   {650, 32, 2, 64, 64, 64, 1, 6, true, true},
         {500, 8, 2, 128, 128, 64, 1, 4, false, true},    {5, 16, 1, 128, 128, 64, 1, 1, false, false},
         {3001, 32, 2, 128, 128, 64, 1, 8, false, false}, {3001, 32, 2, 128, 128, 64, 1, 8, true, false},

@@ -48,7 +48,7 @@ sm90_attend sm90_tokens_bf16_64, sm90_tokens_bf16_128, sm90_tokens_bf16_192;
 sm90_attend sm90_tokens_f16_64, sm90_tokens_f16_128, sm90_tokens_f16_192;
 sm90_attend sm90_tokens_rows_bf16_64, sm90_tokens_rows_bf16_128;
 sm90_attend sm90_tokens_rows_f16_64, sm90_tokens_rows_f16_128;
-enum { SM90_TOKEN_LIST = 32 };
+enum { SM90_TOKEN_LIST = 64 };
 typedef quern_status sm90_attend_tokens_keys(const attend_args *args, const attend_launch &l,
                                              cudaStream_t stream);
 sm90_attend_tokens_keys sm90_tokens_keys_bf16_64, sm90_tokens_keys_bf16_128;

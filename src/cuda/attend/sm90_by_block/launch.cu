@@ -23,14 +23,14 @@ using sm90_tokens::ROWS;
 
 static const size_t MOST_PARTS = (size_t)144 << 20; /* bytes of a slice */
 enum { ITEM_TOKENS = 64, PLAN_WARPS = 2, SCAN_THREADS = 1024, FILL_THREADS = 256 };
-enum { LEAST_TOKENS = 12288, PLACE_BITS = 13 };
+enum { LEAST_TOKENS = 12288, PLACE_BITS = 13, MOST_ENTRIES = 1 << RANK_BITS };
 static_assert(SLICE_LISTS == 1 << PLACE_BITS, "an entry's place has PLACE_BITS");
 static const char *const NAME = "attend_forward_sm90_by_block";
 
 /* sm90_tokens/feed.cuh's functions for lists that `plan` cleans. */
 struct clean_layout {
     typedef int32_t entry;
-    static constexpr bool BACKWARD = false;
+    static constexpr bool BACKWARD = false, LONG_LISTS = false;
     static constexpr int TOGETHER = 1;
 };
 struct wide_layout : clean_layout { /* 16 heads */
@@ -106,7 +106,7 @@ static bool takes_shape(const stage_exec *exec, const attend_args *args)
     const int64_t group = args->q.shape[2] / args->k.shape[2];
     const bool sized = group == 16 ? args->block_size == 2 * KEYS
                                    : (group == 4 || group == 8) && args->block_size == KEYS;
-    return sized && args->list.shape[3] >= 1 && args->list.shape[3] <= SM90_TOKEN_LIST &&
+    return sized && args->list.shape[3] >= 1 && args->list.shape[3] <= MOST_ENTRIES &&
            args->q.shape[3] <= 128 && args->v.shape[3] <= 128 &&
            args->seqs.n_kv <= (int64_t)KEYS << (31 - PLACE_BITS) && args->seqs.n_q > 0 &&
            (forced || args->seqs.n_q >= LEAST_TOKENS);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(32 * PLAN_WARPS)
     attend_by_block_plan(const __grid_constant__ attend_kernel a, const __grid_constant__ work_plan plan,
                          const __grid_constant__ token_index x)
 {
-    __shared__ int32_t room[PLAN_WARPS][32 * SM90_TOKEN_LIST], room_counts[PLAN_WARPS][32];
+    __shared__ int32_t room[PLAN_WARPS][32 * MOST_ENTRIES], room_counts[PLAN_WARPS][32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, index = (int)blockIdx.x * PLAN_WARPS + warp;
     if (index >= plan.total) return;
     int32_t *const clean = room[warp], *const counts = room_counts[warp];

@@ -50,16 +50,17 @@ template <int DV> struct backward_rows<true, DV> {
     panel_row zeros[8], d_o[DV / 64][ROWS];
 };
 
-/* SHORT_LISTS: those of a piece have few entries, of 16 bits, which leaves room for one stage more. */
-template <int D_K, int D_V, bool BACK, bool SHORT_LISTS>
+/* SHORT_LISTS: those of a piece have few entries, of 16 bits, which leaves room for one stage more. LONG:
+ * lists have more than 32. */
+template <int D_K, int D_V, bool BACK, bool SHORT_LISTS, bool LONG = false>
 struct __align__(1024) shared : backward_rows<BACK, D_V>
 {
     static constexpr int DK = D_K, DV = D_V;
-    static constexpr bool BACKWARD = BACK;
+    static constexpr bool BACKWARD = BACK, LONG_LISTS = LONG;
     static constexpr int TOGETHER = BACK ? 3 : 2; /* eighths, for share_little() */
     typedef typename list_entry<SHORT_LISTS>::type entry;
     static constexpr int MOST_LISTS = SHORT_LISTS && BACK ? 8 : 32,
-                         MOST_ENTRIES = MOST_LISTS * (SHORT_LISTS ? 16 : SM90_TOKEN_LIST);
+                         MOST_ENTRIES = MOST_LISTS * (SHORT_LISTS ? 16 : LONG ? SM90_TOKEN_LIST : 32);
     static constexpr int FEED = BACK ? 40 : 56, COMPUTE = BACK ? 232 : 224; /* registers a thread */
     static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * 168, "more registers than the launch gave");
     static constexpr int STAGES = (DK + DV > 256 ? 4 : 5) - BACK + SHORT_LISTS;
@@ -147,13 +148,56 @@ __device__ __forceinline__ void copy_rows(const attend_kernel &a, const work &w,
     }
 }
 
+/* clean_lists() of lists of up to 64 entries, two a lane. */
+template <typename E>
+__device__ __forceinline__ void clean_long_lists(const attend_kernel &a, const work &w, int count, E *clean,
+                                                 int32_t *counts)
+{
+    const int lane = threadIdx.x & 31, lists = (w.queries + a.tile - 1) / a.tile;
+    const uint32_t before = (1u << lane) - 1;
+    const int32_t *from =
+        a.list + w.view * a.list_stride[0] + w.unit * a.list_stride[1] + w.list_row * a.list_stride[2] + lane;
+#pragma unroll 1
+    for (int l = 0; l < count; l++, from += a.list_stride[2]) {
+        const int last = (l + 1) * a.tile < w.queries ? (l + 1) * a.tile : w.queries;
+        int lo, end, kept = 0, at[2] = {0, 0};
+        int32_t x[2];
+        row_keys(a, sequence_of(w), w.query + last - 1, &lo, &end);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int32_t entry = lane + h * 32 < a.list_k && l < lists ? from[h * 32] : -1;
+            x[h] = entry >= 0 && (int64_t)entry * a.list_block < end ? entry : INT32_MAX;
+            if ((__match_any_sync(~0u, x[h]) & before) != 0) x[h] = INT32_MAX;
+        }
+#pragma unroll 1
+        for (int i = 0; i < 32; i++)
+            if (__shfl_sync(~0u, x[0], i) == x[1]) x[1] = INT32_MAX;
+#pragma unroll 1
+        for (int i = 0; i < 32; i++) {
+            const int32_t low = __shfl_sync(~0u, x[0], i), high = __shfl_sync(~0u, x[1], i);
+#pragma unroll
+            for (int h = 0; h < 2; h++) at[h] += (low < x[h]) + (high < x[h]);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (x[h] != INT32_MAX) clean[l * a.list_k + at[h]] = (E)x[h];
+            kept += __popc(__ballot_sync(~0u, x[h] != INT32_MAX));
+        }
+        if (lane == 0) counts[l] = kept;
+    }
+}
+
 /* Copies a piece's lists into `clean`, each ascending and without padding, repeats and blocks that no row of
  * it sees. Lanes hold an entry each, of eight lists at a time, so that their loads wait together. */
-template <typename E>
+template <bool LONG = false, typename E>
 __device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &w, int count, E *clean,
                                             int32_t *counts)
 {
     enum { AT_ONCE = 8 };
+    if constexpr (LONG) {
+        clean_long_lists(a, w, count, clean, counts);
+        return;
+    }
     const int lane = threadIdx.x & 31, lists = (w.queries + a.tile - 1) / a.tile;
     const int32_t *from =
         a.list + w.view * a.list_stride[0] + w.unit * a.list_stride[1] + w.list_row * a.list_stride[2] + lane;
@@ -196,7 +240,7 @@ __device__ __forceinline__ bool share_little(const attend_kernel &a, const work 
     past.query -= past.queries;
     past.list_row -= shape.count;
     if (past.query < 0 || (S::BACKWARD ? !one_token(a) : shape.rows > ROWS_OF_WARP)) return false;
-    clean_lists(a, past, shape.count, clean, counts);
+    clean_lists<S::LONG_LISTS>(a, past, shape.count, clean, counts);
     __syncwarp();
     const typename S::entry *list = clean + lane * a.list_k;
     const int count = lane < shape.count ? counts[lane] : 0,
@@ -234,7 +278,7 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
             int32_t *const counts = sm.count[at.stage];
             const bool little = (S::BACKWARD || m.elsewhere == NULL) && share_little<S>(a, w, clean, counts);
             __syncwarp();
-            clean_lists(a, w, lists.count, clean, counts);
+            clean_lists<S::LONG_LISTS>(a, w, lists.count, clean, counts);
             if (lane == 0) sm.by_warp[at.stage] = little;
         }
         if (lane == 0) sm.plan[at.stage] = w;
@@ -447,7 +491,7 @@ typedef void tokens_kernel(attend_kernel a, work_plan plan, maps m);
 template <typename S> static bool lists_are_short(const attend_args *args, const attend_kernel &a)
 {
     const int64_t count = ROWS / (a.tile * a.hs);
-    return count <= S::MOST_LISTS && count * a.list_k <= S::MOST_ENTRIES &&
+    return count <= S::MOST_LISTS && a.list_k <= 32 && count * a.list_k <= S::MOST_ENTRIES &&
            args->k.shape[1] / a.list_block < 65535;
 }
 

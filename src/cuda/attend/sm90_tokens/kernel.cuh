@@ -226,11 +226,27 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #endif
 }
 
+/* Of lists of more than 32 entries. */
+template <typename T, int DK, int DV>
+__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    attend_forward_tokens_long(const __grid_constant__ attend_kernel a,
+                               const __grid_constant__ work_plan plan, const __grid_constant__ maps m)
+{
+#ifdef QUERN_WGMMA
+    typedef shared<DK, DV, false, false, true> S;
+    share_out<T, S>(a, plan, m, [&](S &sm, int warp) { compute<T>(a, sm, warp); });
+#endif
+}
+
 template <typename T, int DK, int DV>
 static quern_status run(const attend_args *args, const attend_launch &l, const sm90_device &device,
                         void *workspace, cudaStream_t stream, const int32_t *elsewhere = NULL)
 {
     const char *const name = "attend_forward_sm90_tokens";
+    if (l.kernel.list_k > 32)
+        return launch<shared<DK, DV, false, false, true>>(args, l.kernel, device, workspace, stream,
+                                                          attend_forward_tokens_long<T, DK, DV>, name,
+                                                          elsewhere);
     if constexpr (DK == 128) {
         typedef shared<DK, DV, false, true> at;
         if (lists_are_short<at>(args, l.kernel))
