@@ -418,7 +418,7 @@ QUERN_API quern_status quern_nsa_index(quern_context *ctx, const quern_exec *exe
  *   loss = lambda sum row_loss / (Hs max(1, rows)),  rows: the queries with a token in some list
  * d_q_index and d_k_index are the gradients of loss; q, k and the lists are constants. Lists may be the
  * indexer's or any: entries in any order, -1 is padding, a repeated entry counts once, others out of range
- * are skipped (QUERN_STATUS_BAD_INDEX). Row losses are strictly causal. CPU alone.
+ * are skipped (QUERN_STATUS_BAD_INDEX). Row losses are strictly causal.
  */
 typedef struct quern_nsa_index_loss_params {
     size_t size;

@@ -161,8 +161,7 @@ def nsa_index_loss(
     · q kᵀ), P is softmax(index_scale · q_index k_indexᵀ), a row's loss Σ T (log max(T, 1e-10) − log P), and
     loss is lambda_ times their sum over Hs and over the queries that see a token. scale None: 1/√D,
     index_scale None: 1/√D_I. lse_slc f32 [B, H, N]: of attention over the same lists; None: it is computed.
-    Varlen, with cu_seqlens_q (and cu_seqlens_kv): [T, ·, ·], lists and row_loss [Hs, T + B, ·]. On the CPU
-    so far.
+    Varlen, with cu_seqlens_q (and cu_seqlens_kv): [T, ·, ·], lists and row_loss [Hs, T + B, ·].
 
     With torch loss is differentiable by q_index and k_index; q, k and row_loss carry no gradient.
     """
