@@ -297,11 +297,11 @@ static quern_tensor attend(op_build *b, const step_rooms *r, const layer_parts *
     const int64_t tokens = parts->x.shape[0], *s = b->call->symbol;
     layer_states states = {.batch = 1, .sinks = parts->sinks};
     quern_tensor to = {0};
+    if (parts->index.ndim > 0) choose(b, r, parts, &states.idx, &states.count);
     states.q = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
     states.core = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
     layer_rotate(b, &parts->q_in, &states.q, 1, s[LS_H], &r->at, true, OP_NONE);
     layer_give_q(b, &states.q, 1);
-    if (parts->index.ndim > 0) choose(b, r, parts, &states.idx, &states.count);
     if (unrotated.ndim > 0) to = view_with_batch(&unrotated);
     attend_mqa_args args = layer_core(b, &states, &kv, &entries);
     args.format = dsv4_entry_format(step_params(b)->format);

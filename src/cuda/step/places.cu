@@ -9,7 +9,8 @@
 #include "step/params.cuh"
 #include "variants.cuh"
 
-enum { THREADS = 1024, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 15 };
+/* Blocks are small: beside other kernels of a graph a large one would wait for a whole multiprocessor. */
+enum { THREADS = 256, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 15 };
 
 struct checked_rows {
     const float *p; /* NULL: not checked */
