@@ -133,6 +133,8 @@ static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t
     const quern_tensor *a = &job->args->a;
     const bool across = job->args->a_transposed;
     const char *first = across ? element(a, p, row) : element(a, row, p);
+    if (job->pairs && job->once && a->strides[0] % 2 == 0 && (uintptr_t)first % sizeof(float) == 0)
+        return (operand){first, a->strides[0] / 2, 1}; /* one panel gains less than a copy costs */
     if (job->pairs) {
         const row_source src = {first, a->dtype, a->strides[0], rows, depth};
         job->kernels->pack_rows_bf16(&src, (uint16_t *)(void *)copy, 2 * DEPTH);

@@ -65,13 +65,18 @@ static void pack_rows_bf16(const row_source *src, uint16_t *dst, int64_t ldd)
 }
 
 /* Columns c0 ... c0 + LANES - 1 of a panel from LANES rows of `words` 32-bit words, reading and writing in
- * order. Whole vectors of a row can be read. */
-INLINE void pack_columns(const float *const rows[LANES], int64_t words, int32_t panel, float *dst)
+ * order. Whole vectors of a row can be read. `apart`: the rows share sets of L1, which hold fewer lines, so
+ * each line is read once; else parts of vectors are read, which takes fewer shuffles. */
+INLINE void pack_columns(const float *const rows[LANES], const bool apart, int64_t words, int32_t panel,
+                         float *dst)
 {
     vfloat v[LANES];
     int64_t d = 0;
     for (; d + LANES <= words; d += LANES) {
-        v_load_transposed(rows, d, v);
+        if (apart) {
+            for (int i = 0; i < LANES; i++) v[i] = v_load(rows[i] + d);
+            v_transpose(v);
+        } else v_load_transposed(rows, d, v);
         for (int j = 0; j < LANES; j++) v_store(dst + (d + j) * panel, v[j]);
     }
     if (d == words) return;
@@ -95,7 +100,7 @@ static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
             if (c0 + i >= src->rows) memset(copies[i], 0, (size_t)src->dim * sizeof(float));
             else if (!stands) widen_row(source_row(src, c0 + i), src->dtype, copies[i], src->dim);
         }
-        pack_columns(rows, src->dim, panel, dst + c0);
+        pack_columns(rows, false, src->dim, panel, dst + c0);
     }
 }
 
@@ -104,6 +109,7 @@ static void pack_keys_bf16(const row_source *src, int32_t panel, uint32_t *dst)
     float copies[LANES][MAX_DIM]; /* of words: pairs along D */
     const float *rows[LANES];
     const bool stands = src->dim / 2 % LANES == 0; /* rows of whole vectors are read in place */
+    const bool apart = stands && src->stride % 2048 == 0;
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
@@ -111,7 +117,8 @@ static void pack_keys_bf16(const row_source *src, int32_t panel, uint32_t *dst)
             if (c0 + i >= src->rows) memset(copies[i], 0, (size_t)src->dim * 2);
             else if (!stands) memcpy(copies[i], source_row(src, c0 + i), (size_t)src->dim * 2);
         }
-        pack_columns(rows, src->dim / 2, panel, (float *)dst + c0);
+        if (apart) pack_columns(rows, true, src->dim / 2, panel, (float *)dst + c0);
+        else pack_columns(rows, false, src->dim / 2, panel, (float *)dst + c0);
     }
 }
 

@@ -207,9 +207,35 @@ INLINE vfloat lane_maxima(vfloat v[LANES], int rows)
     return v[0];
 }
 
-/* Lane j of vector i becomes lane i of vector j: log2 LANES rounds, each interleaving the two halves. */
+/* Lane j of vector i becomes lane i of vector j: log2 LANES rounds. With 16 lanes, two within 128-bit lanes
+ * and two of whole ones, which need no registers of indices; else each interleaves the two halves. */
 INLINE void v_transpose(vfloat v[LANES])
 {
+#if defined(__AVX512F__)
+    __m512 within[LANES];
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        const __m512d low0 = (__m512d)_mm512_unpacklo_ps(v[i], v[i + 1]),
+                      low2 = (__m512d)_mm512_unpacklo_ps(v[i + 2], v[i + 3]),
+                      high0 = (__m512d)_mm512_unpackhi_ps(v[i], v[i + 1]),
+                      high2 = (__m512d)_mm512_unpackhi_ps(v[i + 2], v[i + 3]);
+        within[i] = (__m512)_mm512_unpacklo_pd(low0, low2);
+        within[i + 1] = (__m512)_mm512_unpackhi_pd(low0, low2);
+        within[i + 2] = (__m512)_mm512_unpacklo_pd(high0, high2);
+        within[i + 3] = (__m512)_mm512_unpackhi_pd(high0, high2);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m512 even0 = _mm512_shuffle_f32x4(within[j], within[4 + j], 0x88),
+                     odd0 = _mm512_shuffle_f32x4(within[j], within[4 + j], 0xdd),
+                     even2 = _mm512_shuffle_f32x4(within[8 + j], within[12 + j], 0x88),
+                     odd2 = _mm512_shuffle_f32x4(within[8 + j], within[12 + j], 0xdd);
+        v[j] = (vfloat)_mm512_shuffle_f32x4(even0, even2, 0x88);
+        v[4 + j] = (vfloat)_mm512_shuffle_f32x4(odd0, odd2, 0x88);
+        v[8 + j] = (vfloat)_mm512_shuffle_f32x4(even0, even2, 0xdd);
+        v[12 + j] = (vfloat)_mm512_shuffle_f32x4(odd0, odd2, 0xdd);
+    }
+#else
     for (int n = 1; n < LANES; n *= 2) {
         vfloat half[LANES];
         memcpy(half, v, sizeof half);
@@ -218,6 +244,7 @@ INLINE void v_transpose(vfloat v[LANES])
             v[2 * i + 1] = __builtin_shufflevector(half[i], half[i + LANES / 2], ZIP_HIGH);
         }
     }
+#endif
 }
 
 /* The vectors at rows[i] + at, transposed. Four floats of a row go into a 128-bit lane on their way from
