@@ -415,7 +415,8 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
             call->family->check_data != NULL ? call->family->check_data(call, data) : QUERN_OK;
         if (status != QUERN_OK) return status;
     }
-    const op_frame frame = op_frame_of(call, exec, data, workspace);
+    op_frame frame;
+    op_frame_of(call, exec, data, workspace, &frame);
     if (call->replay == NULL) return op_program_run(call, &frame);
     return call->backend->replay(call->replay, &frame.exec, frame.base, run_stages,
                                  &(placed_call){call, &frame});

@@ -277,7 +277,8 @@ void op_workspace_end(op_call *call, const arena *a);
 
 /* ---- calls ---- */
 
-op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace);
+void op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
+                 op_frame *frame);
 
 /* A tensors struct of any family. */
 typedef struct op_tensors {

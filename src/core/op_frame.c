@@ -40,8 +40,10 @@ int32_t op_pointed(const op_call *call, const void *p, int64_t *bytes)
 
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch)
 {
-    if (!op_uses(call, tensor)) return (quern_tensor){0};
-    quern_tensor t = view_canonical(call->given[tensor]);
+    quern_tensor t = {0};
+    if (!op_uses(call, tensor)) return t;
+    t = *call->given[tensor];
+    view_make_canonical(&t);
     t.data = symbolic(tensor, residue(call, tensor));
     if (t.ndim == 0) {
         t.ndim = 1;
@@ -62,17 +64,18 @@ void op_workspace_end(op_call *call, const arena *a)
     call->bytes = arena_size(a);
 }
 
-op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace)
+void op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
+                 op_frame *frame)
 {
     static const char nothing[OP_ALIGN_MOST]
         __attribute__((aligned(OP_ALIGN_MOST))) = {0}; /* the address of no elements */
-    op_frame f = {.exec = call->exec};
-    f.exec.stream = exec->stream;
-    f.exec.status = exec->status != NULL ? exec->status->data : NULL;
-    for (int32_t i = 0; i < call->family->tensor_count; i++)
-        f.base[i] =
-            call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;
-    f.base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
-    f.base[STATUS] = (uintptr_t)f.exec.status;
-    return f;
+    frame->exec = call->exec;
+    frame->exec.stream = exec->stream;
+    frame->exec.status = exec->status != NULL ? exec->status->data : NULL;
+    for (int32_t i = 0; i < OP_TENSORS_MAX; i++)
+        frame->base[i] = i >= call->family->tensor_count ? 0
+                     : call->alignment[i] > 0        ? (uintptr_t)data[i] - (uintptr_t)residue(call, i)
+                                                     : (uintptr_t)nothing;
+    frame->base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
+    frame->base[STATUS] = (uintptr_t)frame->exec.status;
 }

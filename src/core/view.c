@@ -8,17 +8,19 @@
 
 #include <stdio.h>
 
-quern_tensor view_canonical(const quern_tensor *t)
+void view_make_canonical(quern_tensor *t)
 {
-    quern_tensor v = *t;
-    bool empty = false;
+    bool empty = false, alone = false;
     int64_t within = 1; /* elements within one step of a dimension */
-    for (int32_t i = 0; i < t->ndim; i++) empty = empty || t->shape[i] == 0;
-    for (int32_t i = t->ndim - 1; i >= 0; i--) {
-        if (empty || t->shape[i] == 1) v.strides[i] = within;
-        if (__builtin_mul_overflow(v.strides[i], t->shape[i] > 0 ? t->shape[i] : 1, &within)) within = 0;
+    for (int32_t i = 0; i < t->ndim; i++) {
+        empty = empty || t->shape[i] == 0;
+        alone = alone || t->shape[i] == 1;
     }
-    return v;
+    if (!empty && !alone) return; /* every stride has a meaning */
+    for (int32_t i = t->ndim - 1; i >= 0; i--) {
+        if (empty || t->shape[i] == 1) t->strides[i] = within;
+        if (__builtin_mul_overflow(t->strides[i], t->shape[i] > 0 ? t->shape[i] : 1, &within)) within = 0;
+    }
 }
 
 quern_tensor view_as_pages(const quern_tensor *t)
@@ -288,17 +290,11 @@ static bool reachable(const quern_tensor *t, int64_t delta, uint32_t used)
     return false;
 }
 
-bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b,
-                       const view_span *b_span)
+bool view_meet(const quern_tensor *a, const quern_tensor *b)
 {
-    if (a_span->high == 0 || b_span->high == 0) return false;
-    const uintptr_t pa = (uintptr_t)a->data, pb = (uintptr_t)b->data;
-    if (pa + (uintptr_t)a_span->high <= pb + (uintptr_t)b_span->low ||
-        pb + (uintptr_t)b_span->high <= pa + (uintptr_t)a_span->low)
-        return false;
     /* Views of one buffer may interleave without meeting (the gradients of a fused QKV tensor): with equal
      * positive strides that is decided exactly, otherwise meeting ranges count as shared. */
-    const int64_t size = (int64_t)quern_dtype_size(a->dtype), apart = (int64_t)(pb - pa);
+    const int64_t size = (int64_t)quern_dtype_size(a->dtype), apart = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
     if (a->dtype != b->dtype || a->ndim != b->ndim || apart % size != 0 || overlaps_itself(a)) return true;
     quern_tensor both = *a;
     for (int32_t i = 0; i < a->ndim; i++) {

@@ -48,9 +48,17 @@ quern_status view_check_one(const view_want *want, const quern_tensor *t, const 
 /* Refuses extents that are negative, or too large to calculate with, before anything is derived from them.
  * (Of another ndim than 0 to QUERN_MAX_DIMS it says nothing.) */
 quern_status view_check_extents(const char *name, const quern_tensor *t);
-/* Whether two tensors that were checked have an element in common. */
-bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b,
-                       const view_span *b_span);
+/* Whether tensors that were checked, and reach into the same memory, have an element in common. */
+bool view_meet(const quern_tensor *a, const quern_tensor *b);
+/* The same, wherever they reach. (Most pairs lie apart, and a call compares many.) */
+static inline bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b,
+                                     const view_span *b_span)
+{
+    const uintptr_t pa = (uintptr_t)a->data, pb = (uintptr_t)b->data;
+    return pa + (uintptr_t)a_span->high > pb + (uintptr_t)b_span->low &&
+           pb + (uintptr_t)b_span->high > pa + (uintptr_t)a_span->low && a_span->high != 0 &&
+           b_span->high != 0 && view_meet(a, b);
+}
 /* What attention, dense and sparse, accepts: a head dim, and query heads to key/value heads. Without queries
  * there may be any number of heads. */
 quern_status view_check_head_dim(const char *name, int64_t dim);
@@ -84,9 +92,9 @@ quern_status view_check_all(const view_rule *rules, int32_t count, const quern_t
 
 /* ---- views ---- */
 
-/* A checked tensor with strides that are safe to calculate with. Where an extent is 1, or there are no
+/* Gives a checked tensor strides that are safe to calculate with. Where an extent is 1, or there are no
  * elements, a stride may be any number; it becomes that of a contiguous tensor. */
-quern_tensor view_canonical(const quern_tensor *t);
+void view_make_canonical(quern_tensor *t);
 /* A leading batch extent of 1: [T, ...] as [1, T, ...]. */
 quern_tensor view_with_batch(const quern_tensor *t);
 /* Rows [n], [n, m] or [n, parts, m] as pages of parts, [n, parts, m] (stages/step.h). */

@@ -72,8 +72,8 @@ static quern_tensor view(const op_build *b, int32_t tensor)
 quern_tensor dsv4_append_projection(op_build *b, bool index, dsv4_weight_given *given)
 {
     const quern_tensor x = view(b, DP(x));
+    if (x.ndim == 0) return view(b, index ? DP(index_proj) : DP(proj)); /* *given stays absent */
     *given = dsv4_weight_views(b->call, &dsv4_append_weights[index]);
-    if (x.ndim == 0) return view(b, index ? DP(index_proj) : DP(proj));
     const dsv4_weight weight = dsv4_weight_add(b, &x, given, false);
     if (weight.proj.ndim > 0) return weight.proj;
     const quern_tensor proj =

@@ -256,17 +256,17 @@ static void build_part(op_build *b, int part, const quern_tensor *proj, pool_app
         p.hadamard = p.index_hadamard;
     }
     const quern_tensor norm = view(b, of->norm_weight), angles = view(b, DP(cos_sin));
-    *to = (pool_append_part){.width = call->symbol[of->width],
-                             .merged = view(b, of->merged),
-                             .state = view(b, of->states),
-                             .proj = *proj,
-                             .bias_a = view(b, of->b_a),
-                             .bias_b = view(b, of->b_b),
-                             .entry = dsv4_entry(&p, &norm, &angles),
-                             .out = view(b, of->out),
-                             .pooled = view(b, of->pooled),
-                             .table = view(b, of->table),
-                             .page = page_of(call, part)};
+    to->width = call->symbol[of->width];
+    to->merged = view(b, of->merged);
+    to->state = view(b, of->states);
+    to->proj = *proj;
+    to->bias_a = view(b, of->b_a);
+    to->bias_b = view(b, of->b_b);
+    to->entry = dsv4_entry(&p, &norm, &angles);
+    to->out = view(b, of->out);
+    to->pooled = view(b, of->pooled);
+    to->table = view(b, of->table);
+    to->page = page_of(call, part);
 }
 
 static void build(op_build *b)
@@ -282,11 +282,11 @@ static void build(op_build *b)
     }
     for (int i = 0; i < parts; i++) proj[i] = dsv4_append_projection(b, i == INDEX, &c->weights[i]);
     pool_append_args *args = OP_ADD(b, pool_append);
-    *args = (pool_append_args){.ratio = c->params.ratio,
-                               .ring = ring_of(b->call, b->call->symbol[DS_FLOATS]),
-                               .overlap = c->params.kind == QUERN_DSV4_CSA,
-                               .step = {view(b, DP(slots)), view(b, DP(positions)), view_ranges(&cu)},
-                               .fault = view(b, DP(fault))};
+    args->ratio = c->params.ratio;
+    args->ring = ring_of(b->call, b->call->symbol[DS_FLOATS]);
+    args->overlap = c->params.kind == QUERN_DSV4_CSA;
+    args->step = (stage_step){view(b, DP(slots)), view(b, DP(positions)), view_ranges(&cu)};
+    args->fault = view(b, DP(fault));
     for (int i = 0; i < parts; i++) build_part(b, i, &proj[i], &args->part[i]);
 }
 

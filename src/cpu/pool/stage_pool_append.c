@@ -64,37 +64,36 @@ static int64_t most_entries(const pool_append_args *args, const pool_append_part
 }
 
 /* `careful`: some entry of the call may be refused. */
-static append_job carve_part(const stage_exec *exec, const pool_append_args *args,
-                             const pool_append_part *part, bool careful, arena *a)
+static void carve_part(const stage_exec *exec, const pool_append_args *args, const pool_append_part *part,
+                       bool careful, arena *a, append_job *job)
 {
-    append_job job = {.args = args, .part = part, .kernels = cpu_kernels_for(exec->cpu_level)};
-    job.batch = args->step.slots.shape[0];
-    job.width = part->width;
-    job.columns = pool_row_columns(args->overlap, part->width);
-    job.sums_floats = pool_sums_floats(args->overlap, part->width);
-    job.bias_a = carve_rows(&part->bias_a, a);
-    job.bias_b = carve_rows(&part->bias_b, a);
-    job.entry = carve_entry(&part->entry, job.kernels, job.width, args->ratio, a);
-    job.states = arena_take(a, (size_t)job.batch * sizeof *job.states);
-    job.work = arena_take(a, (size_t)(2 * job.batch * job.sums_floats) * sizeof(float));
-    job.rows = arena_take(a, (size_t)(2 * job.width * exec->threads) * sizeof(float));
+    *job = (append_job){.args = args, .part = part, .kernels = cpu_kernels_for(exec->cpu_level)};
+    job->batch = args->step.slots.shape[0];
+    job->width = part->width;
+    job->columns = pool_row_columns(args->overlap, part->width);
+    job->sums_floats = pool_sums_floats(args->overlap, part->width);
+    job->bias_a = carve_rows(&part->bias_a, a);
+    job->bias_b = carve_rows(&part->bias_b, a);
+    job->entry = carve_entry(&part->entry, job->kernels, job->width, args->ratio, a);
+    job->states = arena_take(a, (size_t)job->batch * sizeof *job->states);
+    job->work = arena_take(a, (size_t)(2 * job->batch * job->sums_floats) * sizeof(float));
+    job->rows = arena_take(a, (size_t)(2 * job->width * exec->threads) * sizeof(float));
     /* Pages of bytes are written by one thread, as store_rows writes them. */
     const bool waits = careful || is_present(&part->table);
-    const size_t waiting = waits ? (size_t)(most_entries(args, part) * job.width) * sizeof(float) : 0;
-    if (waiting > 0) job.finished = arena_take(a, waiting);
-    if (waiting > 0 && is_present(&part->pooled)) job.pooled = arena_take(a, waiting);
+    const size_t waiting = waits ? (size_t)(most_entries(args, part) * job->width) * sizeof(float) : 0;
+    if (waiting > 0) job->finished = arena_take(a, waiting);
+    if (waiting > 0 && is_present(&part->pooled)) job->pooled = arena_take(a, waiting);
     if (is_present(&part->table) && part->out.ndim == 2)
-        job.bytes = arena_take(a, (size_t)(part->out.shape[1] / part->page));
-    return job;
+        job->bytes = arena_take(a, (size_t)(part->out.shape[1] / part->page));
 }
 
-static append_call carve(const stage_exec *exec, const pool_append_args *args, arena *a)
+static void carve(const stage_exec *exec, const pool_append_args *args, arena *a, append_call *call)
 {
-    append_call call = {.parts = args->part[1].width > 0 ? 2 : 1};
     bool careful = false;
-    for (int i = 0; i < call.parts; i++) careful = careful || args->part[i].entry.format != ENTRY_ROWS;
-    for (int i = 0; i < call.parts; i++) call.job[i] = carve_part(exec, args, &args->part[i], careful, a);
-    return call;
+    call->parts = args->part[1].width > 0 ? 2 : 1;
+    for (int i = 0; i < call->parts; i++) careful = careful || args->part[i].entry.format != ENTRY_ROWS;
+    for (int i = 0; i < call->parts; i++)
+        carve_part(exec, args, &args->part[i], careful, a, &call->job[i]);
 }
 
 /* Whether an earlier sequence of the step has tokens and the same slot. */
@@ -438,7 +437,8 @@ static void zero_unused(const append_job *job)
 size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args)
 {
     arena a = {NULL, 0};
-    carve(exec, args, &a);
+    append_call call;
+    carve(exec, args, &a, &call);
     return arena_size(&a);
 }
 
@@ -453,7 +453,8 @@ static void fill_biases(append_job *job)
 quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
-    append_call call = carve(exec, args, &a);
+    append_call call;
+    carve(exec, args, &a, &call);
     const int64_t batch = call.job[0].batch;
     step_faults faults;
     quern_status status = check_step_rows(exec, &args->step, args->part[0].proj.shape[0]);
