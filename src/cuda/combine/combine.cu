@@ -9,7 +9,7 @@
 #include "common/rows.cuh"
 #include "variants.cuh"
 
-enum { THREADS = 256, COLUMNS = 4, FEW = 1024 /* slots that a block inverts */ };
+enum { THREADS = 256, COLUMNS = 4, TOGETHER = 4 /* rows */, FEW = 1024 /* slots that a block inverts */ };
 
 struct combine_params {
     const float *y, *weights, *plus, *plus_too;
@@ -29,16 +29,45 @@ __global__ void __launch_bounds__(THREADS) invert(const __grid_constant__ combin
     if (slot >= 0 && slot < a.slots) a.row_of[slot] = (int32_t)i;
 }
 
-/* sum += w x in two roundings. */
-__device__ __forceinline__ void add_columns(const combine_params &a, float (&sum)[COLUMNS], const float *x,
-                                            float w, int64_t left, bool wide)
+struct columns {
+    float x[COLUMNS];
+};
+__device__ __forceinline__ columns load_columns(const float *x, int64_t left, bool wide)
 {
-    float v[COLUMNS] = {};
-    if (wide && left >= COLUMNS) *(float4 *)v = __ldcs((const float4 *)x);
+    columns v = {};
+    if (wide && left >= COLUMNS) *(float4 *)v.x = __ldcs((const float4 *)x);
     else
-        for (int c = 0; c < COLUMNS && c < left; c++) v[c] = x[c];
+        for (int c = 0; c < COLUMNS && c < left; c++) v.x[c] = x[c];
+    return v;
+}
+
+/* sum += w x in two roundings. */
+__device__ __forceinline__ void add_columns(float (&sum)[COLUMNS], const columns &v, float w)
+{
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(w, v[c]));
+    for (int c = 0; c < COLUMNS; c++) sum[c] = __fadd_rn(sum[c], __fmul_rn(w, v.x[c]));
+}
+
+/* A token's rows in slot order, some of them loaded at once. */
+__device__ __forceinline__ void add_rows(const combine_params &a, float (&sum)[COLUMNS],
+                                         const int32_t *row_of, int64_t token, int64_t c, int64_t left)
+{
+    for (int64_t j0 = 0; j0 < a.per; j0 += TOGETHER) {
+        columns v[TOGETHER];
+        float w[TOGETHER];
+        bool here[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            const int64_t j = j0 + i;
+            const int32_t row = j < a.per ? row_of[token * a.per + j] : -1;
+            here[i] = row >= 0;
+            w[i] = here[i] && a.weights != NULL ? __ldg(a.weights + token * a.weights_s + j) : 1.0f;
+            if (here[i]) v[i] = load_columns(a.y + row * a.y_s + c, left, a.wide);
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            if (here[i]) add_columns(sum, v[i], w[i]);
+    }
 }
 
 /* Rows of few slots into shared memory. */
@@ -60,17 +89,16 @@ __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ combi
     const int64_t per_row = (a.columns + COLUMNS - 1) / COLUMNS,
                   i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     const int32_t *row_of = a.row_of != NULL ? a.row_of : few;
+    wait_for_before();
+    let_next_start();
     if (a.row_of == NULL) invert_few(a, few);
     if (i >= a.tokens * per_row) return;
     const int64_t token = i / per_row, c = (i - token * per_row) * COLUMNS, left = a.columns - c;
     float sum[COLUMNS] = {};
-    for (int64_t j = 0; j < a.per; j++) {
-        const int32_t row = row_of[token * a.per + j];
-        const float w = a.weights != NULL ? __ldg(a.weights + token * a.weights_s + j) : 1.0f;
-        if (row >= 0) add_columns(a, sum, a.y + row * a.y_s + c, w, left, a.wide);
-    }
-    if (a.plus != NULL) add_columns(a, sum, a.plus + token * a.plus_s + c, 1.0f, left, false);
-    if (a.plus_too != NULL) add_columns(a, sum, a.plus_too + token * a.plus_too_s + c, 1.0f, left, false);
+    add_rows(a, sum, row_of, token, c, left);
+    if (a.plus != NULL) add_columns(sum, load_columns(a.plus + token * a.plus_s + c, left, false), 1.0f);
+    if (a.plus_too != NULL)
+        add_columns(sum, load_columns(a.plus_too + token * a.plus_too_s + c, left, false), 1.0f);
     T *out = a.out.row<T>(token) + c;
     T rounded[COLUMNS];
 #pragma unroll
@@ -81,6 +109,13 @@ __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ combi
     } else {
         for (int e = 0; e < COLUMNS && e < left; e++) out[e] = rounded[e];
     }
+}
+
+template <typename T>
+static quern_status launch_combine(const combine_params &a, unsigned grid, cudaStream_t stream)
+{
+    if (a.row_of == NULL) return launch_behind(stream, combine<T>, dim3(grid), THREADS, 0, "combine", a);
+    return launch_shared({stream, NULL}, combine<T>, dim3(grid), THREADS, 0, "combine", a);
 }
 
 static size_t combine_any_bytes(const stage_exec *, const combine_args *args)
@@ -122,10 +157,9 @@ static quern_status combine_any_run(const stage_exec *exec, const combine_args *
         invert<<<blocks_for(a.slots, THREADS), THREADS, 0, stream>>>(a);
     }
     const unsigned grid = blocks_for(n, THREADS);
-    if (args->out.dtype == QUERN_F32) combine<float><<<grid, THREADS, 0, stream>>>(a);
-    else if (args->out.dtype == QUERN_BF16) combine<bf16><<<grid, THREADS, 0, stream>>>(a);
-    else combine<f16><<<grid, THREADS, 0, stream>>>(a);
-    return LAUNCHED("combine");
+    return args->out.dtype == QUERN_F32    ? launch_combine<float>(a, grid, stream)
+           : args->out.dtype == QUERN_BF16 ? launch_combine<bf16>(a, grid, stream)
+                                           : launch_combine<f16>(a, grid, stream);
 }
 
 extern const variant<combine_args> combine_any = {"combine_any", NULL, combine_any_bytes, combine_any_run};

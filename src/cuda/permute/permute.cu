@@ -72,6 +72,8 @@ __global__ void __launch_bounds__(THREADS) spread(const __grid_constant__ permut
 template <typename W>
 __global__ void __launch_bounds__(THREADS) permute(const __grid_constant__ permute_params a)
 {
+    wait_for_before();
+    let_next_start();
     const int64_t warp = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / 32,
                   across = (a.pieces + 32 * PIECES - 1) / (32 * PIECES), row = warp / across,
                   c = (warp - row * across) * 32 * PIECES + threadIdx.x % 32;
@@ -132,7 +134,8 @@ static quern_status permute_any_run(const stage_exec *exec, const permute_args *
     if (spread_rows) {
         invert<uint4><<<blocks_for(a.rows, THREADS), THREADS, 0, stream>>>(a);
         spread<uint4><<<grid, THREADS, 0, stream>>>(a);
-    } else if (piece == 16) permute<uint4><<<grid, THREADS, 0, stream>>>(a);
+    } else if (piece == 16)
+        return launch_behind(stream, permute<uint4>, dim3(grid), THREADS, 0, "permute", a);
     else if (piece == 8) permute<uint2><<<grid, THREADS, 0, stream>>>(a);
     else if (piece == 4) permute<uint1><<<grid, THREADS, 0, stream>>>(a);
     else if (piece == 2) permute<ushort1><<<grid, THREADS, 0, stream>>>(a);

@@ -131,7 +131,10 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(const __grid_c
     const int64_t all = a.rows * a.blocks, step = (int64_t)gridDim.x * QUANTISE_THREADS;
     a.ends.check(a.status);
     float g = 0.0f;
-    if (a.parts > 0) g = global_of_parts(a);
+    if (a.parts > 0) {
+        wait_for_before();
+        g = global_of_parts(a);
+    }
     for (int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x; i < all; i += step) {
         const int64_t item = item_of(a, i, all), row = a.by_blocks.of(item), block = item - row * a.blocks,
                       expert = expert_of_row(a, row);
@@ -160,6 +163,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_flat(const __grid_c
     int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x;
     raw_block<T> next;
     if (i < all) next.load((const T *)a.x.p, item_of(a, i, all) * FP4_BLOCK, INT64_MAX, true);
+    if (a.parts > 0) wait_for_before();
     const float g = a.parts > 0 ? global_of_parts(a) : *(const float *)a.given.p;
     for (; i < all; i += step) {
         float x[FP4_BLOCK];
@@ -242,6 +246,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) find_largest(const __grid_co
     const int64_t all = a.x_rows * a.blocks, step = (int64_t)gridDim.x * QUANTISE_THREADS;
     const bool by_expert = a.per == QUANTISE_GLOBAL_EXPERT, bounded = a.ends.end != NULL;
     uint32_t most = 0;
+    let_next_start();
     for (int64_t first = (int64_t)blockIdx.x * QUANTISE_THREADS; first < all; first += AHEAD * step) {
         raw_block<T> raw[AHEAD];
         int64_t row[AHEAD];
@@ -418,8 +423,9 @@ static void launch_kind(const quantise_params &a, bool columns, bool pairs, bool
     } else if (all > 0 || a.parts > 0) {
         const int64_t most = (int64_t)sms * RESIDENT, need = (all + THREADS - 1) / THREADS;
         const int64_t grid = need < 1 ? 1 : need < most || a.parts == 0 ? need : most;
-        if (a.flat) quantise_flat<T, KIND><<<(unsigned)grid, THREADS, 0, stream>>>(a);
-        else quantise_rows<T, KIND><<<(unsigned)grid, THREADS, 0, stream>>>(a);
+        const auto kernel = a.flat ? quantise_flat<T, KIND> : quantise_rows<T, KIND>;
+        if (a.parts > 0) launch_behind(stream, kernel, dim3((unsigned)grid), THREADS, 0, "quantise", a);
+        else kernel<<<(unsigned)grid, THREADS, 0, stream>>>(a);
     }
 }
 

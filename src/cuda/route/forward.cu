@@ -49,10 +49,13 @@ __device__ __forceinline__ int32_t table_expert(const route_params &a, int64_t t
     return e >= 0 && e < a.experts ? (int32_t)e : -1;
 }
 
-/* The top_k best of the ranks; each that is taken becomes 0. Writes them to `list` in rising order. */
-__device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *rank, int32_t *list)
+/* The top_k best of the ranks; each that is taken becomes 0. Writes them to `list` in rising order. `soon`:
+ * up to 32 stay with a lane each, which counts those below its own; it takes a register more. */
+__device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *rank, int32_t *list,
+                                               bool soon)
 {
     const int lane = threadIdx.x % 32;
+    uint32_t own = 0;
     for (int32_t j = 0; j < a.top_k; j++) {
         uint32_t best = 0, at = 0xffffffff;
         for (int32_t e = lane; e < a.experts; e += 32)
@@ -63,9 +66,16 @@ __device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *
         const uint32_t most = __reduce_max_sync(~0u, best);
         at = __reduce_min_sync(~0u, best == most ? at : 0xffffffff);
         if (lane == 0) rank[at] = 0;
+        if (soon && lane == j) own = at;
         __syncwarp();
     }
     int32_t before = 0;
+    if (soon && a.top_k <= 32) {
+        for (int32_t j = 0; j < a.top_k; j++) before += __shfl_sync(~0u, own, j) < own;
+        if (lane < a.top_k) list[before] = (int32_t)own;
+        __syncwarp();
+        return;
+    }
     for (int32_t first = 0; first < a.experts; first += 32) {
         const bool taken = first + lane < a.experts && rank[first + lane] == 0;
         const unsigned bits = __ballot_sync(~0u, taken);
@@ -75,8 +85,8 @@ __device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *
     __syncwarp();
 }
 
-/* A slot's expert and weight as they are handed in. */
-__device__ __forceinline__ void copy_given(const route_params &a, int64_t slot)
+/* A slot's expert and weight as they are handed in; returns the expert. */
+__device__ __forceinline__ int32_t copy_given(const route_params &a, int64_t slot)
 {
     const int64_t token = slot / a.top_k, j = slot - token * a.top_k;
     const int32_t e = a.given_experts[token * a.given_experts_s + j];
@@ -84,6 +94,7 @@ __device__ __forceinline__ void copy_given(const route_params &a, int64_t slot)
     if (!good) raise_status(a.status, QUERN_STATUS_BAD_ID);
     a.chosen[token * a.chosen_s + j] = good ? e : 0;
     a.weights[token * a.weights_s + j] = good ? a.given_weights[token * a.given_weights_s + j] : 0.0f;
+    return good ? e : 0;
 }
 
 __global__ void __launch_bounds__(ROUTE_THREADS) route_copy(const __grid_constant__ route_params a)
@@ -92,8 +103,10 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_copy(const __grid_constan
     if (slot < a.tokens * a.top_k) copy_given(a, slot);
 }
 
-/* A token's experts and their weights; a warp calls, with three rows of shared memory. */
-__device__ __forceinline__ void choose_for(const route_params &a, int64_t token, float *scores)
+/* A token's experts and their weights; a warp calls, with three rows of shared memory. picked: the experts
+ * of all slots, or NULL. */
+__device__ __forceinline__ void choose_for(const route_params &a, int64_t token, float *scores,
+                                           int32_t *picked)
 {
     const int lane = threadIdx.x % 32;
     uint32_t *rank = (uint32_t *)scores + a.experts;
@@ -103,7 +116,7 @@ __device__ __forceinline__ void choose_for(const route_params &a, int64_t token,
         for (int32_t e = lane; e < a.experts; e += 32)
             rank[e] = rank_of(a.bias != NULL ? scores[e] + a.bias[e] : scores[e]);
         __syncwarp();
-        choose_experts(a, rank, list);
+        choose_experts(a, rank, list, picked != NULL);
     } else {
         for (int32_t j = lane; j < a.top_k; j += 32) list[j] = table_expert(a, token, j);
         __syncwarp();
@@ -115,6 +128,7 @@ __device__ __forceinline__ void choose_for(const route_params &a, int64_t token,
         if (list[j] < 0) raise_status(a.status, QUERN_STATUS_BAD_ID);
         a.weights[token * a.weights_s + j] = (a.renormalize ? s / (sum + 1e-20f) : s) * a.scale;
         a.chosen[token * a.chosen_s + j] = list[j] >= 0 ? list[j] : 0;
+        if (picked != NULL) picked[token * a.top_k + j] = list[j] >= 0 ? list[j] : 0;
     }
     __syncwarp();
 }
@@ -124,7 +138,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_const
     extern __shared__ float room[];
     const int warp = threadIdx.x / 32;
     const int64_t token = (int64_t)blockIdx.x * ROUTE_WARPS + warp;
-    if (token < a.tokens) choose_for(a, token, room + warp * 3 * a.experts);
+    if (token < a.tokens) choose_for(a, token, room + warp * 3 * a.experts, NULL);
 }
 
 __device__ __forceinline__ int32_t expert_of_slot(const route_params &a, int64_t slot)
@@ -214,34 +228,24 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_consta
 __global__ void __launch_bounds__(ROUTE_THREADS) route_few(const __grid_constant__ route_params a)
 {
     extern __shared__ float room[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t slots = a.tokens * a.top_k;
-    int32_t *counts = (int32_t *)room, before = 0;
+    __shared__ int32_t picked[ROUTE_FEW_SLOTS];
+    const int warp = threadIdx.x / 32, slots = (int)a.tokens * a.top_k;
+    let_next_start();
     if (a.given_experts != NULL)
-        for (int64_t s = threadIdx.x; s < slots; s += ROUTE_THREADS) copy_given(a, s);
+        for (int s = threadIdx.x; s < slots; s += ROUTE_THREADS) picked[s] = copy_given(a, s);
     for (int64_t token = warp; a.given_experts == NULL && token < a.tokens; token += ROUTE_WARPS)
-        choose_for(a, token, room + warp * 3 * a.experts);
+        choose_for(a, token, room + warp * 3 * a.experts, picked);
     __syncthreads();
-    for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS) counts[e] = 0;
-    __syncthreads();
-    for (int64_t s = threadIdx.x; s < slots; s += ROUTE_THREADS) atomicAdd(&counts[expert_of_slot(a, s)], 1);
-    __syncthreads();
-    if (warp > 0) return;
-    for (int32_t first = 0; first < a.experts; first += 32) {
-        const int32_t e = first + lane, own = e < a.experts ? counts[e] : 0;
-        int32_t end = own;
-        for (int apart = 1; apart < 32; apart *= 2) {
-            const int32_t lower = __shfl_up_sync(~0u, end, apart);
-            if (lane >= apart) end += lower;
-        }
-        if (e < a.experts) {
-            a.offsets[e] = before + end;
-            counts[e] = before + end - own;
-        }
-        before += __shfl_sync(~0u, end, 31);
+    for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS) {
+        int32_t end = 0;
+        for (int s = 0; s < slots; s++) end += picked[s] <= e;
+        a.offsets[e] = end;
     }
-    __syncwarp();
-    place_slots(a, 0, slots, counts);
+    for (int s = threadIdx.x; s < slots; s += ROUTE_THREADS) {
+        int32_t row = 0;
+        for (int o = 0; o < slots; o++) row += picked[o] < picked[s] || (picked[o] == picked[s] && o < s);
+        a.permutation[row] = s;
+    }
 }
 
 route_params route_params_of(const route_args *args)
@@ -334,7 +338,8 @@ static quern_status route_any_run(const stage_exec *exec, const route_args *args
     if (a.experts == 0) return QUERN_OK;
     quern_status status = QUERN_OK;
     if (a.own != NULL) status = route_make_logits(to, a);
-    if (status == QUERN_OK && a.tokens <= ROUTE_FEW && a.tokens > 0)
+    const bool few = a.tokens > 0 && a.tokens <= ROUTE_FEW && a.tokens * a.top_k <= ROUTE_FEW_SLOTS;
+    if (status == QUERN_OK && few)
         return launch_shared(to, route_few, dim3(1), ROUTE_THREADS, 3 * ROUTE_WARPS * row, "route, few", a);
     if (status == QUERN_OK && a.given_experts != NULL)
         status = launch_shared(to, route_copy, dim3(blocks_for(a.tokens * a.top_k, ROUTE_THREADS)),

@@ -7,7 +7,8 @@
  * that nothing changes. choose: a warp a token, its scores in shared memory; the best of them k times over,
  * ties to the lowest expert. sort: a counting sort of the slots by expert in chunks: count, scan, place. A
  * slot's rank in its chunk follows from counts of its warp's earlier slots and of the warps before, so the
- * order is that of the slots. For few tokens one block does all three, as each launch takes longer.
+ * order is that of the slots. For few tokens one block does all three, as each launch takes longer: a thread
+ * an expert, or a slot, counts the slots before it.
  *
  * An id without a row in the table, or an entry of it, or of the routing that is handed in, that is no
  * expert, gives that slot expert 0 and weight 0.
@@ -25,7 +26,8 @@ enum {
     ROUTE_WARPS = ROUTE_THREADS / 32,
     ROUTE_TILE = 4,     /* tokens, and experts, of a warp that makes logits */
     ROUTE_CHUNK = 2048, /* slots */
-    ROUTE_FEW = 16,     /* tokens for which one block does it all */
+    ROUTE_FEW = 16,     /* tokens for which one block does it all, unless they have more slots than */
+    ROUTE_FEW_SLOTS = 256,
     ROUTE_MOST_EXPERTS = 1024
 };
 

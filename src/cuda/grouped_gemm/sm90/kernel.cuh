@@ -282,6 +282,10 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
         m.stages.init(p.b.repacked != NULL ? 1 : 129, form<TOKENS>::GROUPS * 128);
         mbar_init_done();
     }
+    if constexpr (TOKENS == FEW_TOKENS) {
+        wait_for_before();
+        let_next_start();
+    }
     make_tiles(m.tiles, p, TOKENS, p.panels, form<TOKENS>::GROUPS);
     finish_tail(p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -299,9 +303,12 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
 template <typename T, int TOKENS, bool TURNED = false>
 static quern_status launch_kernel(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a)
 {
-    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS, TURNED>,
-                         dim3((unsigned)exec->multiprocessors * form<TOKENS>::BLOCKS), form<TOKENS>::THREADS,
-                         sizeof(shared<TOKENS>), "grouped_gemm", p, a);
+    const dim3 grid((unsigned)exec->multiprocessors * form<TOKENS>::BLOCKS);
+    if (TOKENS == FEW_TOKENS)
+        return launch_behind((cudaStream_t)exec->stream, grouped_gemm_sm90<T, TOKENS, TURNED>, grid,
+                             form<TOKENS>::THREADS, sizeof(shared<TOKENS>), "grouped_gemm", p, a);
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS, TURNED>, grid,
+                         form<TOKENS>::THREADS, sizeof(shared<TOKENS>), "grouped_gemm", p, a);
 }
 
 } // namespace sm90_gemm

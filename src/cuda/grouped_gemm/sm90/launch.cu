@@ -14,7 +14,8 @@ namespace sm90_gemm
     template <> quern_status launch<T, 32>(const stage_exec *, const gemm_params &, const CUtensorMap &);    \
     template <> quern_status launch<T, 64>(const stage_exec *, const gemm_params &, const CUtensorMap &);    \
     template <> quern_status launch<T, 128>(const stage_exec *, const gemm_params &, const CUtensorMap &);   \
-    template <> quern_status launch<T, 256>(const stage_exec *, const gemm_params &, const CUtensorMap &);
+    template <> quern_status launch<T, 256>(const stage_exec *, const gemm_params &, const CUtensorMap &);   \
+    template <> quern_status launch_wide<T>(const stage_exec *, const gemm_params &, const CUtensorMap &);
 INSTANCES(bf16)
 #ifndef QUERN_CUDA_ONE_DTYPE
 INSTANCES(f16)
@@ -43,6 +44,20 @@ static int width_of(const grouped_gemm_args *args)
     return width;
 }
 
+/* Whether tiles of WIDE_PANELS end sooner than those of two panels and WIDEST tokens, were experts equally
+ * loaded: by the panels and tokens of the busiest multiprocessor. */
+static bool is_wide(const stage_exec *exec, const grouped_gemm_args *args, int width)
+{
+    if (width < WIDEST || !present(args->b_repacked)) return false;
+    const int64_t experts = present(args->offsets) ? args->offsets.shape[0] : 1,
+                  rows = (args->tokens + experts - 1) / experts, panels = (args->n + UNIT - 1) / UNIT,
+                  blocks = exec->multiprocessors;
+    const int64_t pairs = (panels + 1) / 2 * ((rows + WIDEST - 1) / WIDEST) * experts,
+                  wide = (panels + WIDE_PANELS - 1) / WIDE_PANELS *
+                         ((rows + WIDE_TOKENS - 1) / WIDE_TOKENS) * experts;
+    return (wide + blocks - 1) / blocks * WIDE_PANELS * WIDE_TOKENS < (pairs + blocks - 1) / blocks * 2 * WIDEST;
+}
+
 /* A as the copy engine sees it. */
 static quern_tensor a_of(const grouped_gemm_args *args, const gemm_plan &plan)
 {
@@ -59,8 +74,10 @@ static quern_tensor a_of(const grouped_gemm_args *args, const gemm_plan &plan)
 }
 
 template <typename T>
-static quern_status run(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a, int width)
+static quern_status run(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a, int width,
+                        bool wide)
 {
+    if (wide) return launch_wide<T>(exec, p, a);
     if (width == 8) return launch<T, 8>(exec, p, a);
     if (width == 16) return launch<T, 16>(exec, p, a);
     if (width == 32) return launch<T, 32>(exec, p, a);
@@ -78,12 +95,14 @@ static quern_status grouped_gemm_sm90_run(const stage_exec *exec, const grouped_
 {
     const gemm_plan plan = gemm_plan_of(exec, args, ALIGNMENT, workspace);
     const int width = width_of(args);
+    const bool wide = is_wide(exec, args, width);
     CUtensorMap a;
     if (args->tokens == 0 || args->n == 0) return QUERN_OK;
     quern_status status = gemm_ready(exec, args, plan);
-    if (status == QUERN_OK) status = tma_describe(&a, a_of(args, plan), 1, width);
+    if (status == QUERN_OK) status = tma_describe(&a, a_of(args, plan), 1, wide ? WIDE_TOKENS : width);
     if (status == QUERN_OK)
-        status = plan.f16_product ? run<f16>(exec, plan.p, a, width) : run<bf16>(exec, plan.p, a, width);
+        status = plan.f16_product ? run<f16>(exec, plan.p, a, width, wide)
+                                  : run<bf16>(exec, plan.p, a, width, wide);
     return status == QUERN_OK ? gemm_finish(exec, args, plan) : status;
 }
 

@@ -33,7 +33,14 @@
 namespace sm90_gemm
 {
 
-enum { FEW_REGISTERS = 56, MANY_REGISTERS = 224, STORE_BYTES = 1024 };
+enum {
+    FEW_REGISTERS = 56,
+    MANY_REGISTERS = 224,
+    STORE_BYTES = 1024,
+    FEW_TOKENS = 8, /* of products between which launches would take a good part of the time */
+    WIDE_PANELS = 5,
+    WIDE_TOKENS = 128 /* of tiles of WIDE_PANELS (wide.cuh) */
+};
 
 /* How a width is run. */
 template <int TOKENS> struct form {
@@ -59,9 +66,11 @@ template <int TOKENS> struct shared {
     tile_list tiles;
 };
 
-/* A specialisation an instance; of the gradient, turned weights. */
+/* A specialisation an instance; wide: tiles of WIDE_PANELS; of the gradient, turned weights. */
 template <typename T, int TOKENS>
 quern_status launch(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
+template <typename T>
+quern_status launch_wide(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
 template <int TOKENS>
 quern_status launch_gradient(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
 
