@@ -65,8 +65,8 @@ static quern_status launch_cluster(cudaStream_t stream, void (*kernel)(Parameter
 }
 
 /* The same, but the kernel may start as soon as all blocks of the one before it on the stream have called
- * let_next_start(), or ended. That one must be of this call, or a kernel that runs only once what came before it
- * has ended: all of the library's do. */
+ * let_next_start(), or ended. That one must be of this call, or a kernel that ends only once what came before
+ * it has ended: all of the library's do. */
 template <typename... Parameters, typename... Args>
 static quern_status launch_behind(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid, int threads,
                                   size_t bytes, const char *what, const Args &...args)

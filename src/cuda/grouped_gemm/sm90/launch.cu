@@ -55,7 +55,8 @@ static bool is_wide(const stage_exec *exec, const grouped_gemm_args *args, int w
     const int64_t pairs = (panels + 1) / 2 * ((rows + WIDEST - 1) / WIDEST) * experts,
                   wide = (panels + WIDE_PANELS - 1) / WIDE_PANELS *
                          ((rows + WIDE_TOKENS - 1) / WIDE_TOKENS) * experts;
-    return (wide + blocks - 1) / blocks * WIDE_PANELS * WIDE_TOKENS < (pairs + blocks - 1) / blocks * 2 * WIDEST;
+    return (wide + blocks - 1) / blocks * WIDE_PANELS * WIDE_TOKENS <
+           (pairs + blocks - 1) / blocks * 2 * WIDEST;
 }
 
 /* A as the copy engine sees it. */

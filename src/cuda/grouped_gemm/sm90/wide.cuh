@@ -1,12 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * wide.cuh - the grouped product of many tokens by repacked weights: tiles of 128 tokens and PANELS panels, for
- * weights whose panels pairs do not divide well: five panels are the 320 columns of N 288, and 2880 has nine
- * times as many.
+ * wide.cuh - the grouped product of many tokens by repacked weights: tiles of 128 tokens and PANELS panels,
+ * for weights that pairs of panels divide badly: N 288 has five panels, 2880 nine times as many.
  *
- * The two warpgroups that multiply have three and two panels. A stage is a unit of 64 of K. Weights are decoded
- * twice as often as for 256 tokens, 90 instructions a panel and unit beside 256 clocks of products.
+ * The two warpgroups that multiply have three and two panels. A stage is a unit of 64 of K. Weights are
+ * decoded twice as often as for 256 tokens: 90 instructions a panel and unit beside 256 clocks of products.
  *
  * Registers: 64 accumulators a panel, and operands of two products each that take turns: one is decoded while
  * the products of the other run.
