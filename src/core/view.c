@@ -294,7 +294,8 @@ bool view_meet(const quern_tensor *a, const quern_tensor *b)
 {
     /* Views of one buffer may interleave without meeting (the gradients of a fused QKV tensor): with equal
      * positive strides that is decided exactly, otherwise meeting ranges count as shared. */
-    const int64_t size = (int64_t)quern_dtype_size(a->dtype), apart = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
+    const int64_t size = (int64_t)quern_dtype_size(a->dtype),
+                  apart = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
     if (a->dtype != b->dtype || a->ndim != b->ndim || apart % size != 0 || overlaps_itself(a)) return true;
     quern_tensor both = *a;
     for (int32_t i = 0; i < a->ndim; i++) {
