@@ -7,7 +7,7 @@
  * instance of a kernel is a function in a file of its own, so that a part of them can be compiled.
  *
  * `supports` writes a reason where the call is of the variant's kind (dtype, device) but beyond its limits,
- * and leaves `why` as it is elsewhere: of several the last one's reason is the stage's. A stage's workspace
+ * and keeps `why` as it is elsewhere: of several the last one's reason is the stage's. A stage's workspace
  * may not depend on where tensors stand in memory, while `supports` does: it is the most of all variants'.
  * `supports` NULL: the variant takes every call; `workspace` NULL: it takes no bytes.
  */

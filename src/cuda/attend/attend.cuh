@@ -37,7 +37,7 @@ struct attend_kernel {
     int64_t inverse_entries;                     /* of one (batch view, unit) pair */
     fast_div by_hs, by_block, by_tile_rows;      /* hs, list_block, tile * hs */
     int32_t splits;                              /* backward by key, not listed: shares of the rows */
-    bool tiles_shared; /* of a sequence's tiles; a share that sees nothing of a piece leaves nothing there */
+    bool tiles_shared; /* of a sequence's tiles; a share that sees nothing of a piece writes nothing there */
     bool short_first;  /* the first of these shares have few tiles */
     const int32_t *item_start,
         *slot_start; /* listed: work items and partial sums of each block (backward/inverse.cu) */

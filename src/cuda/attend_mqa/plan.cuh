@@ -76,11 +76,11 @@ template <int BARRIER> __device__ __noinline__ void sort_list(int32_t *x, int n)
 #pragma unroll 1
     for (int i = n + threadIdx.x; i < size; i += PLANNERS) x[i] = INT32_MAX;
     for (int run = 2; run <= size; run *= 2)
-        for (int apart = run / 2; apart > 0; apart /= 2) {
+        for (int step = run / 2; step > 0; step /= 2) {
             planners_sync<BARRIER>();
 #pragma unroll 1
             for (int i = threadIdx.x; i < size; i += PLANNERS) {
-                const int other = i ^ apart;
+                const int other = i ^ step;
                 if (other <= i || (x[i] > x[other]) != ((i & run) == 0)) continue;
                 const int32_t held = x[i];
                 x[i] = x[other];

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* fold.cuh - sums over lanes that meet by halves: each lane ends with a part of them. */
+/* fold.cuh - sums over lanes by recursive halving: each lane ends with a part of them. */
 #ifndef QUERN_CUDA_COMMON_FOLD_CUH
 #define QUERN_CUDA_COMMON_FOLD_CUH
 

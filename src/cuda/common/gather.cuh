@@ -50,10 +50,10 @@ static inline row_source row_source_of(const quern_tensor &t, const quern_tensor
         s.columns = (int32_t)table.shape[1];
         s.pages = (int32_t)t.shape[0];
         s.slots = fast_div_by((uint32_t)slots);
-        const bool apart = codes > 0 && t.ndim == 2; /* all slots' codes, then their scales */
-        s.row = apart ? codes : t.strides[1] * size;
-        s.scales = apart ? codes * slots : codes;
-        s.scale_row = apart ? t.shape[1] / slots - codes : s.row;
+        const bool planar = codes > 0 && t.ndim == 2; /* all slots' codes, then their scales */
+        s.row = planar ? codes : t.strides[1] * size;
+        s.scales = planar ? codes * slots : codes;
+        s.scale_row = planar ? t.shape[1] / slots - codes : s.row;
     }
     s.wide =
         (((uintptr_t)s.p | (uint64_t)s.page | (uint64_t)s.row | (uint64_t)s.scale_row | (uint64_t)s.scales) &

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * topk.cuh - the k best of scores that a warp meets in the order of their indices. What beats the k-th best
+ * topk.cuh - the k best of scores that a warp reads in the order of their indices. What beats the k-th best
  * so far is appended; once the room is full, the k best stay (`best_cut`): the k-th best rank is found two
  * bits at a time, by counting. The list stays in the order of indices, so equal ranks keep the lowest,
  * and the end is ascending without a sort. A team is several warps that keep one list.

@@ -2,14 +2,13 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* combine.cu - the shares of a query's keys, added in their order: a warp a head, whose lanes hold the
  * shares' sums; values are asked for eight shares at a time. Limit: the shares' values read once. */
+#include "common/combine.cuh"
 #include "decode/params.cuh"
 
 namespace decode_dense
 {
 
 using namespace decode_walk;
-
-enum { AT_ONCE = 8 };
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS) decode_combine(const __grid_constant__ dense_kernel a)
@@ -36,23 +35,15 @@ __global__ void __launch_bounds__(THREADS) decode_combine(const __grid_constant_
     for (int column = lane * 4; column < (a.plane.dim_v + 127) / 128 * 128; column += 128) {
         const bool in = column < a.plane.dim_v;
         float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int s0 = 0; s0 < q.parts.shares; s0 += AT_ONCE) {
-            float4 come[AT_ONCE];
-#pragma unroll
-            for (int s = 0; s < AT_ONCE; s++)
-                if (in && s0 + s < q.parts.shares)
-                    come[s] = __ldcs((const float4 *)(a.values + (part + s0 + s) * a.plane.dim_v + column));
-#pragma unroll
-            for (int s = 0; s < AT_ONCE; s++) {
-                if (s0 + s >= q.parts.shares) continue;
-                const float by = __shfl_sync(~0u, factor, s0 + s);
-                if (!in) continue;
-                all.x = fmaf(come[s].x, by, all.x);
-                all.y = fmaf(come[s].y, by, all.y);
-                all.z = fmaf(come[s].z, by, all.z);
-                all.w = fmaf(come[s].w, by, all.w);
-            }
-        }
+        const float *const from = a.values + part * a.plane.dim_v + column;
+        add_shares<true>(from, a.plane.dim_v, q.parts.shares, in, [&](int s, const float4 &come) {
+            const float by = __shfl_sync(~0u, factor, s);
+            if (!in) return;
+            all.x = fmaf(come.x, by, all.x);
+            all.y = fmaf(come.y, by, all.y);
+            all.z = fmaf(come.z, by, all.z);
+            all.w = fmaf(come.w, by, all.w);
+        });
         if (in)
             store_four<T>((T *)a.o.p + t * a.o.s[1] + head * a.o.s[2] + column,
                           make_float4(all.x * last, all.y * last, all.z * last, all.w * last), a.o_wide);

@@ -57,7 +57,7 @@ template <class W> __device__ __forceinline__ void take_share(const dense_kernel
     w.run({a.plane, q.b, kv, a.status}, keys, (int)(left < q.parts.per ? left : q.parts.per), m.q,
           m.ring[threadIdx.x / 32], a.scale2, true, no_scores());
     __syncthreads();
-    w.leave(m, rows);
+    w.store_sums(m, rows);
     __syncthreads();
     const int fours = a.plane.dim_v / 4;
     for (int i = threadIdx.x; i < rows * fours; i += THREADS) {

@@ -6,7 +6,7 @@
  * A block takes one query, up to ROWS of the heads that share a key/value head, and a share of the keys.
  * A sequence with at most STEP_QUERIES tokens in the call is cut into at most SHARES shares of SHARE_KEYS
  * keys or more, by the number of keys that the query sees alone, so its bits are those of any other batch.
- * Shares leave their maximum, sum and values in the workspace; combine.cu adds them in order. More tokens
+ * Shares write their maximum, sum and values to the workspace; combine.cu adds them in order. More tokens
  * fill the machine by themselves.
  */
 #ifndef QUERN_CUDA_DECODE_PARAMS_CUH

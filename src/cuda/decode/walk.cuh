@@ -5,14 +5,14 @@
  * and the sum over a block's warps.
  *
  * All rows of a block are heads of one query that read one key/value head, so they see the same keys and no
- * row is masked apart. Keys are slots, WARPS steps of which are taken at a time, a warp each, without a
+ * row has a mask of its own. Keys are slots, WARPS steps of which are taken at a time, a warp each, without a
  * barrier. The warps' sums are added in their order. A walk (tensor/walk.cuh, plain/walk.cuh) has
  *
  *   ROWS, KEYS, DIM        rows of a block; keys of a step; columns, padded
  *   queries, ring          a block's shared memory: the rows of Q, and a warp's keys on their way
  *   load()                 Q's rows into shared memory
  *   run()                  walks slots [0, n) of a plane, adds P V to the warp's sums
- *   leave()                the warp's sums into shared memory
+ *   store_sums()           the warp's sums into shared memory
  */
 #ifndef QUERN_CUDA_DECODE_WALK_CUH
 #define QUERN_CUDA_DECODE_WALK_CUH

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS) multiply_rows(const __grid_constant__
     for (int64_t c = lane; e < a.ends.experts && c < a.columns; c += 32)
         sum = fmaf(value_at(a.x, a.x_dtype, row * a.x_s + c),
                    value_at(a.bias, a.bias_dtype, e * a.bias_s + c), sum);
-    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     const int64_t slot = slot_at(a, row, a.d_weights_s);
     if (lane == 0 && slot >= 0) a.d_weights[slot] += sum;
 }

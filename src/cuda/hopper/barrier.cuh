@@ -32,6 +32,11 @@ __device__ __forceinline__ void mbar_arrive(uint32_t bar)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+/* One arrival, once this thread's cp.async so far have landed. */
+__device__ __forceinline__ void mbar_arrive_copies(uint32_t bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
 __device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity)
 {
     asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra "
@@ -64,7 +69,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* Blocks of a cluster: a barrier of all their threads, arrival and wait apart; an address in
+/* Blocks of a cluster: a barrier of all their threads, in two halves; an address in
  * another block's shared memory; an arrival there, for what this thread did before, and the wait for such
  * arrivals. */
 __device__ __forceinline__ void cluster_sync_arrive()

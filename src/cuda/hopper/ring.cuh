@@ -66,6 +66,26 @@ template <int STAGES> struct stage_barriers {
     {
         mbar_arrive(smem_address(of) + at.stage * 8);
     }
+    /* Once this thread's cp.async so far have landed. */
+    __device__ __forceinline__ void arrive_copies(const ring_place<STAGES> &at)
+    {
+        mbar_arrive_copies(smem_address(of) + at.stage * 8);
+    }
+    /* The barrier of block `rank` of the cluster; the wait for such arrivals. */
+    __device__ __forceinline__ void arrive_at(uint32_t rank, const ring_place<STAGES> &at)
+    {
+        cluster_arrive(cluster_address(smem_address(of) + at.stage * 8, rank));
+    }
+    __device__ __forceinline__ void wait_cluster(const ring_place<STAGES> &at)
+    {
+        cluster_wait(smem_address(of) + at.stage * 8, at.parity);
+    }
+    /* Of stages of which some uses are not waited for: `parities` has a bit a stage, of its next wait. */
+    __device__ __forceinline__ void wait_next(int stage, uint32_t *parities)
+    {
+        mbar_wait(stage_address(of, stage), *parities >> stage & 1);
+        *parities ^= 1u << stage;
+    }
 };
 
 /* The same of barriers at OFFSET in shared memory that begins at `base`: for kernels that compute addresses
@@ -123,6 +143,11 @@ template <int STAGES> struct ring {
     {
         mbar_wait(smem_address(free) + at.stage * 8, at.parity ^ 1);
     }
+    /* Until this use itself is given back. */
+    __device__ __forceinline__ void wait_used(const ring_place<STAGES> &at)
+    {
+        mbar_wait(smem_address(free) + at.stage * 8, at.parity);
+    }
     __device__ __forceinline__ void wait_full(const ring_place<STAGES> &at)
     {
         mbar_wait(smem_address(full) + at.stage * 8, at.parity);
@@ -149,9 +174,7 @@ template <int STAGES> struct ring {
     /* One arrival more, once this thread's cp.async so far have landed. */
     __device__ __forceinline__ void give_copies(const ring_place<STAGES> &at)
     {
-        asm volatile(
-            "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(full) + at.stage * 8)
-            : "memory");
+        mbar_arrive_copies(smem_address(full) + at.stage * 8);
     }
     __device__ __forceinline__ void give_back(const ring_place<STAGES> &at)
     {

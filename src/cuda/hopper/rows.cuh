@@ -29,9 +29,9 @@ __device__ __forceinline__ void softmax_base(const float (&s)[NT][4], softmax_ro
 #pragma unroll
     for (int h = 0; h < 2; h++) top[h] = fmaxf(top[h * 2], top[h * 2 + 1]);
 #pragma unroll
-    for (int apart = 1; apart <= 2; apart *= 2)
+    for (int step = 1; step <= 2; step *= 2)
 #pragma unroll
-        for (int h = 0; h < 2; h++) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], apart));
+        for (int h = 0; h < 2; h++) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], step));
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float risen = top[h] * scale2;

@@ -4,7 +4,7 @@
  * params.cuh - the block indexer of a step's tokens over pages: how a call is cut.
  *
  * A block takes up to 16 rows (tokens of one sequence, and the heads that share their keys) and a share of
- * the sequence's blocks, of which each warp has whole ones. It leaves each row's maximum of each block in
+ * the sequence's blocks, of which each warp has whole ones. It writes each row's maximum of each block to
  * the workspace; then a block a list chooses (choose.cu). A maximum is the same however keys are cut, so
  * lists depend on no other sequence, no share and no other token. Steps of many tokens go in slices, for
  * maxima to stay few.

@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * interleave.cu - gate and up between two halves of a row and runs that alternate. A thread moves up to 16
- * bytes, as many as runs, halves and alignment let one piece have. Limit: bytes read and written once.
+ * bytes, as many as runs, halves and alignment let one chunk have. Limit: bytes read and written once.
  */
 #include "common/launch.cuh"
 #include "common/rows.cuh"
@@ -10,7 +10,7 @@
 
 enum { THREADS = 256 };
 
-/* In pieces of W bytes. */
+/* In chunks of W bytes. */
 struct interleave_params {
     rows_view in, out; /* strides in bytes */
     int64_t rows, out_pieces, width, run;
@@ -50,19 +50,19 @@ static quern_status interleave_any_run(const stage_exec *exec, const interleave_
     const int64_t size = bytes_of(args->in.dtype),
                   width = columns_of(args->inverse ? args->out : args->in) / 2 * size,
                   run = args->granularity * size, row = columns_of(args->out) * size;
-    int64_t piece = 16;
-    while (piece > 1 && (width % piece != 0 || run % piece != 0 || !rows_aligned(args->in, piece) ||
-                         !rows_aligned(args->out, piece)))
-        piece /= 2;
-    const interleave_params a = {in_bytes(args->in), in_bytes(args->out), rows_of(args->in), row / piece,
-                                 width / piece,      run / piece,         args->inverse};
+    int64_t chunk = 16;
+    while (chunk > 1 && (width % chunk != 0 || run % chunk != 0 || !rows_aligned(args->in, chunk) ||
+                         !rows_aligned(args->out, chunk)))
+        chunk /= 2;
+    const interleave_params a = {in_bytes(args->in), in_bytes(args->out), rows_of(args->in), row / chunk,
+                                 width / chunk,      run / chunk,         args->inverse};
     const int64_t n = a.rows * a.out_pieces;
     if (n == 0) return QUERN_OK;
     const unsigned grid = blocks_for(n, THREADS);
-    if (piece == 16) interleave<uint4><<<grid, THREADS, 0, stream>>>(a);
-    else if (piece == 8) interleave<uint2><<<grid, THREADS, 0, stream>>>(a);
-    else if (piece == 4) interleave<uint1><<<grid, THREADS, 0, stream>>>(a);
-    else if (piece == 2) interleave<ushort1><<<grid, THREADS, 0, stream>>>(a);
+    if (chunk == 16) interleave<uint4><<<grid, THREADS, 0, stream>>>(a);
+    else if (chunk == 8) interleave<uint2><<<grid, THREADS, 0, stream>>>(a);
+    else if (chunk == 4) interleave<uint1><<<grid, THREADS, 0, stream>>>(a);
+    else if (chunk == 2) interleave<ushort1><<<grid, THREADS, 0, stream>>>(a);
     else interleave<uchar1><<<grid, THREADS, 0, stream>>>(a);
     return LAUNCHED("interleave");
 }

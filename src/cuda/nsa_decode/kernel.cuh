@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_rows(const nsa_kernel &a, const nsa_query &
 }
 
 /* Adds a branch's O, times the gates, to the sum of rows [from, from + rows) of the chunk; of the entries
- * leaves each row's lse, in powers of two. */
+ * writes each row's lse, in powers of two. */
 template <class W>
 __device__ __forceinline__ void add_sums(const nsa_kernel &a, const nsa_memory<W> &m, const chunk_rows<W> &c,
                                          int branch, int from, int rows, float *scratch)
@@ -183,7 +183,7 @@ __device__ __forceinline__ void run_branches(const nsa_kernel &a, const nsa_quer
                 w.run({a.plane[branch], q.b, q.kv, a.status}, keys, keys.n, m.walk.q,
                       m.walk.ring[threadIdx.x / 32], a.scale2, a.has(branch), scores);
                 __syncthreads();
-                w.leave(m.walk, c.rows);
+                w.store_sums(m.walk, c.rows);
                 __syncthreads();
                 add_sums(a, m, c, branch, lists > 1 ? j - row0 : 0, lists > 1 ? 1 : c.rows, scratch);
             }

@@ -8,7 +8,7 @@
  * along K: a thread has 16 rows of one or two columns.
  *
  * A global of a tensor or an expert is known after a pass of its own, which finds the largest magnitude: as
- * integers the bits of magnitudes have a maximum that no order changes. Of a tensor that pass leaves a number
+ * integers the bits of magnitudes have a maximum that no order changes. Of a tensor that pass writes a number
  * a block of threads; each block of the second takes the largest of them, and begins with the values that the
  * first saw last, which L2 still holds. A row's global takes no such pass: a warp or a block of threads holds
  * the row.

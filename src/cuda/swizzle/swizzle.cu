@@ -47,9 +47,9 @@ __device__ __forceinline__ expert_list list_experts(const swizzle_params &a, int
                       own = (n + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
         int32_t ends = n, pads = own;
         if (n != given && blockIdx.x == 0) raise_status(a.status, QUERN_STATUS_BAD_OFFSETS);
-        for (int apart = 1; apart < 32; apart *= 2) {
-            const int32_t x = __shfl_up_sync(~0u, ends, apart), y = __shfl_up_sync(~0u, pads, apart);
-            if (lane >= apart) ends += x, pads += y;
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t x = __shfl_up_sync(~0u, ends, step), y = __shfl_up_sync(~0u, pads, step);
+            if (lane >= step) ends += x, pads += y;
         }
         if (e + lane <= a.experts) {
             list.padded[e + lane] = padded + pads - own;

@@ -7,13 +7,13 @@
  *   dV = P^T row_scale dO, dK = scale dS^T Q (P, dS as in dq.cuh)
  *
  * A block owns 16 KW keys and walks the rows that see them 64 at a time. Everything is transposed:
- * S^T = K Q^T leaves P^T in registers as the A operand of P^T dO.
- * The heads of a group meet in one row stream, so dK and
+ * S^T = K Q^T has P^T in registers as the A operand of P^T dO.
+ * The heads of a group are one row stream, so dK and
  * dV are whole, without atomics. For listed blocks the row stream comes from the inverted index (inverse.cu).
  *
  * Few keys with many rows (compressed entries, blocks that every tile chose) would leave most of the GPU
  * idle: a range is cut into `splits` shares of its rows, a listed block into items of item_rows. Each share
- * leaves partial sums in workspace, which a second kernel (shares.cu) adds in the order of the rows.
+ * writes partial sums to workspace, which a second kernel (shares.cu) adds in the order of the rows.
  *
  * At D = 128: registers a thread dK 64, dV 64, S^T 32, dP^T 32; shared memory 128 KB. At D = 256 dK and dV do
  * not fit together and are two launches. Limit: the tensor cores.
@@ -247,6 +247,11 @@ __device__ __forceinline__ void load_keys(const attend_kernel &a, const key_bloc
     }
 }
 
+template <int DP, int KT> struct keys_shared {
+    uint16_t k[KT * DP], v[KT * DP], q[2][BACKWARD_STEP * DP], d_o[2][BACKWARD_STEP * DP];
+    float stat[2][5 * BACKWARD_STEP]; /* row_stage */
+};
+
 /* PARTS: 1 dK, 2 dV, 3 both. */
 template <typename T, int DP, int KW, int PARTS, bool LISTED, typename PRODUCTS>
 __global__ void __launch_bounds__(32 * KW, 1)
@@ -256,8 +261,9 @@ __global__ void __launch_bounds__(32 * KW, 1)
                   THREADS = 32 * KW, TILE = ROWS * DP * 2;
     constexpr bool DK = PARTS & 1, DV = PARTS & 2;
     extern __shared__ __align__(1024) char smem[];
-    char *sk = smem, *sv = sk + KT * DP * 2, *sq = sv + KT * DP * 2, *sdo = sq + 2 * TILE;
-    float *stat = (float *)(sdo + 2 * TILE);
+    keys_shared<DP, KT> &m = *(keys_shared<DP, KT> *)smem;
+    char *sk = (char *)m.k, *sv = (char *)m.v, *sq = (char *)m.q, *sdo = (char *)m.d_o;
+    float *stat = (float *)m.stat;
     const uint32_t ak = smem_address(sk), av = smem_address(sv), aq0 = smem_address(sq),
                    ado0 = smem_address(sdo), astat = smem_address(stat);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -334,11 +340,11 @@ static quern_status launch_keys(const attend_args *args, const attend_kernel &a,
                                 const launcher &to)
 {
     constexpr int KT = 16 * KW;
-    const size_t bytes = (size_t)(2 * KT + 4 * BACKWARD_STEP) * DP * 2 + 10 * BACKWARD_STEP * 4;
     const dim3 grid = LISTED
                           ? dim3((unsigned)inverse_items(args), 1, (unsigned)((a.list_block + KT - 1) / KT))
                           : dim3((unsigned)pieces, (unsigned)a.kv_heads, (unsigned)a.splits);
-    return launch_shared(to, attend_backward_keys<T, DP, KW, PARTS, LISTED, PRODUCTS>, grid, 32 * KW, bytes,
+    return launch_shared(to, attend_backward_keys<T, DP, KW, PARTS, LISTED, PRODUCTS>, grid, 32 * KW,
+                         sizeof(keys_shared<DP, KT>),
                          "attend_backward by keys", a, pieces);
 }
 

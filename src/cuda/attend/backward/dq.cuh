@@ -123,6 +123,12 @@ __device__ __forceinline__ void store_d_q(const attend_kernel &a, const row_bloc
     }
 }
 
+/* Shared memory; behind it, with lists, a.list_k entries each of the clean list, flags and the raw list. */
+template <int DP, int M, int KEYS, bool LISTED> struct rows_shared {
+    uint16_t q[M * DP], d_o[M * DP], k[2][KEYS * DP], v[2][KEYS * DP];
+    int32_t column[LISTED ? 2 : 0][KEYS]; /* the key of each slot */
+};
+
 template <typename T, int DP, int WM, int WN, bool LISTED, typename PRODUCTS>
 __global__ void __launch_bounds__(32 * WM * WN, 1)
     attend_backward_rows(const __grid_constant__ attend_kernel a)
@@ -131,8 +137,10 @@ __global__ void __launch_bounds__(32 * WM * WN, 1)
                   CHUNKS = DP / 8, THREADS = 32 * WM * WN;
     constexpr int TILE = KEYS * DP * 2;
     extern __shared__ __align__(1024) char smem[];
-    char *sq = smem, *sdo = sq + M * DP * 2, *sk = sdo + M * DP * 2, *sv = sk + 2 * TILE;
-    int32_t *column = (int32_t *)(sv + 2 * TILE), *list = column + 2 * KEYS;
+    typedef rows_shared<DP, M, KEYS, LISTED> memory;
+    memory &m = *(memory *)smem;
+    char *sq = (char *)m.q, *sdo = (char *)m.d_o, *sk = (char *)m.k, *sv = (char *)m.v;
+    int32_t *column = (int32_t *)m.column, *list = (int32_t *)(&m + 1);
     const uint32_t aq = smem_address(sq), ado = smem_address(sdo), ak0 = smem_address(sk),
                    av0 = smem_address(sv);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp % WM, wn = warp / WM;
@@ -202,7 +210,7 @@ static quern_status launch_rows(const attend_args *args, const attend_kernel &a,
 {
     constexpr int M = 16 * WM, KEYS = BACKWARD_STEP;
     const size_t bytes =
-        (size_t)(2 * M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
+        sizeof(rows_shared<DP, M, KEYS, LISTED>) + (LISTED ? 3 * (size_t)a.list_k * 4 : 0);
     return launch_shared(to, attend_backward_rows<T, DP, WM, WN, LISTED, PRODUCTS>,
                          row_grid(args, a, M, LISTED), 32 * WM * WN, bytes, "attend_backward by rows", a);
 }

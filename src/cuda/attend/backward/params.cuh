@@ -16,7 +16,7 @@ quern_status attend_backward_delta(const attend_args *args, const attend_launch 
 
 /* dK and dV by pieces of `keys` keys (any GPU's kernels: backward_keys(args)), or by listed blocks: how many;
  * into how many shares each range's rows are cut, and whether the first may be short; bytes of the shares'
- * partial gradients; their sum, after the kernels that leave them. */
+ * partial gradients; their sum, after the kernels that write them. */
 int backward_keys(const attend_args *args);
 int64_t backward_pieces(const attend_args *args, int keys);
 int backward_splits(const attend_args *args, int keys);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void row_statistics(const attend_kernel &a, const seq
             : a.row_scale.p[seq.view_b * a.row_scale.s[0] + head * a.row_scale.s[1] + n * a.row_scale.s[2]];
 }
 
-/* A zero as + 0: the sign that the products leave may come from a row that is not seen, by a factor of 0. */
+/* A zero as + 0: the sign of the products may come from a row that is not seen, by a factor of 0. */
 template <typename T>
 __device__ __forceinline__ void store_pair(void *base, int64_t at, float x, float y, bool f32, bool add)
 {

@@ -32,6 +32,24 @@ template <int DP> struct shape {
     static constexpr int TS = DP > 128 ? 32 : 64, RT = TS / SIDE, LD = DP + 1, CT = DP / SIDE;
 };
 
+/* Shared memory; behind `column`, with lists, a.list_k entries each of the clean list, flags and the raw
+ * list. */
+template <int DP> struct weigh_memory {
+    enum { TS = shape<DP>::TS, LD = shape<DP>::LD };
+    float q[TS * LD], d_o[TS * LD], k[TS * LD], v[TS * LD];
+    int32_t column[TS];
+};
+template <int DP, bool BACKWARD> struct rows_memory {
+    enum { TS = shape<DP>::TS, LD = shape<DP>::LD };
+    float q[TS * LD], d_o[BACKWARD ? TS * LD : 0], k[TS * LD], v[TS * LD], p[TS * (TS + 1)];
+    int32_t column[TS];
+};
+template <int DP> struct keys_memory {
+    enum { TS = shape<DP>::TS, LD = shape<DP>::LD };
+    float k[TS * LD], v[TS * LD], q[TS * LD], d_o[TS * LD], p[TS * (TS + 1)];
+    float stat[6 * TS]; /* maximum, log sum, delta, row_scale; as integers lo, hi */
+};
+
 /* acc[i][j] += sum_c A[ty RT + i][c] B[tx + 16 j][c] */
 template <int DP>
 __device__ __forceinline__ void mm_nt(float (&acc)[shape<DP>::RT][shape<DP>::RT], const float *a,
@@ -236,10 +254,11 @@ template <int DP>
 __global__ void __launch_bounds__(THREADS, 1)
     attend_weigh_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed)
 {
-    constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, LD = shape<DP>::LD;
+    constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT;
     extern __shared__ float smem_f[];
-    float *sq = smem_f, *sg = sq + TS * LD, *sk = sg + TS * LD, *sv = sk + TS * LD;
-    int32_t *column = (int32_t *)(sv + TS * LD), *list = column + TS;
+    weigh_memory<DP> &m = *(weigh_memory<DP> *)smem_f;
+    float *sq = m.q, *sg = m.d_o, *sk = m.k, *sv = m.v;
+    int32_t *column = m.column, *list = (int32_t *)(&m + 1);
     const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
     block_rows r;
     if (!find_rows(a, TS, listed, &r)) return;
@@ -291,11 +310,11 @@ template <int DP, bool BACKWARD>
 __global__ void __launch_bounds__(THREADS, 1)
     attend_rows_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed)
 {
-    constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, LD = shape<DP>::LD, CT = shape<DP>::CT;
+    constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, CT = shape<DP>::CT;
     extern __shared__ float smem_f[];
-    float *sq = smem_f, *sg = sq + TS * LD, *sk = sg + (BACKWARD ? TS * LD : 0), *sv = sk + TS * LD,
-          *sp = sv + TS * LD;
-    int32_t *column = (int32_t *)(sp + TS * (TS + 1)), *list = column + TS;
+    rows_memory<DP, BACKWARD> &m = *(rows_memory<DP, BACKWARD> *)smem_f;
+    float *sq = m.q, *sg = m.d_o, *sk = m.k, *sv = m.v, *sp = m.p;
+    int32_t *column = m.column, *list = (int32_t *)(&m + 1);
     const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
     block_rows r;
     if (!find_rows(a, TS, listed, &r)) return;
@@ -406,8 +425,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 {
     constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, LD = shape<DP>::LD, CT = shape<DP>::CT;
     extern __shared__ float smem_f[];
-    float *sk = smem_f, *sv = sk + TS * LD, *sq = sv + TS * LD, *sg = sq + TS * LD, *sp = sg + TS * LD;
-    float *stat = sp + TS * (TS + 1); /* norm, delta, row_scale; lo, hi */
+    keys_memory<DP> &m = *(keys_memory<DP> *)smem_f;
+    float *sk = m.k, *sv = m.v, *sq = m.q, *sg = m.d_o, *sp = m.p, *stat = m.stat;
     const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE, lane = threadIdx.x & 31,
               warp = threadIdx.x >> 5;
     const int kvh = blockIdx.y;
@@ -521,31 +540,29 @@ template <int TS> static int64_t row_pieces(const attend_args *args, const atten
 template <int DP, bool BACKWARD>
 static quern_status by_rows(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
-    const size_t bytes = ((size_t)(BACKWARD ? 4 : 3) * TS * LD + TS * (TS + 1) + TS +
-                          (l.listed ? 3 * (size_t)l.kernel.list_k : 0)) *
-                         4;
+    constexpr int TS = shape<DP>::TS;
+    const size_t bytes =
+        sizeof(rows_memory<DP, BACKWARD>) + (l.listed ? 3 * (size_t)l.kernel.list_k * 4 : 0);
     return launch(attend_rows_f32<DP, BACKWARD>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to);
 }
 
 template <int DP>
 static quern_status weigh(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
-    const size_t bytes = ((size_t)4 * TS * LD + TS + (l.listed ? 3 * (size_t)l.kernel.list_k : 0)) * 4;
+    constexpr int TS = shape<DP>::TS;
+    const size_t bytes = sizeof(weigh_memory<DP>) + (l.listed ? 3 * (size_t)l.kernel.list_k * 4 : 0);
     return launch(attend_weigh_f32<DP>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to);
 }
 
 template <int DP>
 static quern_status by_keys(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
-    const size_t bytes = ((size_t)4 * TS * LD + TS * (TS + 1) + 6 * TS) * 4;
+    constexpr int TS = shape<DP>::TS;
     stage_seqs flipped = args->seqs;
     flipped.n_q = args->seqs.n_kv;
     int64_t pieces = piece_bound(flipped, l.listed ? l.kernel.list_block : TS, 1);
     if (l.listed) pieces *= (l.kernel.list_block + TS - 1) / TS;
-    return launch(attend_keys_f32<DP>, l, pieces, l.kernel.kv_heads, bytes, to);
+    return launch(attend_keys_f32<DP>, l, pieces, l.kernel.kv_heads, sizeof(keys_memory<DP>), to);
 }
 
 template <int DP>

@@ -11,7 +11,7 @@
  * memory in warp order.
  *
  * NaN and infinity in V reach the rows that see them and no others (spread_nonfinite). A zero of O is stored
- * as + 0: the sign that the products leave may come from a value that is not seen, by a factor of 0.
+ * as + 0: the sign of the products may come from a value that is not seen, by a factor of 0.
  *
  * At D = 128, WN = 1: 128 rows, 128 keys a tile; registers a thread O 64, S 64; shared memory 160 KB, one
  * block an SM. Limit: the tensor cores, shared with 16 exponentials a clock and SM.
@@ -168,6 +168,12 @@ __device__ __forceinline__ void store_output(const attend_kernel &a, const row_b
     }
 }
 
+/* Shared memory; behind it, with lists, a.list_k entries each of the clean list, flags and the raw list. */
+template <int DP, int M, int KEYS, bool LISTED> struct forward_shared {
+    uint16_t q[M * DP], k[2][KEYS * DP], v[2][KEYS * DP];
+    int32_t column[LISTED ? 2 : 0][KEYS]; /* the key of each slot */
+};
+
 template <typename T, int DP, int WM, int WN, bool LISTED, typename PRODUCTS>
 __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_constant__ attend_kernel a)
 {
@@ -176,9 +182,10 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
     constexpr int THREADS = 32 * WM * WN, TILE = KEYS * DP * 2;
     constexpr bool HOLD = WN > 1 && DP <= 128; /* Q stays in registers */
     extern __shared__ __align__(1024) char smem[];
-    char *sq = smem, *sk = sq + M * DP * 2, *sv = sk + 2 * TILE;
-    int32_t *column = (int32_t *)(sv + 2 * TILE); /* LISTED: [2][KEYS] key of each slot */
-    int32_t *list = column + 2 * KEYS;            /* LISTED: [list_k] clean, then flags, then raw */
+    typedef forward_shared<DP, M, KEYS, LISTED> memory;
+    memory &m = *(memory *)smem;
+    char *sq = (char *)m.q, *sk = (char *)m.k, *sv = (char *)m.v;
+    int32_t *column = (int32_t *)m.column, *list = (int32_t *)(&m + 1);
     const uint32_t aq = smem_address(sq), ak0 = smem_address(sk), av0 = smem_address(sv);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp % WM, wn = warp / WM;
 
@@ -265,7 +272,7 @@ static quern_status launch_forward(const attend_args *args, const attend_kernel 
 {
     constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS;
     const size_t bytes =
-        (size_t)(M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
+        sizeof(forward_shared<DP, M, KEYS, LISTED>) + (LISTED ? 3 * (size_t)a.list_k * 4 : 0);
     return launch_shared(to, attend_forward<T, DP, WM, WN, LISTED, PRODUCTS>, row_grid(args, a, M, LISTED),
                          32 * WM * WN, bytes, "attend_forward", a);
 }

@@ -78,7 +78,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
 enum { SM90_BACKWARD_ROWS = 64 }; /* queries of a tile of dQ */
 
 /* Lists of blocks in the backward: a block of threads owns 128 slots of one list, whose keys are those that
- * the list names, and leaves the list's share of their gradients in attend_kernel's `part`. */
+ * the list names, and writes the list's share of their gradients in attend_kernel's `part`. */
 struct sm90_lists {
     const int32_t *clean; /* [units][rows of all views][k], ascending, -1 behind; NULL: keys are a range */
     int32_t view_rows, all_rows; /* list rows of a view, of all */

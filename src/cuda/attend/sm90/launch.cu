@@ -97,7 +97,7 @@ static quern_status attend_forward_sm90_tokens_run(const stage_exec *exec, const
 }
 
 /* Lists of tiles that hold whole tiles of dQ, with rows enough for a block of threads to pay for the shares
- * of dK and dV that it leaves. */
+ * of dK and dV that it writes. */
 static bool attend_backward_sm90_lists_supports(const stage_exec *exec, const attend_args *args, char *)
 {
     enum { FEWEST_ROWS = 512 };

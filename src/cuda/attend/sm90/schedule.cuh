@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * schedule.cuh - the pieces of the Hopper attention kernels (hopper/schedule.cuh): their rows
- * (attend/attend.cuh), and which key slots they walk. One warp plans and leaves a piece in shared memory for
+ * (attend/attend.cuh), and which key slots they walk. One warp plans and writes a piece to shared memory for
  * the others.
  *
  * A piece is up to M / hs queries with their hs heads, so that its rows are one box of Q. Pieces are numbered

@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * dq_warpgroup.cuh - kernel.cuh above head dim 64: two warpgroups with 64 keys each make
- * dK and dV, and a third makes dQ of the dS that they leave.
+ * dK and dV, and a third makes dQ of their dS.
  *
  * A warpgroup with keys never waits for the other one. It starts dP and dV of a step, makes dS of dP, and
  * starts dK and the next step's S, of which it makes P. S and dP are never there at once, and P in 16 bits

@@ -207,7 +207,7 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     b->tile = tiles.from;
     b->tiles = tiles.to > tiles.from ? tiles.to - tiles.from : 0;
     if (b->alone_end <= b->tile) b->alone_end = 0;
-    return b->tiles > 0 || a.splits == 1; /* a share that sees nothing leaves nothing */
+    return b->tiles > 0 || a.splits == 1; /* a share that sees nothing writes nothing */
 }
 
 /* The tile and head of step t. */

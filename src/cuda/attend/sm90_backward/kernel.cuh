@@ -8,7 +8,7 @@
  *   dV = P^T row_scale dO, dK = scale dS^T Q, dQ = scale dS K: five products.
  * A block owns 128 keys, 64 each of two computing warpgroups, and walks the rows that see them: tiles of 64
  * queries from the last to the first, each with the heads of the group one after another. S and dP are
- * transposed: S^T = K Q^T leaves P^T and dS^T in registers as the A operands of dV and dK, which stay in
+ * transposed: S^T = K Q^T has P^T and dS^T in registers as the A operands of dV and dK, which stay in
  * registers. dS^T also goes to shared memory, of which dQ is made. Above D = 64 dQ has a warpgroup of its own
  * (dq_warpgroup.cuh); at D = 64 the two alternate, and each makes half of dQ's columns
  * (alternating.cuh).
@@ -20,13 +20,13 @@
  * tile at once (dq_sums.cuh). A counter for each tile and head says how many key blocks have added, and a
  * block waits until all before it have: the order is that of the keys, whoever computes them. A block waits
  * only for blocks that took a lower ticket, so some block can always go on. First keys, which see most rows,
- * go first. Blocks that start together walk the rows from the end, one step apart; those that follow
+ * go first. Blocks that start together walk the rows from the end, one step behind another; those that follow
  * (sm90_backward_plan's wave) begin one after the other, at their diagonals, and walk the other way: so they
  * stay beside each other, too, and L2 serves them all. Sums in workspace are stored in d_q by blocks without
  * keys (dq_sums.cuh); above D = 64, a tile to which one block of keys alone comes is stored by that block.
  *
  * Above D = 64, where no row of a tile sees one half of the keys, as at both ends of a window, that half's
- * warpgroup leaves zeros for dQ and has nothing else to do.
+ * warpgroup writes zeros for dQ and has nothing else to do.
  *
  * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics, a step ahead
  * of their stage, and looks for what is not finite in rows that may hold it and do not see all of these keys;

@@ -92,7 +92,7 @@ __device__ __forceinline__ int first_list_row(const attend_kernel &a, const sm90
     return rows;
 }
 
-/* A thread's columns of up to KEYS keys of a block, 256 / (width / 4) keys apart. */
+/* A thread's columns of up to KEYS keys of a block, each 256 / (width / 4) keys. */
 enum { OWN = KEYS * MOST_WIDTH / 4 / THREADS };
 
 /* Adds the shares of the tiles `rows` names in turn: lanes [from, end) hold their first rows in `a.part`. */

@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_held(const float (&dq)[NQ / 8][4], uint32_
                       dq[i][3] * scale);
 }
 
-/* A warpgroup that makes dS^T, or half of dQ's columns, or both: where it leaves them, and what dQ's product
+/* A warpgroup that makes dS^T, or half of dQ's columns, or both: where it puts them, and what dQ's product
  * reads. */
 template <typename T, typename AT> struct computing {
     static constexpr int NT = ROWS / 8, NQ = AT::DIM_K / 2;

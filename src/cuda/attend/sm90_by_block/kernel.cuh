@@ -8,7 +8,7 @@
  * Whoever walks the union of neighbours' lists (sm90_tokens/kernel.cuh) fills shared memory with 32 KB for
  * each block of it: on noise at 64k tokens, 4 heads a token, 17 KB for each token and listed block. Here a
  * block of threads copies 64 or 128 keys once and computes the tokens that chose them, 64 rows at a time. It
- * leaves a partial result for each token and block, O before its division by the sum, 1 KB at 4 heads;
+ * writes a partial result for each token and block, O before its division by the sum, 1 KB at 4 heads;
  * another kernel adds those of a token in the order of the keys. That is 2 KB written and read instead of 17.
  *
  * Partial results are f16, each row times a power of two that brings its largest column to [2^14, 2^15): so

@@ -199,7 +199,7 @@ __device__ __forceinline__ void search_keys(const attend_kernel &a, shared<DK, D
     }
 }
 
-/* A computing warp leaves what is known of its 16 rows, the first of them row `first` of the piece. */
+/* A computing warp publishes what is known of its 16 rows, the first of them row `first` of the piece. */
 __device__ __forceinline__ void describe_rows(const attend_kernel &a, const work &w, int first,
                                               row_state *rows)
 {

@@ -110,7 +110,7 @@ __device__ __forceinline__ void search_values(const attend_kernel &a, int search
                 const bool found =
                     find_nonfinite<T, sizeof s.v[0], SEARCHERS, true>((char *)s.v[at.stage], searcher);
                 if (lane == 0) s.nonfinite[at.stage][searcher] = found;
-                mbar_arrive(smem_address(&s.searched[at.stage])); /* each lane's, for what it wrote */
+                s.searched.arrive(at); /* each lane's, for what it wrote */
             }
             if (lane == 0) s.values.give_back(at);
         }

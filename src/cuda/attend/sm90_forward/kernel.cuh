@@ -10,7 +10,7 @@
  * sorts lists. A computing warpgroup walks its keys from the last to the first: S = Q K^T (wgmma, of ranges
  * at D = 128 with Q from registers), softmax in registers, O += P V with P from registers. The next tile's
  * Q K^T starts before this tile's softmax, and named barriers let the warpgroups take turns, so that one's
- * softmax runs beside another's products. O leaves by TMA from where its rows' Q was, while the next piece
+ * softmax runs beside another's products. TMA stores O from where its rows' Q was, while the next piece
  * begins.
  *
  * NaN and infinity in V reach the rows that see them and no others: a factor of 0 does not undo them. Where a
@@ -31,7 +31,7 @@
 namespace sm90_forward
 {
 
-/* Leaves O of a warp's rows to the copy engine, which reads it from their place in the tile of Q at `tile`;
+/* Gives O of a warp's rows to the copy engine, which reads it from their place in the tile of Q at `tile`;
  * false where the piece is not whole or O's rows are none of its boxes. */
 template <typename T, int M, int OT>
 __device__ __forceinline__ bool send_rows(const float (&o)[OT][4], const attend_kernel &a,

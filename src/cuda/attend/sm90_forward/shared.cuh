@@ -33,7 +33,7 @@ template <int DK, int DV, bool LISTED> struct shape {
                   "more registers than a block is launched with: its warps would wait for them for ever");
     /* Of ranges, Q stays in registers, which saves a fifth of what the products read of shared memory, and
      * the first tile of a piece may be half a tile. With lists the registers do not suffice: ptxas would let
-     * no products overlap. O leaves by the copy engine, through its rows' place of Q. */
+     * no products overlap. The copy engine stores O from its rows' place of Q. */
     static constexpr bool HELD = !LISTED && DK == 128 && DV <= 128, HALVES = !LISTED && KEYS == 128,
                           BULK = Q_STAGES == 2 && DV <= DK;
 };
@@ -45,7 +45,7 @@ template <int DK, int DV, bool LISTED> struct __align__(1024) shared
     panel_row q[sh::Q_STAGES][DK / 64][sh::M], k[STAGES][DK / 64][sh::KEYS], v[STAGES][DV / 64][sh::KEYS];
     ring<sh::Q_STAGES> queries;
     ring<STAGES> keys, values;
-    uint64_t searched[STAGES];            /* barriers: V of a stage is finite */
+    stage_barriers<STAGES> searched;      /* V of a stage is finite */
     ring<PLANS> plans;                    /* of pieces, and their lists */
     int32_t nonfinite[STAGES][SEARCHERS]; /* a searcher found something in V */
     work plan[PLANS];
@@ -57,7 +57,7 @@ template <int DK, int DV, bool LISTED> struct __align__(1024) shared
         queries.init(1, 4 * sh::GROUPS);
         keys.init(1, 4 * sh::GROUPS);
         values.init(1, 4 * sh::GROUPS + SEARCHERS);
-        for (int i = 0; i < STAGES; i++) mbar_init(smem_address(&searched[i]), SEARCHERS * WARP_ARRIVALS);
+        searched.init(SEARCHERS * WARP_ARRIVALS);
         plans.init(WARP_ARRIVALS, (1 + SEARCHERS + 4 * sh::GROUPS) * WARP_ARRIVALS);
         mbar_init_done();
     }
@@ -66,8 +66,7 @@ template <int DK, int DV, bool LISTED> struct __align__(1024) shared
      * waits, a bit a stage. All lanes of a warp call; lane 0 frees V. */
     __device__ __forceinline__ bool wait_searched(int stage, uint32_t *parities)
     {
-        mbar_wait(stage_address(searched, stage), *parities >> stage & 1);
-        *parities ^= 1u << stage;
+        searched.wait_next(stage, parities);
         const int found = (threadIdx.x & 31) == 0 ? nonfinite[stage][0] | nonfinite[stage][SEARCHERS - 1] : 0;
         return __shfl_sync(~0u, found, 0) != 0;
     }

@@ -69,7 +69,7 @@ struct __align__(1024) shared : backward_rows<BACK, D_V>
     panel_row q[DK / 64][ROWS], k[STAGES][DK / 64][KEYS], v[STAGES][DV / 64][KEYS];
     ring<1> queries, gradients; /* gradients: dO */
     ring<STAGES> keys;          /* and values */
-    uint64_t searched[STAGES];  /* barriers */
+    stage_barriers<STAGES> searched;
     ring<2> plans;
     stage_note note[STAGES];
     work plan[2];
@@ -83,7 +83,7 @@ struct __align__(1024) shared : backward_rows<BACK, D_V>
         queries.init(1, 4 * GROUPS);
         gradients.init(1, 4 * GROUPS);
         keys.init(1, 4 * GROUPS + SEARCHERS);
-        for (int i = 0; i < STAGES; i++) mbar_init(smem_address(&searched[i]), SEARCHERS);
+        searched.init(SEARCHERS);
         plans.init(WARP_ARRIVALS, (1 + SEARCHERS + 4 * GROUPS) * WARP_ARRIVALS);
         mbar_init_done();
     }
@@ -383,7 +383,7 @@ __device__ __forceinline__ void search(const attend_kernel &a, S &sm, int search
             }
             __syncwarp();
             if (lane == 0) {
-                if (now.lists != 0 && wanted) mbar_arrive(stage_address(sm.searched, at.stage));
+                if (now.lists != 0 && wanted) sm.searched.arrive(at);
                 sm.keys.give_back(at);
             }
         }

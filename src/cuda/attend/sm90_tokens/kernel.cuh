@@ -109,7 +109,7 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
         const int stage = at.stage;
         sm.keys.wait_full(at);
         const stage_keys now = read_note(sm.note[stage]);
-        const uint32_t searched = clean >> stage & 1;
+        const typename S::place searched = {stage, clean >> stage & 1};
         last = now.last;
         if (now.lists != 0) clean ^= 1u << stage;
         if ((now.lists & of_group) == 0) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
         attend_parts::softmax(s, r, shrink, a.scale_log2);
         attend_parts::pack_rows<T>(s, p);
         shrink_rows(o, shrink);
-        mbar_wait(stage_address(sm.searched, stage), searched);
+        sm.searched.wait(searched);
         if (read_nonfinite(sm.note[stage])) add_nonfinite<T, OT>(o, a, w, r, chose, now.key);
         wg_start();
 #pragma unroll
@@ -164,7 +164,7 @@ __device__ __forceinline__ void walk_lists(const attend_kernel &a, const work &w
         const int stage = at.stage;
         sm.keys.wait_full(at);
         const stage_keys now = read_note(sm.note[stage]);
-        const uint32_t searched = clean >> stage & 1;
+        const typename S::place searched = {stage, clean >> stage & 1};
         last = now.last;
         if (!ONE && now.lists != 0) clean ^= 1u << stage;
         if ((now.lists & of_warp) != 0) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void walk_lists(const attend_kernel &a, const work &w
             attend_parts::softmax(s, r, shrink, a.scale_log2);
             shrink_rows(o, shrink);
             if (!ONE) {
-                mbar_wait(stage_address(sm.searched, stage), searched);
+                sm.searched.wait(searched);
                 if (read_nonfinite(sm.note[stage])) add_nonfinite<T, OT>(o, a, w, r, chose, now.key);
             }
             if (left < KEYS) add_product<T, OT, true>(o, s, v, left);

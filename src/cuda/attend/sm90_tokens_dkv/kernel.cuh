@@ -183,7 +183,7 @@ __device__ __forceinline__ void find_gradients(const float (&s)[ROWS / 8][4], co
     }
 }
 
-/* Whether `x` holds for any thread of the computing warpgroup, which meets here. */
+/* Whether `x` holds for any thread of the computing warpgroup; a barrier of it. */
 __device__ __forceinline__ bool any_of_group(bool x)
 {
     uint32_t any;

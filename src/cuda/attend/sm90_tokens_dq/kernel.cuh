@@ -163,7 +163,7 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
         const int stage = at.stage;
         sm.keys.wait_full(at);
         const stage_keys now = read_note(sm.note[stage]);
-        const uint32_t searched = clean >> stage & 1;
+        const typename S::place searched = {stage, clean >> stage & 1};
         last = now.last;
         if (now.lists != 0) clean ^= 1u << stage;
         if ((now.lists & of_group) == 0) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
         const int left[2] = {(now.lists & own[0]) != 0 ? r.end[0] - now.key : 0,
                              (now.lists & own[1]) != 0 ? r.end[1] - now.key : 0};
         find_gradients(s, dp, r, left, a.scale_log2);
-        mbar_wait(stage_address(sm.searched, stage), searched);
+        sm.searched.wait(searched);
         const bool nonfinite = read_nonfinite(sm.note[stage]);
         if (nonfinite) add_by_key<T, KT * 2>(dq, s, a, w, left, now.key);
 #pragma unroll

@@ -5,8 +5,8 @@
  * that computes makes the sums of the tile's rows by products with ones, while it waits for its turn: of the
  * piece's rows, and of those of the tile's other piece, which the copy engine brings to the place of the sums
  * of the piece's O. A warp that feeds makes the list: its lanes share the columns; eight entries' products at
- * a time meet by halves; the least score that enters is found bit by bit. The pieces of a tile make the same
- * list, each for itself.
+ * a time are added by halving; the least score that enters is found bit by bit. The pieces of a tile make the
+ * same list, each for itself.
  */
 #ifndef QUERN_CUDA_ATTEND_GATE_SM90_CHOOSE_BY_MEAN_CUH
 #define QUERN_CUDA_ATTEND_GATE_SM90_CHOOSE_BY_MEAN_CUH

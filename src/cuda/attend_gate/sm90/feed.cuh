@@ -39,8 +39,7 @@ __device__ __forceinline__ void three_branches::copy_others(const call &a, const
 {
     const int other = a.choice.here ? other_piece<M>(tile_of(a.branch[1], w), w) : -1;
     if (other < 0) return;
-    const uint32_t full = smem_address(&sm.other_full);
-    mbar_expect(full, D / 64 * plan.queries * 128);
+    const uint32_t full = sm.other_full.expect({}, D / 64 * plan.queries * 128);
 #pragma unroll
     for (int p = 0; p < D / 64; p++)
         tma_load(stage_address(sm.other.q, p), m.q, full, p * 64, w.head0, w.q0 + other, w.view);
@@ -221,7 +220,7 @@ __device__ __forceinline__ void search_tile(shared<D, W> &sm, int stage)
 {
     const bool found = find_nonfinite<T, sizeof sm.v[0], 1, true>((char *)sm.v[stage], 0);
     if ((threadIdx.x & 31) == 0) sm.nonfinite[stage] = found;
-    mbar_arrive(stage_address(sm.searched, stage)); /* each lane's, for what it wrote */
+    sm.searched.arrive({stage, 0}); /* each lane's, for what it wrote */
 }
 
 /* Warp 1 of the feeder: searches the tiles of V of a piece that is computed again. The end of the turn before
@@ -233,7 +232,7 @@ __device__ __forceinline__ int search_again(const gated_turn &w, int turn, int s
     if (w.again && tiles > 0) {
         if (turn > 0) {
             const auto at = ring_place<SM90_BRANCHES>::of(turn - 1);
-            mbar_wait(smem_address(&sm.plans.free[at.stage]), at.parity);
+            sm.plans.wait_used(at);
         }
         for (int t = 0; t < tiles; t++) {
             const auto at = ring_place<STAGES>::of(step + t);
@@ -256,9 +255,9 @@ __device__ __forceinline__ void three_branches::make_lists(const call &a, shared
         if (w.queries < 0) return;
         if (w.branch == 0) entry0 = w.k0, entries = w.nk;
         if (w.first && w.queries > 0 && a.choice.here) {
-            mbar_wait(smem_address(&sm.sums_full), made & 1);
+            sm.sums_full.wait(ring_place<1>::of(made));
             read_sums<T, D>(a.branch[1], w, sm.other.sum, sum);
-            mbar_arrive(smem_address(&sm.sums_read)); /* each lane's, for what it read */
+            sm.sums_read.arrive({}); /* each lane's, for what it read */
             made++;
         }
         if (w.list_later) {
@@ -268,7 +267,7 @@ __device__ __forceinline__ void three_branches::make_lists(const call &a, shared
                                             sm.list);
             find_whole(w, sm.list, kept, a.branch[1].list_block);
             if ((threadIdx.x & 31) == 0) w.slots = kept * a.branch[1].list_block;
-            mbar_arrive(smem_address(&sm.list_full)); /* each lane's, for what it wrote */
+            sm.list_full.arrive({}); /* each lane's, for what it wrote */
             __syncwarp();
         }
         step = search_again<T>(w, turn, step, sm);

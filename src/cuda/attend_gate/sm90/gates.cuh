@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_weights(const sm90_gated &a, int head,
         }
 }
 
-/* Sums over the lanes of a row's three logits, of eight rows: they meet by halves, so that a lane ends with
+/* Sums over the lanes of a row's three logits, of eight rows: added by halving, so that a lane ends with
  * those of row lane / 4. */
 __device__ __forceinline__ void sum_logits(float (&g)[8][SM90_BRANCHES])
 {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void three_branches::make_gates(const call &a, int pa
                 rows_there();
                 find_gates<T, W::GATE_WARPS>(a, w, part, sm);
             }
-            mbar_arrive(smem_address(&sm.gates_full)); /* each lane's, for what it wrote */
+            sm.gates_full.arrive({}); /* each lane's, for what it wrote */
             used++;
         }
         if (part == 1) step = search_again<T>(w, turn, step, sm);

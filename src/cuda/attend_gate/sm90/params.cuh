@@ -45,7 +45,7 @@ __device__ __forceinline__ contest contest_of(const sm90_choice &c, const attend
 }
 
 /* The keys of a branch that a query q sees, as far as they do not depend on its sequence: the first one is
- * q + before, its keys begin in q + after tokens, and they are `stride` tokens apart. */
+ * q + before, its keys begin in q + after tokens, one each `stride` tokens. */
 struct sm90_seen {
     int32_t before, after;
     fast_div stride;

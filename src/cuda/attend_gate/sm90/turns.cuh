@@ -24,7 +24,7 @@ struct gated_turn : work {
     int32_t branch, piece;        /* the piece's number among the block's */
     int32_t whole_from, whole_to; /* the tiles that every row sees whole */
     int32_t before, after;        /* query q's first key is q + before; its keys begin in q + after tokens */
-    uint32_t stride_m, stride_s;  /* how many tokens apart keys begin, as fast_div has it */
+    uint32_t stride_m, stride_s;  /* how many tokens from key to key, as fast_div has it */
     float scale_log2;
     bool first, last;
     bool again;      /* V is searched */
@@ -53,7 +53,7 @@ struct three_branches {
     typedef gated_maps maps;
     typedef gated_turn turn;
     static constexpr bool MASKS = false;
-    /* Warps of the feeder that find gates; warps that leave sums. */
+    /* Warps of the feeder that find gates; warps that write sums. */
     static constexpr int GATE_WARPS = 1, SUMMING = 4;
 
     static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index,
@@ -155,10 +155,10 @@ template <int D, typename W> struct __align__(1024) shared
     };
     ring<1> queries;
     ring<STAGES> keys, values;
-    uint64_t searched[STAGES]; /* barriers: V of a stage is finite */
+    stage_barriers<STAGES> searched; /* V of a stage is finite */
     ring<SM90_BRANCHES> plans;
-    uint64_t gates_full, list_full, other_full, sums_full, sums_read; /* barriers */
-    int32_t nonfinite[STAGES];                                        /* something was found in V */
+    stage_barriers<1> gates_full, list_full, other_full, sums_full, sums_read;
+    int32_t nonfinite[STAGES]; /* something was found in V */
     gated_turn plan[SM90_BRANCHES];
     int32_t list[W::MASKS ? 1 : SM90_GATED_LIST], scratch[W::MASKS ? 1 : SM90_GATED_LIST];
     float gates[M][SM90_BRANCHES];
@@ -171,13 +171,13 @@ template <int D, typename W> struct __align__(1024) shared
         queries.init(1, 4 * GROUPS);
         keys.init(1, 4 * GROUPS);
         values.init(1, 4 * GROUPS);
-        for (int i = 0; i < STAGES; i++) mbar_init(smem_address(&searched[i]), WARP_ARRIVALS);
+        searched.init(WARP_ARRIVALS);
         plans.init(WARP_ARRIVALS, (1 + HELPERS + 4 * GROUPS) * WARP_ARRIVALS);
-        mbar_init(smem_address(&gates_full), W::GATE_WARPS * WARP_ARRIVALS);
-        mbar_init(smem_address(&list_full), WARP_ARRIVALS);
-        mbar_init(smem_address(&other_full), 1);
-        mbar_init(smem_address(&sums_full), W::SUMMING * WARP_ARRIVALS);
-        mbar_init(smem_address(&sums_read), WARP_ARRIVALS);
+        gates_full.init(W::GATE_WARPS * WARP_ARRIVALS);
+        list_full.init(WARP_ARRIVALS);
+        other_full.init(1);
+        sums_full.init(W::SUMMING * WARP_ARRIVALS);
+        sums_read.init(WARP_ARRIVALS);
         mbar_init_done();
     }
 };
@@ -193,7 +193,7 @@ template <typename S> __device__ __forceinline__ gated_turn &wait_turn(S &sm, in
 /* Waits for a list that is left after its plan. */
 template <typename S> __device__ __forceinline__ void wait_list(const gated_turn &w, S &sm, int turn)
 {
-    if (w.list_later) mbar_wait(smem_address(&sm.list_full), turn / SM90_BRANCHES & 1);
+    if (w.list_later) sm.list_full.wait(ring_place<1>::of(turn / SM90_BRANCHES));
 }
 
 /* Each lane's, for what it read. */

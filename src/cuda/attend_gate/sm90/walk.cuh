@@ -23,8 +23,7 @@ namespace sm90_gate
 /* Waits until V of a tile is searched; whether something was not finite. */
 template <typename S> __device__ __forceinline__ bool wait_searched(S &sm, int stage, uint32_t *parities)
 {
-    mbar_wait(stage_address(sm.searched, stage), *parities >> stage & 1);
-    *parities ^= 1u << stage;
+    sm.searched.wait_next(stage, parities);
     const int found = (threadIdx.x & 31) == 0 ? sm.nonfinite[stage] : 0;
     return __shfl_sync(~0u, found, 0) != 0; /* lane 0 frees V */
 }
@@ -278,10 +277,10 @@ __device__ __forceinline__ void store_piece(float (&o)[OT][4], const sm90_gated 
         const uint32_t peer = (blockIdx.x & 1) ^ 1;
         if (end.for_peer) {
             add_branch(o, by, false, own_sums);
-            cluster_arrive(cluster_address(smem_address(&sm.sums_full), peer));
+            sm.sums_full.arrive_at(peer, {});
         }
         if (end.adds_peer) {
-            cluster_wait(smem_address(&sm.sums_full), 0);
+            sm.sums_full.wait_cluster({});
             add_peer_sums<OT>(own_sums, cluster_address(own_sums, peer), end.begun);
             end.begun = true;
         }
@@ -306,7 +305,7 @@ __device__ __forceinline__ void sum_tile_rows(const sm90_gated &call, const gate
     const int other = same(other_piece<M>(tile, w)), own = same(w.query);
     float sum[D / 8][4] = {};
     sm.queries.wait_full(ring_place<1>::of(used));
-    if (other >= 0) mbar_wait(smem_address(&sm.other_full), (*others)++ & 1);
+    if (other >= 0) sm.other_full.wait(ring_place<1>::of((*others)++));
 #pragma unroll 1
     for (int n = same(tile.first); n >= 0; n = n < own ? own : n < other ? other : -1) {
         const int left = same(tile.end) - n;
@@ -317,7 +316,7 @@ __device__ __forceinline__ void sum_tile_rows(const sm90_gated &call, const gate
 #pragma unroll
         for (int i = 0; i < D / 8; i++) to[i * 4] = make_float2(sum[i][0], sum[i][1]);
     }
-    mbar_arrive(smem_address(&sm.sums_full)); /* each lane's, for what it wrote */
+    sm.sums_full.arrive({}); /* each lane's, for what it wrote */
 }
 
 /* Frees the turns from ... to. */
@@ -361,13 +360,13 @@ __device__ __forceinline__ void walk_piece(const sm90_gated &call, const gated_t
     int from = b.turn, from_t = 0;
     auto end = [&](float(&by)[2]) {
         if (!rows || plan_of_turn(sm, b.turn).peer_walks) return;
-        if (!gated) mbar_wait(smem_address(&sm.gates_full), x.used & 1);
+        if (!gated) sm.gates_full.wait(ring_place<1>::of(x.used));
         gated = true;
         end_branch(call, plan_of_turn(sm, b.turn), r, x.place, sm, by);
     };
     auto values = [&]() { /* of the tile before */
                           const int stage = (x.step + 1) % STAGES;
-                          if (!opens) sm.values.wait_full({stage, (uint32_t)((x.step - 1) / STAGES & 1)});
+                          if (!opens) sm.values.wait_full({stage, ring_place<STAGES>::of(x.step - 1).parity});
                           if (again && !opens && wait_searched(sm, stage, &x.searched))
                               add_tile_nonfinite<T>(o, call, from, from_t, x.place, sm);
                           multiply_values<T, D, KEYS>(o, p, stage_address(sm.v, stage));
@@ -416,7 +415,7 @@ __device__ __forceinline__ void walk_piece(const sm90_gated &call, const gated_t
             if (opens || ends) {
                 if (!opens) {
                     if (!W::MASKS && !begun && call.choice.here)
-                        mbar_wait(smem_address(&sm.sums_read), x.used & 1);
+                        sm.sums_read.wait(ring_place<1>::of(x.used));
                     add_branch(o, by, begun, x.own_sums);
                     begun = true;
                 }

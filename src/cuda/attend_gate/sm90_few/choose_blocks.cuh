@@ -4,7 +4,7 @@
  * choose_blocks.cuh - lists by probability, made by the warps that have the exponentials of all compressed
  * entries of their 16 rows in registers: up to 128 entries, each a block, and lists of 4, 8 or 16 rows.
  *
- * The sums over four rows meet by halves, so that of each four rows sixteen lanes have eight scores each. The
+ * The sums over four rows are made by halving, so that of each four rows 16 lanes have eight scores each. The
  * least score that a list takes is found bit by bit: a lane counts how many of its scores reach a candidate,
  * and one addition over the warp, with eight bits for each of its four lists, says how many do. It ends once
  * as many reach it as there are places; of equal scores the lowest blocks are taken. A list of 8 or 16 rows

@@ -17,7 +17,7 @@
  *
  * Where every block has one piece, the longest piece and the shortest differ by 19 tiles of 22 at 2k. So
  * blocks are launched in pairs, as clusters, of a long piece and a short one. The block with the short one
- * also walks the long one's window and leaves its sums in its own shared memory; the other block adds them at
+ * also walks the long one's window and keeps its sums in its own shared memory; the other block adds them at
  * its end. The sum of three branches has the same bits either way.
  *
  * Limit: the tiles of keys, those of dense attention and of the other two branches.

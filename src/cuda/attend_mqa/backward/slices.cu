@@ -157,7 +157,7 @@ static mqa_sums sums_of(const attend_mqa_args *args, const slicing &s, const sli
     x.carry = r.carry[slice & 1];
     int64_t rows = sequences * s.n_kv;
     if (s.cut) { /* those that the slice's queries may see, and at the sequence's ends the rest */
-        const int64_t apart = s.n_kv - s.n_q, low = first + apart - args->window + 1, high = end + apart;
+        const int64_t behind = s.n_kv - s.n_q, low = first + behind - args->window + 1, high = end + behind;
         x.raw0 = x.begins || low < 0 ? 0 : low;
         rows = (x.ends ? s.n_kv : high) - x.raw0;
     }

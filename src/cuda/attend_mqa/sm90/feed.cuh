@@ -1,17 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* feed.cuh - the warpgroup that gathers Q and keys (copy_rows.cuh); what a list says is read a stage ahead.
- * Rows of bytes are decoded on the way. */
+/* feed.cuh - the warpgroup that gathers Q and keys (hopper/gather.cuh); a list is read a stage ahead. Rows of
+ * bytes are decoded on the way. */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_FEED_CUH
 #define QUERN_CUDA_ATTEND_MQA_SM90_FEED_CUH
 
-#include "attend_mqa/copy_rows.cuh"
 #include "attend_mqa/sm90/shared.cuh"
+#include "hopper/gather.cuh"
 
 namespace sm90_mqa
 {
 
-using namespace mqa;
+using namespace gather;
 
 /* Half `half` of the thread's rows of bytes: 448 e4m3 with a scale for each panel, then 64 bf16. */
 __device__ __forceinline__ void decode_rows(char *stage, const row_place &found, int half, bool wide)
@@ -19,7 +19,7 @@ __device__ __forceinline__ void decode_rows(char *stage, const row_place &found,
     const int c = threadIdx.x % 8;
 #pragma unroll 1
     for (int i = 0; i < ROWS_A_THREAD; i++) {
-        const row_place row = {handed(found.data, i), handed(found.scales, i)};
+        const row_place row = {passed(found.data, i), passed(found.scales, i)};
         char *to = stage + tile_at<64>(copied_row(i), c);
 #pragma unroll 1
         for (int p = half * HALF; p < half * HALF + HALF; p++, to += PANEL_BYTES)
@@ -34,7 +34,7 @@ __device__ __forceinline__ void fill(shared<T> &m, ring_place<STAGES> &at, const
 {
     const char *from[ROWS_A_THREAD];
 #pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD && !BYTES; i++) from[i] = handed(found.data, i);
+    for (int i = 0; i < ROWS_A_THREAD && !BYTES; i++) from[i] = passed(found.data, i);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         m.keys.wait_free(at);

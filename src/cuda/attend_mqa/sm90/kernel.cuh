@@ -5,6 +5,7 @@
 #define QUERN_CUDA_ATTEND_MQA_SM90_KERNEL_CUH
 
 #include "attend_mqa/sm90/feed.cuh"
+#include "hopper/epilogue.cuh"
 
 namespace sm90_mqa
 {
@@ -153,50 +154,19 @@ __device__ __forceinline__ void prefetch_angles(const mqa_rotation &r, int posit
 
 /* Rotates a thread's rows [first, end) of its two back, of O's columns from column0 on, at a position. */
 template <typename A>
-__device__ __forceinline__ void rotate_back(const mqa_rotation &r, int position, float (&o)[32][4],
-                                            int column0, int first = 0, int end = 2)
+__device__ __forceinline__ void rotate_values(const mqa_rotation &r, int position, float (&o)[32][4],
+                                              int column0, int first = 0, int end = 2)
 {
-    const A *const cosine = (const A *)r.table + position * r.row, *const sine = cosine + r.dim / 2;
-    int at = column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim); /* of the rotated channels */
-#pragma unroll
-    for (int i = 0; i < 32; i += 4, at += 32) {
-        asm volatile("" : "+r"(at)); /* the angles of more steps at once would take too many registers */
-        if (at + 24 < 0) continue;
-        float c[4], s[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int pair = at + j * 8 < 0 ? 0 : at / 2 + j * 4;
-            c[j] = to_float<A>(cosine[pair]);
-            s[j] = to_float<A>(sine[pair]);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int h = first * 2; h < end * 2; h += 2) {
-                const float x = o[i + j][h], y = o[i + j][h + 1];
-                if (at + j * 8 < 0) continue;
-                o[i + j][h] = x * c[j] + y * s[j];
-                o[i + j][h + 1] = y * c[j] - x * s[j];
-            }
-    }
+    const A *const cosine = (const A *)r.table + position * r.row;
+    rotate_back<A>(cosine, cosine + r.dim / 2, o, column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim), first,
+                   end);
 }
 
 template <typename T, bool WIDE>
 __device__ __forceinline__ void store_heads(const mqa_kernel &a, T *to, const float (&o)[32][4], int head)
 {
 #pragma unroll
-    for (int h = 0; h < 2; h++, head += 8) {
-        T *const row = to + head * a.o.s[2];
-        const bool here = head < a.heads;
-#pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-            uint32_t x[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) x[j] = pack2<T>(o[i + j][h * 2], o[i + j][h * 2 + 1]);
-            transpose_by_four(x);
-            if (here) store_eight(row + i * 8, x, WIDE);
-        }
-    }
+    for (int h = 0; h < 2; h++, head += 8) store_row(to + head * a.o.s[2], o, h, head < a.heads, WIDE);
 }
 
 /* Stores a thread's two rows of 256 columns of O, times their factors, rotated back. */
@@ -209,8 +179,8 @@ __device__ __forceinline__ void store_values(const mqa_kernel &a, const stage_in
 #pragma unroll
         for (int c = 0; c < 4; c++) asm volatile("mul.f32 %0, %0, %1;" : "+f"(o[i][c]) : "f"(factor[c / 2]));
     if (MQA_DIM - a.rotation.dim < column0 + 256) {
-        if (a.rotation.dtype == QUERN_F32) rotate_back<float>(a.rotation, item.position, o, column0);
-        else rotate_back<T>(a.rotation, item.position, o, column0);
+        if (a.rotation.dtype == QUERN_F32) rotate_values<float>(a.rotation, item.position, o, column0);
+        else rotate_values<T>(a.rotation, item.position, o, column0);
     }
     T *const to = (T *)a.o.p + item.sequence * a.o.s[0] + item.row * a.o.s[1] + column0 + threadIdx.x % 4 * 8;
     if (a.o_wide) store_heads<T, true>(a, to, o, item.head0 + row0);

@@ -8,7 +8,7 @@
  *   feed     gathers the item's Q, then its keys, 64 rows at a time, raw rows before entries; a stage has
  *            half of their columns
  *   score    holds Q in registers (HELD of 8 panels; the others stay in shared memory), makes S = Q K^T of a
- *            stage and its softmax, and leaves P, rounded, and the rows' factors in a stage of their own
+ *            stage and its softmax, and writes P, rounded, and the rows' factors in a stage of their own
  *   values   twice: O += P K, each for 256 of the 512 columns
  *
  * So K is read from global memory once and serves two products from shared memory, where most of Q need not

@@ -1,17 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* feed.cuh - the warpgroup that gathers Q, dO and keys (copy_rows.cuh). Which row a key is, and where its
+/* feed.cuh - the warpgroup that gathers Q, dO and keys (hopper/gather.cuh). Which row a key is, and where its
  * partial goes, is read a tile ahead. */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_BACKWARD_FEED_CUH
 #define QUERN_CUDA_ATTEND_MQA_SM90_BACKWARD_FEED_CUH
 
-#include "attend_mqa/copy_rows.cuh"
 #include "attend_mqa/sm90_backward/shared.cuh"
+#include "hopper/gather.cuh"
 
 namespace sm90_mqa_backward
 {
 
-using namespace mqa;
+using namespace gather;
 
 /* An item's rows of Q or dO; a head without a part has zeros. */
 template <typename T>
@@ -22,16 +22,9 @@ __device__ __forceinline__ void feed_heads(T (&to)[PANELS][HEADS][64], const vie
         here ? (const char *)((const T *)v.p + q.sequence * v.s[0] + q.row * v.s[1] + head * v.s[2]) : NULL;
     const char *from[ROWS_A_THREAD];
 #pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD; i++) from[i] = handed(row, i);
+    for (int i = 0; i < ROWS_A_THREAD; i++) from[i] = passed(row, i);
 #pragma unroll
     for (int half = 0; half < HALVES; half++) copy_rows<T>((char *)to[half * HALF], from, half, wide);
-}
-
-/* Two arrivals, one once this thread's copies have landed. */
-__device__ __forceinline__ void arrive_with_copies(uint64_t *bar)
-{
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
-    mbar_arrive(smem_address(bar));
 }
 
 /* The key that this lane finds in a tile, and where its partial goes. */
@@ -58,11 +51,12 @@ template <typename T> __device__ __forceinline__ void feed(const mqa_backward &b
         found_key next = find_key(b, q, query, raw_tiles > 0, mine);
         mqa_head h = {INFINITY, 0.0f, 0.0f, 0.0f};
         if (head < b.of.heads) h = b.heads[query * b.of.heads + head];
-        mbar_wait(smem_address(&m.heads_free), turn ^ 1);
+        m.heads_free.wait_before({0, turn});
         if (threadIdx.x % 32 < 16) m.heads[mine] = h;
         feed_heads(m.q, b.of.q, q, head, h.lse2 != INFINITY, b.of.q_wide);
         feed_heads(m.d_o, b.d_o, q, head, h.lse2 != INFINITY, b.d_o_wide);
-        arrive_with_copies(&m.heads_full);
+        m.heads_full.arrive_copies({});
+        m.heads_full.arrive({});
         for (int t = 0; t < tiles; t++, tile ^= 1) {
             const bool raw = t < raw_tiles;
             const found_key here = next;
@@ -73,7 +67,7 @@ template <typename T> __device__ __forceinline__ void feed(const mqa_backward &b
             const int left = raw ? q.raw - t * KEYS : q.entries - (t - raw_tiles) * KEYS;
             const char *from[ROWS_A_THREAD];
 #pragma unroll
-            for (int i = 0; i < ROWS_A_THREAD; i++) from[i] = handed(row, i);
+            for (int i = 0; i < ROWS_A_THREAD; i++) from[i] = passed(row, i);
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
                 m.keys.wait_free(at);

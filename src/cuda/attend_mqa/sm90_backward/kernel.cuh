@@ -5,6 +5,7 @@
 #define QUERN_CUDA_ATTEND_MQA_SM90_BACKWARD_KERNEL_CUH
 
 #include "attend_mqa/sm90_backward/feed.cuh"
+#include "hopper/epilogue.cuh"
 
 namespace sm90_mqa_backward
 {
@@ -136,20 +137,6 @@ __device__ __forceinline__ void multiply_heads(float (&sums)[16][4], shared<T> &
     wg_commit();
 }
 
-/* Stores row h of a thread's two, tiles of columns from `to` on. */
-template <typename T, int TILES>
-__device__ __forceinline__ void store_row(T *to, const float (&x)[TILES][4], int h, bool here, bool wide)
-{
-#pragma unroll
-    for (int i = 0; i < TILES; i += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) words[j] = pack2<T>(x[i + j][h * 2], x[i + j][h * 2 + 1]);
-        transpose_by_four(words);
-        if (here) store_eight(to + i * 8, words, wide);
-    }
-}
-
 template <typename T>
 __device__ __forceinline__ void store_partials(const mqa_backward &b, const tile_info &info, int group,
                                                const float (&sums)[16][4], int column0)
@@ -171,7 +158,7 @@ __device__ __forceinline__ void compute(const mqa_backward &b, shared<T> &m, int
     uint32_t tile = 0, turn = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
         const int query = item / b.groups, group = item - query * b.groups;
-        mbar_wait(smem_address(&m.heads_full), turn);
+        m.heads_full.wait({0, turn});
         if (b.of.rotation.dim > 0) {
             mqa_rotate<T, HEADS>(b.of, (char *)m.d_o, b.of.queries[query].position, threadIdx.x - 128,
                                  COMPUTERS);
@@ -210,7 +197,7 @@ __device__ __forceinline__ void compute(const mqa_backward &b, shared<T> &m, int
             wg_start();
             multiply_heads(sums, m, GROUP * HALF + 2);
             wg_wait<0>(sums);
-            if (last) mbar_arrive(smem_address(&m.heads_free));
+            if (last) m.heads_free.arrive({});
             store_partials<T>(b, m.info[tile], group, sums, GROUP * 256 + 128);
         }
         if (b.d_q.p == NULL) continue;
@@ -233,11 +220,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     shared<T> &m = *(shared<T> *)memory;
     if (threadIdx.x == 0) {
         m.keys.init(2 * 128, COMPUTERS);
-        mbar_init(smem_address(&m.heads_full), 2 * 128);
+        m.heads_full.init(2 * 128);
         m.rotated.init(COMPUTERS);
         m.exchanged.init(COMPUTERS);
         m.weights_made.init(COMPUTERS);
-        mbar_init(smem_address(&m.heads_free), COMPUTERS);
+        m.heads_free.init(COMPUTERS);
         mbar_init_done();
     }
     __syncthreads();

@@ -57,8 +57,8 @@ template <typename T> struct shared {
     mqa_head heads[HEADS];
     tile_info info[2]; /* of a tile and the one before it */
     ring<HALVES> keys;
-    uint64_t heads_full, heads_free;
-    stage_barriers<1> rotated, exchanged, weights_made; /* where the computing warpgroups meet */
+    stage_barriers<1> heads_full, heads_free;
+    stage_barriers<1> rotated, exchanged, weights_made; /* of both computing warpgroups */
 };
 
 typedef mqa_pairs instance;

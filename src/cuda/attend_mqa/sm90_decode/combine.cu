@@ -10,7 +10,7 @@
 namespace sm90_mqa_decode
 {
 
-enum { COMBINE_THREADS = MQA_DIM / 4, AT_ONCE = 8 };
+enum { COMBINE_THREADS = MQA_DIM / 4 };
 
 /* The factors of the fold of share s, whose sums lane s has. */
 struct folded {
@@ -19,8 +19,8 @@ struct folded {
     {
         const row_sums come = {__shfl_sync(~0u, sums.x, s), __shfl_sync(~0u, sums.y, s)},
                        come_raw = {__shfl_sync(~0u, sums.z, s), __shfl_sync(~0u, sums.w, s)};
-        (void)fold(raw, come_raw);
-        return fold(all, come);
+        (void)fold_sums(raw, come_raw);
+        return fold_sums(all, come);
     }
 };
 
@@ -51,21 +51,13 @@ __global__ void __launch_bounds__(COMBINE_THREADS) mqa_combine(const __grid_cons
     const float *from = w.values + (part * HEADS + row) * MQA_DIM + column;
     folded f = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
     float x[4] = {};
-    for (int s0 = 0; s0 < place.w; s0 += AT_ONCE) {
-        float4 come[AT_ONCE];
-#pragma unroll
-        for (int s = 0; s < AT_ONCE; s++)
-            if (s0 + s < place.w) come[s] = *(const float4 *)(from + (int64_t)(s0 + s) * HEADS * MQA_DIM);
-#pragma unroll
-        for (int s = 0; s < AT_ONCE; s++) {
-            if (s0 + s >= place.w) continue;
-            const fold_factors by = f.add(sums, s0 + s);
-            x[0] = fold_value(x[0], come[s].x, by);
-            x[1] = fold_value(x[1], come[s].y, by);
-            x[2] = fold_value(x[2], come[s].z, by);
-            x[3] = fold_value(x[3], come[s].w, by);
-        }
-    }
+    add_shares<false>(from, HEADS * MQA_DIM, place.w, true, [&](int s, const float4 &come) {
+        const fold_factors by = f.add(sums, s);
+        x[0] = fold_value(x[0], come.x, by);
+        x[1] = fold_value(x[1], come.y, by);
+        x[2] = fold_value(x[2], come.z, by);
+        x[3] = fold_value(x[3], come.w, by);
+    });
     const float lse = mqa_log_sum(f.all.top, f.all.sum),
                 factor = mqa_factor(a.sink != NULL ? __ldg(a.sink + head) : -INFINITY, lse, f.all.sum);
 #pragma unroll

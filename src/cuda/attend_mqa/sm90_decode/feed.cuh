@@ -94,9 +94,9 @@ __device__ __forceinline__ void store_part(char *to, const raw_rows &raw, const 
     uint4 codes[HALF];
 #pragma unroll
     for (int j = 0; j < HALF; j++) codes[j] = from[j * 4];
-    uint32_t odd = scales | e4m3_nan_bits(codes[0]) | e4m3_nan_bits(codes[1]) | e4m3_nan_bits(codes[2]);
-    if (half == 0) odd |= e4m3_nan_bits(codes[HALF - 1]);
-    if (!widest || __any_sync(~0u, (odd & 0x80808080) != 0)) { /* all lanes of a row go the same way */
+    uint32_t nan_bits = scales | e4m3_nan_bits(codes[0]) | e4m3_nan_bits(codes[1]) | e4m3_nan_bits(codes[2]);
+    if (half == 0) nan_bits |= e4m3_nan_bits(codes[HALF - 1]);
+    if (!widest || __any_sync(~0u, (nan_bits & 0x80808080) != 0)) { /* all lanes of a row go the same way */
         decode_narrow(to, row, at_row, half, wide);
         return;
     }

@@ -5,6 +5,7 @@
 #define QUERN_CUDA_ATTEND_MQA_SM90_DECODE_KERNEL_CUH
 
 #include "attend_mqa/sm90_decode/feed.cuh"
+#include "hopper/epilogue.cuh"
 
 namespace sm90_mqa_decode
 {
@@ -102,10 +103,10 @@ __device__ __forceinline__ void end_tile(const decode_kernel &w, shared<T> &m, c
         const int row = row0 + h * 8;
         if (ends & ENDS_RAW) {
             x.raw[h] = x.all[h];
-            (void)fold(x.raw[h], x.share[h]);
+            (void)fold_sums(x.raw[h], x.share[h]);
         }
         if (ends & (ENDS_SHARE | ENDS_ITEM)) {
-            const fold_factors f = fold(x.all[h], x.share[h]);
+            const fold_factors f = fold_sums(x.all[h], x.share[h]);
             if (first) m.share[row] = f;
             x.share[h] = {-INFINITY, 0.0f};
         }
@@ -148,7 +149,7 @@ template <typename T> __device__ __forceinline__ void score(const decode_kernel 
             m.weights.wait_free(out);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const fold_factors f = fold(x.share[h], tile[h]);
+                const fold_factors f = fold_sums(x.share[h], tile[h]);
                 if (lane % 4 == 0) m.tile[row0 + lane / 4 + h * 8] = f;
             }
 #pragma unroll
@@ -198,7 +199,7 @@ __device__ __forceinline__ void add_tile(float (&o)[32][4], shared<T> &m, int st
     }
 }
 
-/* Folds a share's values into those of the shares before, which stand in global memory, and leaves them there
+/* Folds a share's values into those of the shares before, which stand in global memory, and keeps them there
  * unless the item ends. */
 __device__ __forceinline__ void add_share(float (&o)[32][4], float *values, const fold_factors (&f)[2],
                                           int ends)
@@ -253,14 +254,7 @@ __device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_inf
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int head = item.head0 + row0 + h * 8;
-#pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-            uint32_t x[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) x[j] = pack2<T>(o[i + j][h * 2], o[i + j][h * 2 + 1]);
-            transpose_by_four(x);
-            if (head < a.heads) store_eight(to + head * a.o.s[2] + i * 8, x, a.o_wide);
-        }
+        store_row(to + head * a.o.s[2], o, h, head < a.heads, a.o_wide);
     }
 }
 

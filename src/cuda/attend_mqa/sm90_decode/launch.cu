@@ -19,7 +19,7 @@ static int64_t rows_of(const quern_tensor &rows, const quern_tensor &table, int6
     return !present(rows) ? 0 : present(table) ? table.shape[1] * page : rows.shape[1];
 }
 
-/* How a call is cut; pointers apart. */
+/* How a call is cut, without its pointers. */
 static decode_kernel cut_of(const stage_exec *exec, const attend_mqa_args *args)
 {
     decode_kernel w = {};

@@ -8,12 +8,12 @@
  * folded in order, and so are a query's shares. So no bit depends on which block takes what:
  *
  *   whole   a block takes all shares of a query and 64 of its heads. One launch makes the plan before.
- *   split   a block takes one share, plans by itself, and leaves its values in f32; combine.cu folds them.
+ *   split   a block takes one share, plans by itself, and writes its values in f32; combine.cu folds them.
  *
  * A block has four warpgroups:
  *
  *   feed     plans, gathers Q and keys, decodes rows of bytes; a stage has half of a tile's columns
- *   score    S = Q K^T and the tile's softmax; leaves P, rounded, and the factors of the fold
+ *   score    S = Q K^T and the tile's softmax; writes P, rounded, and the factors of the fold
  *   values   twice: a tile's P K in pieces of 64 columns, folded into 256 of the 512 columns
  *
  * Shared memory: K 2 x 64 KB, Q 64 KB, P 8 KB, rows of bytes on their way 18 KB, a list that is sorted 4 KB.
@@ -25,6 +25,7 @@
 #define QUERN_CUDA_ATTEND_MQA_SM90_DECODE_SHARED_CUH
 
 #include "attend_mqa/plan.cuh"
+#include "common/combine.cuh"
 #include "hopper/ring.cuh"
 #include "hopper/rows.cuh"
 #include "hopper/wgmma.cuh"
@@ -62,11 +63,6 @@ struct __align__(16) tile_info
     int32_t keys, ends;
     int32_t sequence, row, position, head0;
     int32_t part, shares; /* split: where its values go; of the query */
-};
-
-/* What a row's values so far, and those that come, are multiplied by. */
-struct fold_factors {
-    float held, come;
 };
 
 /* Halves of a warp's next eight rows of bytes, as they are. */
@@ -117,25 +113,6 @@ __host__ __device__ __forceinline__ int tiles_of(int raw, int entries)
 __host__ __device__ __forceinline__ int share_of(int tiles)
 {
     return (tiles + SHARES - 1) / SHARES;
-}
-
-/* A row's running maximum, in powers of two, and sum of 2^(score - maximum). */
-struct row_sums {
-    float top, sum;
-};
-
-/* Folds what comes into what is held. */
-__device__ __forceinline__ fold_factors fold(row_sums &held, const row_sums &come)
-{
-    const float top = come.top > held.top || come.top != come.top ? come.top : held.top;
-    const fold_factors f = {held.top == -INFINITY ? 0.0f : exp2_fast(held.top - top),
-                            come.top == -INFINITY ? 0.0f : exp2_fast(come.top - top)};
-    held = {top, fmaf(come.sum, f.come, __fmul_rn(held.sum, f.held))};
-    return f;
-}
-__device__ __forceinline__ float fold_value(float held, float come, const fold_factors &f)
-{
-    return fmaf(come, f.come, __fmul_rn(held, f.held));
 }
 
 /* Rotates a pair of channels back. */

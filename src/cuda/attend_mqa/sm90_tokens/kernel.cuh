@@ -56,7 +56,7 @@ __device__ __forceinline__ void fill_rows(tokens_shared<T> &m, ring_place<STAGES
 {
     const char *from[ROWS_A_THREAD];
 #pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD; i++) from[i] = handed(row, i);
+    for (int i = 0; i < ROWS_A_THREAD; i++) from[i] = passed(row, i);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         m.keys.wait_free(at);
@@ -98,7 +98,7 @@ template <typename T> __device__ __forceinline__ void feed_groups(const tokens_k
     fill_rows(m, at, NULL, true, 0, {END, 0, 0, 0, 0, 0, 0, 0});
 }
 
-/* Whether `yes` holds for any thread of the warpgroup of scores, which meets here. */
+/* Whether `yes` holds for any thread of the warpgroup of scores; a barrier of it. */
 __device__ __forceinline__ bool any_score(bool yes)
 {
     uint32_t any;
@@ -199,19 +199,12 @@ template <typename T> struct heads_of_tokens {
             if (MQA_DIM - a.rotation.dim < column0 + 256) {
                 const int position = m.groups[item.position].of[token].position;
                 if (a.rotation.dtype == QUERN_F32)
-                    rotate_back<float>(a.rotation, position, o, column0, h, h + 1);
-                else rotate_back<T>(a.rotation, position, o, column0, h, h + 1);
+                    rotate_values<float>(a.rotation, position, o, column0, h, h + 1);
+                else rotate_values<T>(a.rotation, position, o, column0, h, h + 1);
             }
             T *const to = (T *)a.o.p + item.sequence * a.o.s[0] + (item.row + token) * a.o.s[1] +
                           head * a.o.s[2] + column0 + threadIdx.x % 4 * 8;
-#pragma unroll
-            for (int i = 0; i < 32; i += 4) {
-                uint32_t x[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) x[j] = pack2<T>(o[i + j][h * 2], o[i + j][h * 2 + 1]);
-                transpose_by_four(x);
-                if (here) store_eight(to + i * 8, x, a.o_wide);
-            }
+            store_row(to, o, h, here, a.o_wide);
         }
     }
 };

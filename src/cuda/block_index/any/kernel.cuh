@@ -4,7 +4,7 @@
  * kernel.cuh - the block indexer on any GPU, for any dtype, block and list.
  *
  * A block of four warps owns 16 rows, each a query and one of the heads that share its keys, and walks the
- * keys, 64 a tile. It multiplies by mma.sync (16 bits) or on the f32 cores, and leaves the scores in shared
+ * keys, 64 a tile. It multiplies by mma.sync (16 bits) or on the f32 cores, and puts the scores in shared
  * memory. Then each warp has four rows: it takes the maximum of each block's part of the tile into that of
  * the block, and gives whole blocks, 32 at a time, to the row's list (topk.cuh). Rows whose candidates all
  * find room score nothing.
@@ -22,13 +22,13 @@ namespace any_block_index
 
 enum { ROWS = 16, KEYS = 64, THREADS = 128, WARP_ROWS = ROWS / 4, ADDED = 64, SCORES_ROW = KEYS + 4 };
 
-/* Shared memory of a call: queries, keys, scores, and the rows' lists. */
-template <typename T, int DP> struct pieces {
+/* Shared memory; behind it the rows' lists, `room` ranks and indices each. */
+template <typename T, int DP> struct shared {
     static constexpr bool F32 = sizeof(T) == 4;
     static constexpr int ROW = F32 ? DP + 4 : DP; /* elements of a row; 16 bits: in panels of mma.cuh */
-    static constexpr size_t Q = (size_t)ROWS * ROW * sizeof(T), K = (size_t)KEYS * ROW * sizeof(T),
-                            S = (size_t)ROWS * SCORES_ROW * 4;
-    static size_t bytes(int room) { return Q + K + S + (size_t)ROWS * room * 8; }
+    T q[ROWS * ROW], k[KEYS * ROW];
+    float scores[ROWS * SCORES_ROW];
+    static size_t bytes(int room) { return sizeof(shared) + (size_t)ROWS * room * 8; }
 };
 
 /* `rows` rows of a tile: row r comes from `at(r)`, NULL: zeros. */
@@ -40,8 +40,8 @@ __device__ __forceinline__ void load_rows(char *tile, const At &at, int dim, boo
         const int row = i / CHUNKS, chunk = i % CHUNKS;
         const T *const from = at(row);
         const bool here = from != NULL && chunk * 8 < dim;
-        if constexpr (pieces<T, DP>::F32) {
-            float *const to = (float *)tile + row * pieces<T, DP>::ROW + chunk * 8;
+        if constexpr (shared<T, DP>::F32) {
+            float *const to = (float *)tile + row * shared<T, DP>::ROW + chunk * 8;
             for (int e = 0; e < 8; e++) to[e] = here ? from[chunk * 8 + e] : 0.0f;
         } else {
             load_chunk16<T>(smem_address(tile), tile, tile_at<COUNT>(row, chunk), from + chunk * 8, here,
@@ -55,8 +55,8 @@ template <typename T, int DP>
 __device__ __forceinline__ void multiply(const char *q, const char *k, float *scores)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if constexpr (pieces<T, DP>::F32) {
-        constexpr int ROW = pieces<T, DP>::ROW;
+    if constexpr (shared<T, DP>::F32) {
+        constexpr int ROW = shared<T, DP>::ROW;
         const int row = threadIdx.x / 8, key = threadIdx.x % 8;
         float sum[KEYS / 8] = {};
         for (int c = 0; c < DP; c++) {
@@ -148,11 +148,11 @@ template <typename T, int DP>
 __global__ void __launch_bounds__(THREADS)
     block_index_any(const __grid_constant__ block_index_kernel a, const int room)
 {
-    typedef pieces<T, DP> P;
     extern __shared__ __align__(1024) char memory[];
-    char *const q = memory, *const k = q + P::Q;
-    float *const scores = (float *)(k + P::K);
-    uint32_t *const ranks = (uint32_t *)((char *)scores + P::S);
+    shared<T, DP> &m = *(shared<T, DP> *)memory;
+    char *const q = (char *)m.q, *const k = (char *)m.k;
+    float *const scores = m.scores;
+    uint32_t *const ranks = (uint32_t *)(&m + 1);
     const int warp = threadIdx.x / 32, unit = blockIdx.y;
     sequence seq;
     int64_t row0;
@@ -225,7 +225,7 @@ static quern_status launch(const launcher &to, const block_index_args *args, con
     const int64_t groups = piece_bound(args->seqs, ROWS, a.hs);
     const int room = room_of(args);
     return launch_shared(to, block_index_any<T, DP>, dim3((unsigned)groups, (unsigned)a.units), THREADS,
-                         pieces<T, DP>::bytes(room), "block_index", a, room);
+                         shared<T, DP>::bytes(room), "block_index", a, room);
 }
 
 template <typename T>

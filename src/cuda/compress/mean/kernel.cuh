@@ -5,7 +5,7 @@
  *
  * Forward: a thread owns eight columns of one head (of K or of V) and sums them over a quarter of the block's
  * l tokens, eight 16-byte loads in flight; 64 neighbours read 1 KB of each token's row contiguously, and the
- * four quarters meet in shared memory, in order. Overlapping blocks (d < l) meet in L2. A projection
+ * four quarters are added in shared memory, in order. Overlapping blocks (d < l) read from L2. A projection
  * multiplies the f32 mean, kept in workspace, by W. Backward: a thread writes d tokens' columns from the l/d
  * entries that cover them. Limit: forward reads K and V once (read rate), backward writes dK and dV once
  * (fill rate).

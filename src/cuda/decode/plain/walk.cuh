@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * walk.cuh - four rows on the f32 cores, eight keys a step, of any dtype, at any address, up to D 512. A lane
- * has four of each 128 columns; the 32 products of rows and keys meet by halves, so that each lane ends with
+ * has four of each 128 columns; the 32 products of rows and keys are added by halving, so that each lane has
  * one score. Limit: the read rate; for 16 bits the conversions.
  */
 #ifndef QUERN_CUDA_DECODE_PLAIN_WALK_CUH
@@ -154,7 +154,7 @@ template <typename T, int PANELS> struct plain_walk {
         }
     }
 
-    __device__ __forceinline__ void leave(block_memory<plain_walk> &m, int rows) const
+    __device__ __forceinline__ void store_sums(block_memory<plain_walk> &m, int rows) const
     {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         float all = sum;

@@ -173,7 +173,7 @@ template <typename T, int DP> struct tensor_walk {
     }
 
     /* The warp's sums of the first `rows` rows; no warp walks any more. */
-    __device__ __forceinline__ void leave(block_memory<tensor_walk> &m, int rows) const
+    __device__ __forceinline__ void store_sums(block_memory<tensor_walk> &m, int rows) const
     {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll

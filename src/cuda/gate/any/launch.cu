@@ -23,7 +23,7 @@ __global__ void gate_sum_dw(const float *part, int64_t slices, int64_t count, in
 }
 
 /* Tokens of a slice: few where there are few, so that all of the GPU works; at most MOST_SLICES slices where
- * the backward leaves a share of dW for each. Depends on the shape alone, as the order of that sum does. */
+ * the backward writes a share of dW for each. Depends on the shape alone, as the order of that sum does. */
 static int64_t tokens_of(int64_t rows, bool shares)
 {
     const int64_t tokens = shares ? (rows + MOST_SLICES - 1) / MOST_SLICES : rows / 2048;

@@ -20,9 +20,9 @@ namespace any_indexer
 
 enum { KEYS = 64, THREADS = 128, ADDED = 256, SPARE = 64, WIDTH_MOST = 256 };
 
-/* Shared memory by pieces, whose sizes depend on the call: 16-bit tiles of mma.cuh, `panels` of 64 channels.
+/* Shared memory, whose sizes depend on the call: 16-bit tiles of mma.cuh, `panels` of 64 channels.
  */
-struct pieces {
+struct layout {
     int panels, heads, room; /* heads: rounded up to 16; room: of a list */
     __host__ __device__ size_t q_bytes() const { return (size_t)panels * heads * 128; }
     __host__ __device__ size_t key_bytes() const { return (size_t)panels * KEYS * 128; }
@@ -42,7 +42,7 @@ struct block {
     char *q, *keys; /* keys: of two buffers, as the others */
     float *w, *scale, *score;
     best_list best;
-    __device__ block(char *memory, const pieces &p)
+    __device__ block(char *memory, const layout &p)
     {
         q = memory;
         keys = q + p.q_bytes();
@@ -55,7 +55,7 @@ struct block {
 };
 
 template <typename T>
-__device__ __forceinline__ void load_query(const index_kernel &a, const pieces &p, block &m, int b, int query)
+__device__ __forceinline__ void load_query(const index_kernel &a, const layout &p, block &m, int b, int query)
 {
     const T *const q = (const T *)a.q.p + b * a.q.s[0] + query * a.q.s[1];
     for (int i = threadIdx.x; i < p.heads * p.panels * 8; i += THREADS) {
@@ -93,7 +93,7 @@ static __device__ __noinline__ void round_query(const index_kernel &a, const pie
 
 /* Keys [first, first + 64) into a buffer; two lanes a row. */
 template <typename T>
-__device__ __forceinline__ void load_keys(const index_kernel &a, const pieces &p, block &m, int b, int first,
+__device__ __forceinline__ void load_keys(const index_kernel &a, const layout &p, block &m, int b, int first,
                                           int buffer)
 {
     const int row = threadIdx.x / 2, key = first + row, sequence = index_sequence(a, b);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_keys(const index_kernel &a, const pieces &p
 
 /* The scores of a warp's 16 keys. */
 template <typename T>
-__device__ __forceinline__ void score_keys(const pieces &p, block &m, int heads_given, int buffer)
+__device__ __forceinline__ void score_keys(const layout &p, block &m, int heads_given, int buffer)
 {
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16, steps = p.panels * 4;
     const uint32_t q = smem_address(m.q), keys = smem_address(m.keys + buffer * p.key_bytes());
@@ -157,7 +157,7 @@ __device__ __forceinline__ void score_keys(const pieces &p, block &m, int heads_
 }
 
 /* Appends a tile's scores to the list; by warp 0. */
-__device__ __forceinline__ void choose(const index_kernel &a, const pieces &p, block &m, int b, int query,
+__device__ __forceinline__ void choose(const index_kernel &a, const layout &p, block &m, int b, int query,
                                        int first, int seen)
 {
     float *const scores = a.scores + b * a.scores_row[0] + query * a.scores_row[1];
@@ -172,7 +172,7 @@ __device__ __forceinline__ void choose(const index_kernel &a, const pieces &p, b
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    indexer_any(const __grid_constant__ index_kernel a, const __grid_constant__ pieces p)
+    indexer_any(const __grid_constant__ index_kernel a, const __grid_constant__ layout p)
 {
     extern __shared__ __align__(1024) char memory[];
     block m(memory, p);
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x < 32) index_store(a, b, query, m.best);
 }
 
-static inline pieces pieces_of(const indexer_args *args)
+static inline layout layout_of(const indexer_args *args)
 {
     return {(int)((args->q.shape[3] + 63) / 64), (int)((args->q.shape[2] + 15) / 16 * 16),
             (int)args->idx.shape[2] + ADDED};
@@ -203,7 +203,7 @@ static inline pieces pieces_of(const indexer_args *args)
 template <typename T>
 static quern_status launch(const stage_exec *exec, const indexer_args *args, const index_kernel &a)
 {
-    const pieces p = pieces_of(args);
+    const layout p = layout_of(args);
     return launch_shared({(cudaStream_t)exec->stream, NULL}, indexer_any<T>,
                          dim3((unsigned)a.batch * (unsigned)a.queries), THREADS, p.bytes(), "indexer", a, p);
 }

@@ -152,18 +152,18 @@ __device__ __forceinline__ void copy_run(const index_kernel &a, const CUtensorMa
     }
 }
 
-/* Keys in pages, `from` the one of this lane's piece on; by one warp. A piece that the table does not name
+/* Keys in pages, `from` the one of this lane's run on; by one warp. A run that the table does not name
  * (`here`) leaves what is there; its scores become NaN. */
 template <typename T, key_kind KIND, int Q, int STAGES>
 __device__ __forceinline__ void copy_pages(const index_kernel &a, const key_feed &f, const CUtensorMap &map,
                                            fed<T, KIND, Q, STAGES> &m, const ring_place<STAGES> &at, int key,
                                            bool here, int page)
 {
-    const int lane = threadIdx.x % 32, rows = 1 << f.piece_shift;
+    const int lane = threadIdx.x % 32, rows = 1 << f.run_shift;
     const unsigned named = __ballot_sync(~0u, here);
     if (lane == 0) {
         m.here[at.stage] = named;
-        m.keys.expect(at, (uint32_t)(__popc(named) << f.piece_shift) * (stage_bytes(KIND) / KEYS));
+        m.keys.expect(at, (uint32_t)(__popc(named) << f.run_shift) * (stage_bytes(KIND) / KEYS));
     }
     __syncwarp();
     if (!here) return;
@@ -175,9 +175,9 @@ __device__ __forceinline__ void copy_pages(const index_kernel &a, const key_feed
             tma_load(to + lane * rows * 128 + p * PANEL_BYTES, map, bar, 0, row, p, page);
     } else {
         const row_place from = row_in_page(a.keys, page, key);
-        const uint32_t bytes = (uint32_t)rows * (f.apart ? codes_of(KIND) : codes_of(KIND) + SCALE_BYTES);
+        const uint32_t bytes = (uint32_t)rows * (f.planar ? codes_of(KIND) : codes_of(KIND) + SCALE_BYTES);
         bulk_load(to + lane * bytes, from.data, bytes, bar);
-        if (f.apart)
+        if (f.planar)
             bulk_load(to + KEYS * codes_of(KIND) + lane * rows * SCALE_BYTES, from.scales,
                       (uint32_t)(rows * SCALE_BYTES), bar);
     }
@@ -200,9 +200,9 @@ __device__ __forceinline__ void feed_keys(const index_kernel &a, const key_feed 
                 m.keys.wait_free(at);
                 copy_run(a, map, m, at, x.b, x.key + s * KEYS, first + s * KEYS * a.keys.row);
             } else {
-                const int key = x.key + s * KEYS + (lane << f.piece_shift);
+                const int key = x.key + s * KEYS + (lane << f.run_shift);
                 const bool here =
-                    lane < KEYS >> f.piece_shift && key < a.entries && row_exists(a.keys, sequence, key);
+                    lane < KEYS >> f.run_shift && key < a.entries && row_exists(a.keys, sequence, key);
                 const int page = here ? row_page(a.keys, sequence, key) : 0;
                 m.keys.wait_free(at);
                 copy_pages(a, f, map, m, at, key, here, page);

@@ -56,7 +56,7 @@ static int64_t raw_row_of(const indexer_args *args)
 }
 
 /* Keys of the call's view as the copy engine sees them: rows of a page, then pages. */
-static tma_tensor rows_tensor(const indexer_args *args, int piece)
+static tma_tensor rows_tensor(const indexer_args *args, int run)
 {
     const quern_tensor &k = args->keys;
     return {k.data,
@@ -64,30 +64,30 @@ static tma_tensor rows_tensor(const indexer_args *args, int piece)
             4,
             {64, k.shape[1], PANELS, k.shape[0]},
             {k.strides[1] * 2, 128, k.strides[0] * 2},
-            {64, piece, 1, 1},
+            {64, run, 1, 1},
             CU_TENSOR_MAP_SWIZZLE_128B};
 }
 
 /* How many rows a copy takes; 0 where bulk copies cannot bring the keys. */
-static int piece_of(const indexer_args *args)
+static int run_of(const indexer_args *args)
 {
     const bool pages = present(args->table), rows = args->format == ENTRY_ROWS;
     const quern_tensor &k = args->keys;
     const int64_t size = rows ? 2 : 1, page = pages ? args->page : (int64_t)KEYS,
                   row = k.ndim == 3 ? k.strides[1] : 0,
                   bytes = rows ? 0 : codes_of(kind_of(args)) + SCALE_BYTES;
-    const int piece = page < KEYS ? (int)page : (int)KEYS;
+    const int run = page < KEYS ? (int)page : (int)KEYS;
     if (k.shape[0] < 1 || (k.ndim == 3 && k.shape[1] < 1)) return 0;
     if (((uintptr_t)k.data & 15) != 0 ||
         (k.shape[0] > 1 && (k.strides[0] * size % 16 != 0 || k.strides[0] < 0)))
         return 0;
-    if (KEYS % piece != 0 || page % piece != 0 || piece < (rows ? 8 : 4)) return 0;
+    if (KEYS % run != 0 || page % run != 0 || run < (rows ? 8 : 4)) return 0;
     if (rows)
         return row % 8 == 0 && row >= WIDTH && row < (int64_t)1 << 37 && k.strides[0] < (int64_t)1 << 37 &&
                        (k.shape[0] == 1 || k.strides[0] > 0)
-                   ? piece
+                   ? run
                    : 0;
-    return k.ndim == 3 ? (row == bytes ? piece : 0) : k.shape[1] == bytes * page ? piece : 0;
+    return k.ndim == 3 ? (row == bytes ? run : 0) : k.shape[1] == bytes * page ? run : 0;
 }
 
 static bool indexer_sm90_supports(const stage_exec *exec, const indexer_args *args, char *)
@@ -98,7 +98,7 @@ static bool indexer_sm90_supports(const stage_exec *exec, const indexer_args *ar
                   "lists of 2048 entries have room");
     return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && args->q.shape[2] == HEADS &&
            args->q.shape[3] == WIDTH && args->idx.shape[2] <= 2048 && index_takes(args, limits) &&
-           piece_of(args) > 0;
+           run_of(args) > 0;
 }
 
 /* How many single queries are scored at once, so that their scores take no more than so many bytes. */
@@ -157,14 +157,14 @@ static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args 
     char *const memory = room_at<char>(workspace);
     index_kernel a = index_kernel_of(args, memory);
     a.status = exec->status;
-    const int piece = piece_of(args);
+    const int run = run_of(args);
     quern_status status = index_spread_rows(exec, args, a);
     if (status == QUERN_OK) status = index_report(exec, a);
     if (status != QUERN_OK) return status;
     key_feed f = {};
-    f.apart = args->format != ENTRY_ROWS && args->keys.ndim == 2;
+    f.planar = args->format != ENTRY_ROWS && args->keys.ndim == 2;
     f.shares = shares_of(exec, args);
-    while (1 << f.piece_shift < piece) f.piece_shift++;
+    while (1 << f.run_shift < run) f.run_shift++;
     const bool one = a.queries == 1;
     if (one) {
         f.raw = (float *)(memory + index_spread_bytes(args));
@@ -175,7 +175,7 @@ static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args 
     }
     CUtensorMap map = {};
     if (args->format == ENTRY_ROWS) {
-        status = tma_describe(&map, rows_tensor(args, piece));
+        status = tma_describe(&map, rows_tensor(args, run));
         if (status != QUERN_OK) return status;
     }
     if (!present(args->cu)) return run_kind(exec, args, a, f, map, one);

@@ -31,11 +31,11 @@ template <key_kind KIND> struct key_words {
 };
 
 template <key_kind KIND>
-__device__ __forceinline__ void read_words(key_words<KIND> &x, uint32_t tile, int row0, bool apart)
+__device__ __forceinline__ void read_words(key_words<KIND> &x, uint32_t tile, int row0, bool planar)
 {
     constexpr int CODES = codes_of(KIND), WORDS = CODES / 16;
     const int lane = threadIdx.x % 32, row = row0 + lane / 4, own = lane % 4 * WORDS * 4;
-    if (apart) {
+    if (planar) {
         const bool odd = codes_of(KIND) == WIDTH && (lane / 4 & 1) != 0; /* its halves the other way round */
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -137,13 +137,13 @@ __device__ __forceinline__ void read_keys(uint32_t (&to)[N][4], float (&scale)[2
         scale[0] = scale[1] = 1.0f;
     } else {
         key_words<KIND> x;
-        read_words(x, tile, row0, f.apart);
+        read_words(x, tile, row0, f.planar);
         widen(to, scale, x);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int piece = (row0 + lane / 4 + h * 8) >> f.piece_shift;
-        scale[h] = (here >> piece & 1) != 0 ? scale[h] * a.scale : NAN; /* chosen last */
+        const int run = (row0 + lane / 4 + h * 8) >> f.run_shift;
+        scale[h] = (here >> run & 1) != 0 ? scale[h] * a.scale : NAN; /* chosen last */
     }
 }
 

@@ -69,8 +69,8 @@ __host__ __device__ constexpr int stage_bytes(key_kind kind)
 
 /* How the keys stand, and how they are cut. */
 struct key_feed {
-    int32_t piece_shift; /* a copy takes 2^piece_shift rows, at most KEYS: a page, or a part of it */
-    bool apart;          /* bytes: a page's codes stand before its scales */
+    int32_t run_shift; /* a copy takes 2^run_shift rows, at most KEYS: a page, or a part of it */
+    bool planar;          /* bytes: a page's codes stand before its scales */
     int32_t shares;      /* of a tile's keys, at most; 1: lists go to the results */
     uint32_t *rank;      /* of four queries: [B, T, shares, k], 0: none */
     int32_t *index;
@@ -113,7 +113,7 @@ template <typename T, key_kind KIND, int Q, int STAGES> struct fed {
     alignas(1024) char k[STAGES][stage_bytes(KIND)];
     alignas(1024) T q[ROUNDS][TILES][KIND == CODES ? 1 : PANELS][TILE][64];
     float w[ROUNDS][Q][HEADS];
-    uint32_t here[STAGES]; /* which pieces of a stage there are */
+    uint32_t here[STAGES]; /* which runs of a stage there are */
     ring<STAGES> keys;
     ring<ROUNDS> queries;
 };

@@ -58,13 +58,6 @@ __device__ __forceinline__ void copy_entries(char *to, const rows_of &from, cons
     }
 }
 
-/* Two arrivals, one once this thread's copies have landed. */
-__device__ __forceinline__ void arrive_with_copies(uint64_t *bar)
-{
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
-    mbar_arrive(smem_address(bar));
-}
-
 /* The ring's next stage. */
 template <bool LISTS, int QUERIES, int STAGES>
 __device__ __forceinline__ void fill(shared<QUERIES, STAGES> &m, ring_place<STAGES> &at, const rows_of &from,
@@ -95,7 +88,8 @@ __device__ __forceinline__ void feed(const slice &s, shared<QUERIES, STAGES> &m,
             copy_heads(heads + (q * chunks + c) * LOSS_HEAD_BYTES, of, p.heads, c * WIDTH);
         copy_heads((char *)m.q_index[q], index, p.index_heads, 0);
     }
-    arrive_with_copies(&m.heads_full);
+    m.heads_full.arrive_copies({});
+    m.heads_full.arrive({});
     const int32_t *const chosen = chosen_of(s, first);
     const rows_of keys = {(const bf16 *)p.keys.p + s.b * p.keys.s[0], p.keys.s[1], p.dim, p.keys_wide},
                   index = {(const bf16 *)p.keys_index.p + s.b * p.keys_index.s[0], p.keys_index.s[1], p.width,

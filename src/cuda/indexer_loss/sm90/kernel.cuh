@@ -30,7 +30,7 @@ template <int QUERIES, int STAGES> struct own_query {
 
     __device__ __forceinline__ int thread() const { return threadIdx.x % 128; }
     __device__ __forceinline__ int head0() const { return warp_of_group() * 16 + threadIdx.x % 32 / 4; }
-    __device__ __forceinline__ void meet() const
+    __device__ __forceinline__ void sync() const
     {
         if (QUERIES == 1 || group == 0) named_sync(1, 128);
         else named_sync(2, 128);
@@ -129,7 +129,7 @@ __device__ __forceinline__ float normalise(own_query<QUERIES, STAGES> &x, float 
         }
         if (lane % 4 == 0) x.m.mass[x.group][head] = mass;
     }
-    x.meet();
+    x.sync();
     float all = 0.0f;
 #pragma unroll
     for (int h = 0; h < HEADS; h++) all += x.m.mass[x.group][h];
@@ -173,7 +173,7 @@ __device__ __forceinline__ float sum_heads(own_query<QUERIES, STAGES> &x, const 
         }
         sum_columns(v);
         put_columns(sums[1][warp_of_group()], v);
-        x.meet();
+        x.sync();
         float teacher = 0.0f, student = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ float sum_heads(own_query<QUERIES, STAGES> &x, const 
     for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
     float(&parts)[2][4] = x.m.parts[x.group];
     if (threadIdx.x % 32 == 0) parts[0][warp_of_group()] = all, parts[1][warp_of_group()] = sum;
-    x.meet();
+    x.sync();
     most = fmaxf(fmaxf(parts[0][0], parts[0][1]), fmaxf(parts[0][2], parts[0][3]));
     sum = 0.0f;
 #pragma unroll
@@ -241,10 +241,10 @@ __device__ __forceinline__ double compare(own_query<QUERIES, STAGES> &x, float m
     }
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) loss += __shfl_xor_sync(~0u, loss, by);
-    x.meet(); /* the parts have been read */
+    x.sync(); /* the parts have been read */
     float(&parts)[2][4] = x.m.parts[x.group];
     if (threadIdx.x % 32 == 0) parts[0][warp_of_group()] = loss;
-    x.meet();
+    x.sync();
     return (double)parts[0][0] + (double)parts[0][1] + (double)parts[0][2] + (double)parts[0][3];
 }
 
@@ -389,7 +389,7 @@ __device__ __forceinline__ void compute(own_query<QUERIES, STAGES> &x, bool grad
             if (here && x.head0() + h * 8 < p.index_heads)
                 w[h] = value_at(p.w.p, p.w_dtype,
                                 x.s.b * p.w.s[0] + x.query() * p.w.s[1] + x.head0() + h * 8);
-        mbar_wait(smem_address(&x.m.heads_full), 0);
+        x.m.heads_full.wait({});
         wg_show();
         if (!LISTS && here && x.s.heads != NULL) weigh_heads(x, x.s.heads + x.i * LOSS_HEAD_BYTES);
         const float mass = normalise(x, lse2), lse = sum_heads(x, lse2, w);
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(128 + 128 * QUERIES, QUERIES == 1 ? 2 : 1)
     const int tiles = (most + TILE - 1) / TILE;
     if (threadIdx.x == 0) {
         m.entries.init(2 * FEEDERS, 128 * QUERIES);
-        mbar_init(smem_address(&m.heads_full), 2 * FEEDERS);
+        m.heads_full.init(2 * FEEDERS);
         mbar_init_done();
     }
     __syncthreads();

@@ -43,7 +43,7 @@ __device__ __forceinline__ void clear_rows(float (&c)[COLUMN_TILES][4], int head
             if (head0 + e / 2 * 8 >= heads) c[j][e] = 0.0f;
 }
 
-/* Adds 2 BY columns of lanes BY apart; each keeps BY of them. */
+/* Adds 2 BY columns of lanes that differ by BY; each keeps BY of them. */
 template <int BY> __device__ __forceinline__ void halve_columns(float (&x)[32])
 {
     const bool upper = (threadIdx.x & BY) != 0;

@@ -35,7 +35,7 @@ template <int QUERIES, int STAGES> struct shared {
     float mass[QUERIES][HEADS];
     float parts[QUERIES][2][4];
     ring<STAGES> entries;
-    uint64_t heads_full;
+    stage_barriers<1> heads_full;
 };
 
 /* Where the heads of q stand. */

@@ -5,13 +5,13 @@
  * entry.
  *
  * A block of 256 threads owns LISTS consecutive lists. It reads their rows once, 16 bytes a thread and eight
- * loads in flight, and leaves the means in shared memory. Then eight lanes share an entry, with the means in
+ * loads in flight, and puts the means in shared memory. Then eight lanes share an entry, with the means in
  * registers (8 CHUNKS values a list and lane), 1024 entries at a time; their scores go to shared memory, and
  * a warp for each list offers them to it. Sums are f32 in a fixed order.
  *
  * Q is nearly all that is read: at tile 128 of 16 heads a list has 512 KB of rows and 256 KB of entries at
  * 64k tokens, which L2 holds for all. A block's reading, scores and list follow one another, and other blocks
- * do not cover the latter two. So where Q is large a kernel of its own adds 512 rows a block and leaves the
+ * do not cover the latter two. So where Q is large a kernel of its own adds 512 rows a block and writes the
  * sums in workspace. Lists whose sums are there, or so many that entries would count, share entries, four a
  * block. Limit: the read rate.
  */

@@ -7,13 +7,13 @@
  * A persistent block is a warpgroup whose first warp feeds and three (two above D = 128) that compute, 64
  * rows each. A warp's 16 rows are one list, two or four, wholly its own: it holds them as the A operand in
  * registers, so that shared memory carries nothing but entries. It walks the entries 128 at a time: S = Q K^T
- * (wgmma), p = exp(S - lse), the sum over each list's rows by a butterfly among the lanes, which leaves every
+ * (wgmma), p = exp(S - lse), the sum over each list's rows by a butterfly among the lanes, which gives every
  * lane its part of the 128 sums. These go to shared memory, and the lists take those of up to four steps at
  * once (select/lists.cuh), which costs less than one step after another.
  * Warpgroups wait for nothing but entries, so that one's products run beside the others' exponentials and
  * lists.
  *
- * The feeding warp takes pieces (longest first, by a counter: no result depends on who computes them), leaves
+ * The feeding warp takes pieces (longest first, by a counter: no result depends on who computes them), puts
  * their places in shared memory, and copies their rows and entries by TMA; rows of the next piece as soon as
  * all warps hold this one's. The warp beside it makes notes for the next piece: the statistics of its rows
  * and what its lists choose from.

@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* copy_rows.cuh - the gather of 64 rows of 512 elements by a warpgroup. Eight lanes copy a row, 16 bytes of
- * each panel a lane, so a thread has its part of four rows. A warp's first 16 lanes each find one of its 16
- * rows and hand the address to the lanes that copy. */
-#ifndef QUERN_CUDA_ATTEND_MQA_COPY_ROWS_CUH
-#define QUERN_CUDA_ATTEND_MQA_COPY_ROWS_CUH
+/* gather.cuh - a warpgroup copies 64 rows of 512 elements that a list or a page table names
+ * (common/gather.cuh) into a stage, by cp.async. Eight lanes copy a row, 16 bytes of each panel a lane, so a
+ * thread has its part of four rows. A warp's first 16 lanes each find one of its 16 rows and pass the address
+ * to the lanes that copy. */
+#ifndef QUERN_CUDA_HOPPER_GATHER_CUH
+#define QUERN_CUDA_HOPPER_GATHER_CUH
 
 #include "common/mma.cuh"
 
-namespace mqa
+namespace gather
 {
 
 enum { COPIED_ROWS = 64, ROWS_A_THREAD = 4, COPIED_PANELS = 4, COPIED_PANEL_BYTES = COPIED_ROWS * 128 };
@@ -24,7 +25,7 @@ __device__ __forceinline__ int found_row()
 }
 
 /* The address that the finder of the thread's i-th row has. */
-__device__ __forceinline__ const char *handed(const char *p, int i)
+__device__ __forceinline__ const char *passed(const char *p, int i)
 {
     return (const char *)__shfl_sync(~0u, (unsigned long long)p, i * 4 + threadIdx.x % 32 / 8);
 }
@@ -54,6 +55,6 @@ __device__ __forceinline__ void copy_rows(char *stage, const char *const (&from)
                             (const T *)(from[i] + column + p * 128), from[i] != NULL, false);
 }
 
-} // namespace mqa
+} // namespace gather
 
 #endif
