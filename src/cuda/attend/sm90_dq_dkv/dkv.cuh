@@ -53,14 +53,13 @@ template <int DK, int DV> struct keys_layout {
                          P_BYTES = sizeof(memory::p[0]);
     static constexpr int K = offsetof(memory, k), V = offsetof(memory, v), Q = offsetof(memory, q),
                          DO = offsetof(memory, d_o), P = offsetof(memory, p), STAT = offsetof(memory, stats);
-    static constexpr int OWN_FULL = offsetof(memory, own_full), FULL = offsetof(memory, full),
-                         FREE = offsetof(memory, free), STAT_FULL = offsetof(memory, stats_full),
-                         CLEAN = offsetof(memory, clean), BLOCK = offsetof(memory, block);
+    static constexpr int CLEAN = offsetof(memory, clean), BLOCK = offsetof(memory, block);
     typedef ring_place<STAGES> place;
-    typedef barriers_at<OWN_FULL, 1> own_full;
-    typedef barriers_at<FULL, STAGES> full;
-    typedef barriers_at<FREE, STAGES> free;
-    typedef barriers_at<STAT_FULL, STAGES> stats_full;
+    typedef barriers_at<offsetof(memory, own_full), 1> own_full;
+    typedef barriers_at<offsetof(memory, full), STAGES> full;
+    typedef barriers_at<offsetof(memory, free), STAGES> free;
+    typedef barriers_at<offsetof(memory, stats_full), STAGES> stats_full;
+    typedef barriers_at<CLEAN, 1> clean;
     static constexpr bool RATIO = true, /* its delta is of rows without row_scale */
         KEYS_OF_ROWS = false, HALVES = false;
     static_assert(FEED + GROUPS * COMPUTE <= 504,
@@ -85,27 +84,29 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
     const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
     uint32_t p[at::ROWS / 16][4];
-    int stage = 0, parity = 0;
-    auto stats = [&]() { return (const statistics *)(w.smem + at::STAT) + stage; };
+    typename at::place now;
+    auto stats = [&]() { return (const statistics *)(w.smem + at::STAT) + now.stage; };
     if (w.steps > 0) {
         float s[at::ROWS / 8][4];
-        mbar_wait(w.base + at::OWN_FULL, 0);
-        mbar_wait(w.base + at::FULL, 0);
+        at::own_full::wait(w.base, {});
+        at::full::wait(w.base, {});
         rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, ak, w.base + at::Q);
-        mbar_wait(w.base + at::STAT_FULL, 0);
+        at::stats_full::wait(w.base, {});
         wg_wait<0>(s);
         probabilities_of<T>(s, p, stats(), a, rows);
     }
 #pragma unroll 1
     for (int t = 0; t < w.steps; t++) {
-        const uint32_t q = w.base + at::Q + stage * at::Q_BYTES, g = w.base + at::DO + stage * at::DO_BYTES;
+        const typename at::place done = now;
+        const uint32_t q = w.base + at::Q + now.stage * at::Q_BYTES,
+                       g = w.base + at::DO + now.stage * at::DO_BYTES;
         float s[at::ROWS / 8][4], dp[at::ROWS / 8][4];
         rows_by_keys<T, at::ROWS, at::KEYS, DV>(dp, av, g);
         const bool unclean = stats()->part & 2;
         if (unclean) {
             wg_wait<0>(dp);
-            clean_rows<T, at::ROWS, DK, DV>(w.smem + at::Q + stage * at::Q_BYTES,
-                                            w.smem + at::DO + stage * at::DO_BYTES, w.base + at::CLEAN,
+            clean_rows<T, at::ROWS, DK, DV>(w.smem + at::Q + now.stage * at::Q_BYTES,
+                                            w.smem + at::DO + now.stage * at::DO_BYTES, w.base + at::CLEAN,
                                             [&](const char *rows_q, const char *rows_do) {
                                                 spread_rows<T, at::ROWS>(dk, rows_q, stats(), rows, true);
                                                 spread_rows<T, at::ROWS>(dv, rows_do, stats(), rows, false);
@@ -116,19 +117,15 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         wg_wait<0>(dp);
         wg_wait<0>(dv);
         score_gradients_of<T>(p, dp, stats(), rows);
-        const uint32_t free = w.base + at::FREE + 8 * stage;
-        if (++stage == at::STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
+        now.advance();
         /* After the last step S^T is of what the stage held before, and so is P^T: nobody reads them. */
-        if (t + 1 < w.steps) mbar_wait(w.base + at::FULL + 8 * stage, parity);
-        rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, ak, w.base + at::Q + stage * at::Q_BYTES);
+        if (t + 1 < w.steps) at::full::wait(w.base, now);
+        rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, ak, w.base + at::Q + now.stage * at::Q_BYTES);
         keys_by_rows<T, at::ROWS, DK>(dk, p, q);
-        if (t + 1 < w.steps) mbar_wait(w.base + at::STAT_FULL + 8 * stage, parity);
+        if (t + 1 < w.steps) at::stats_full::wait(w.base, now);
         wg_wait<0>(s);
         wg_wait<0>(dk);
-        mbar_arrive(free); /* each lane's, for what it read */
+        at::free::arrive(w.base, done); /* each lane's, for what it read */
         probabilities_of<T>(s, p, stats(), a, rows);
     }
     store_keys<T, at::KEYS>(dk, a, b, w.place, d_k_of(a));
@@ -144,15 +141,16 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
     const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
     uint32_t p[at::ROWS / 16][4];
     if (w.steps > 0) {
-        mbar_wait(w.base + at::OWN_FULL, 0);
-        mbar_wait(w.base + at::FULL, 0);
+        at::own_full::wait(w.base, {});
+        at::full::wait(w.base, {});
         rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, w.base + at::K, w.base + at::Q);
     }
 #pragma unroll 1
     for (int t = 0; t < w.steps; t++) {
-        const int stage = t % at::STAGES, next = (t + 1) % at::STAGES, buffer = t & 1;
+        const typename at::place now = at::place::of(t), next = at::place::of(t + 1);
+        const int stage = now.stage, buffer = t & 1;
         const statistics *st = (const statistics *)(w.smem + at::STAT) + stage;
-        mbar_wait(w.base + at::STAT_FULL + 8 * stage, t / at::STAGES & 1);
+        at::stats_full::wait(w.base, now);
         wg_wait<0>(s);
         probabilities_of<T>(s, p, st, a, rows);
         if (t >= 2) named_sync(P_FREE + buffer, 256);
@@ -168,10 +166,10 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
         wg_start();
         keys_by_rows<T, at::ROWS, DV>(dv, p, w.base + at::DO + stage * at::DO_BYTES);
         /* After the last step, as in compute_keys(). */
-        if (t + 1 < w.steps) mbar_wait(w.base + at::FULL + 8 * next, (t + 1) / at::STAGES & 1);
-        rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, w.base + at::K, w.base + at::Q + next * at::Q_BYTES);
+        if (t + 1 < w.steps) at::full::wait(w.base, next);
+        rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, w.base + at::K, w.base + at::Q + next.stage * at::Q_BYTES);
         wg_wait<1>(dv);
-        mbar_arrive(w.base + at::FREE + 8 * stage); /* each lane's, for what it read */
+        at::free::arrive(w.base, now); /* each lane's, for what it read */
     }
     wg_wait<0>(s);
     store_keys<T, at::KEYS>(dv, a, b, w.place, d_v_of(a));
@@ -186,15 +184,16 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
     const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
     uint32_t p[at::ROWS / 16][4];
     if (w.steps > 0) {
-        mbar_wait(w.base + at::OWN_FULL, 0);
-        mbar_wait(w.base + at::FULL, 0);
+        at::own_full::wait(w.base, {});
+        at::full::wait(w.base, {});
         rows_by_keys<T, at::ROWS, at::KEYS, DV>(dp, w.base + at::V, w.base + at::DO);
     }
 #pragma unroll 1
     for (int t = 0; t < w.steps; t++) {
-        const int stage = t % at::STAGES, next = (t + 1) % at::STAGES, buffer = t & 1;
+        const typename at::place now = at::place::of(t), next = at::place::of(t + 1);
+        const int stage = now.stage, buffer = t & 1;
         const statistics *st = (const statistics *)(w.smem + at::STAT) + stage;
-        mbar_wait(w.base + at::STAT_FULL + 8 * stage, t / at::STAGES & 1);
+        at::stats_full::wait(w.base, now);
         named_sync(P_FULL + buffer, 256);
         const uint4 *from = (const uint4 *)(w.smem + at::P + buffer * at::P_BYTES) + (threadIdx.x & 127);
 #pragma unroll
@@ -216,10 +215,11 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
         wg_start();
         keys_by_rows<T, at::ROWS, DK>(dk, p, w.base + at::Q + stage * at::Q_BYTES);
         /* After the last step, as in compute_keys(). */
-        if (t + 1 < w.steps) mbar_wait(w.base + at::FULL + 8 * next, (t + 1) / at::STAGES & 1);
-        rows_by_keys<T, at::ROWS, at::KEYS, DV>(dp, w.base + at::V, w.base + at::DO + next * at::DO_BYTES);
+        if (t + 1 < w.steps) at::full::wait(w.base, next);
+        rows_by_keys<T, at::ROWS, at::KEYS, DV>(dp, w.base + at::V,
+                                                w.base + at::DO + next.stage * at::DO_BYTES);
         wg_wait<1>(dk);
-        mbar_arrive(w.base + at::FREE + 8 * stage); /* each lane's, for what it read */
+        at::free::arrive(w.base, now); /* each lane's, for what it read */
     }
     wg_wait<0>(dp);
     store_keys<T, at::KEYS>(dk, a, b, w.place, d_k_of(a));
@@ -239,12 +239,13 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         threadIdx.x == 0)
         b.tiles = -1;
     if (threadIdx.x == 0) {
-        mbar_init(base + at::OWN_FULL, 1);
+        at::own_full::init(base, 0, 1);
         for (int i = 0; i < at::STAGES; i++) {
-            mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
-            mbar_init(base + at::STAT_FULL + 8 * i, WARP_ARRIVALS);
+            at::full::init(base, i, 1);
+            at::free::init(base, i, 128 * GROUPS);
+            at::stats_full::init(base, i, WARP_ARRIVALS);
         }
-        mbar_init(base + at::CLEAN, 128 * GROUPS);
+        at::clean::init(base, 0, 128 * GROUPS);
         mbar_init_done();
     }
     __syncthreads();
