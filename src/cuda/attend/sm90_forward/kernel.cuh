@@ -9,9 +9,9 @@
  * for what is not finite in V's tiles that some row does not see whole; warp 3 plans (sm90/schedule.cuh) and
  * sorts lists. A computing warpgroup walks its keys from the last to the first: S = Q K^T (wgmma, of ranges
  * at D = 128 with Q from registers), softmax in registers, O += P V with P from registers. The next tile's
- * Q K^T starts before this tile's softmax, and named barriers let the warpgroups take turns, so that one's
- * softmax runs beside another's products. TMA stores O from where its rows' Q was, while the next piece
- * begins.
+ * Q K^T starts before this tile's softmax, and up to D = 128 named barriers let the warpgroups take turns, so
+ * that one's softmax runs beside another's products. TMA stores O from where its rows' Q was, while the next
+ * piece begins.
  *
  * NaN and infinity in V reach the rows that see them and no others: a factor of 0 does not undo them. Where a
  * tile is not seen whole, the searching warps set them to 0 in shared memory, and the rows that see them add
@@ -68,7 +68,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan 
     auto give_back = [&](auto &of, int stage) {
         if (lane == 0) of.give_back({stage, 0});
     };
-    if (group == GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
+    if (sh::TURNS && group == GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
     for (int n = 0;; n++) {
         const work &w = sm.wait_plan(n);
         if (w.queries < 0) break;
@@ -123,11 +123,11 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan 
             for (int t = tiles - 2; t >= 0; t--) {
                 step++;
                 sm.keys.wait_full(place_of::of(step));
-                named_sync(own, 256);
+                if (sh::TURNS) named_sync(own, 256);
                 wg_start();
                 scores(s, step % STAGES);
                 values(step - 1, t + 1);
-                named_arrive(next, 256);
+                if (sh::TURNS) named_arrive(next, 256);
                 wg_wait<1>(s);
                 weigh(s, t);
                 wg_wait<0>(o);

@@ -31,6 +31,9 @@ template <int DK, int DV, bool LISTED> struct shape {
     static constexpr int FEED = GROUPS == 3 ? 32 : 40, COMPUTE = GROUPS == 3 ? 160 : 232;
     static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * (512 / (GROUPS + 1) / 8 * 8),
                   "more registers than a block is launched with: its warps would wait for them for ever");
+    /* Whether warpgroups take turns at the tensor cores. Above 128 a tile's products take so much longer than
+     * its softmax that these overlap anyway, and barriers cost 2%. */
+    static constexpr bool TURNS = DK <= 128 || LISTED;
     /* Of ranges, Q stays in registers, which saves a fifth of what the products read of shared memory, and
      * the first tile of a piece may be half a tile. With lists the registers do not suffice: ptxas would let
      * no products overlap. The copy engine stores O from its rows' place of Q. */
