@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_query(const index_kernel &a, const layout &
 }
 
 /* A query that is loaded as bf16 of the nearest codes, whose scales go to the weights; a thread a head. */
-static __device__ __noinline__ void round_query(const index_kernel &a, const pieces &p, char *q, float *w)
+static __device__ __noinline__ void round_query(const index_kernel &a, const layout &p, char *q, float *w)
 {
     cp_async_commit();
     cp_async_wait<0>();
