@@ -124,6 +124,7 @@ template <typename T> __device__ __forceinline__ void score(const decode_kernel 
     ring_place<STAGES> at;
     ring_place<1> out;
     ring_place<1> heads;
+    if (w.a.bytes) prefetch_first_rows(w);
     for (;;) {
         m.keys.wait_full(at);
         const tile_info item = m.info[at.stage];
@@ -220,21 +221,38 @@ __device__ __forceinline__ void add_share(float (&o)[32][4], float *values, cons
     }
 }
 
-/* Rotates a thread's two rows of O's columns from column0 on back, at the item's position. */
+/* Rotates a thread's two rows of O's columns from column0 on back, at the item's position: channels from
+ * `at` on. Four steps' angles are asked for at once; those of more would take too many registers. */
+template <typename A, int FIRST>
+__device__ __forceinline__ void rotate_from(const mqa_rotation &r, int position, float (&o)[32][4], int at)
+{
+    enum { STEPS = 4 };
+    const A *const cosine = (const A *)r.table + position * r.row, *const sine = cosine + r.dim / 2;
+#pragma unroll
+    for (int i0 = FIRST; i0 < 32; i0 += STEPS) {
+        float c[STEPS], s[STEPS];
+        asm volatile("" : "+r"(at));
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            const int pair = max(at + i * 8, 0) / 2;
+            c[i] = to_float<A>(cosine[pair]);
+            s[i] = to_float<A>(sine[pair]);
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; i++, at += 8) {
+            if (at < 0) continue;
+            rotate_pair(o[i0 + i][0], o[i0 + i][1], c[i], s[i]);
+            rotate_pair(o[i0 + i][2], o[i0 + i][3], c[i], s[i]);
+        }
+    }
+}
 template <typename A>
 __device__ __forceinline__ void rotate_back(const mqa_rotation &r, int position, float (&o)[32][4],
                                             int column0)
 {
-    const A *const cosine = (const A *)r.table + position * r.row, *const sine = cosine + r.dim / 2;
-    int at = column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim); /* of the rotated channels */
-#pragma unroll
-    for (int i = 0; i < 32; i++, at += 8) {
-        asm volatile("" : "+r"(at)); /* the angles of more steps at once would take too many registers */
-        if (at < 0) continue;
-        const float c = to_float<A>(cosine[at / 2]), s = to_float<A>(sine[at / 2]);
-        rotate_pair(o[i][0], o[i][1], c, s);
-        rotate_pair(o[i][2], o[i][3], c, s);
-    }
+    const int at = column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim); /* of the rotated channels */
+    if (r.dim <= 64) rotate_from<A, 24>(r, position, o, at + 192);
+    else rotate_from<A, 0>(r, position, o, at);
 }
 
 /* Stores a thread's two rows of 256 columns of O, times their factors, rotated back. */
@@ -250,7 +268,7 @@ __device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_inf
         if (a.rotation.dtype == QUERN_F32) rotate_back<float>(a.rotation, item.position, o, column0);
         else rotate_back<T>(a.rotation, item.position, o, column0);
     }
-    T *to = (T *)a.o.p + item.sequence * a.o.s[0] + item.row * a.o.s[1] + column0 + threadIdx.x % 4 * 8;
+    T *const to = (T *)a.o.p + item.sequence * a.o.s[0] + item.row * a.o.s[1] + column0 + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int head = item.head0 + row0 + h * 8;

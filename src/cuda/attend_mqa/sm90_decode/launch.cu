@@ -39,8 +39,10 @@ static decode_kernel cut_of(const stage_exec *exec, const attend_mqa_args *args)
         groups = (int)((args->q.shape[2] + w.heads / 2 - 1) / (w.heads / 2));
         if (queries * groups * w.shares > exec->multiprocessors) break;
     }
-    w.planned = w.whole || (present(args->list) && args->list.shape[2] > SORTED_MOST);
     w.items = (int32_t)(queries * w.groups * (w.whole ? 1 : w.shares));
+    /* Of several queries a block each would wait for its plan; of one the launch before would take longer. */
+    w.planned = (w.whole && w.items > exec->multiprocessors) ||
+                (present(args->list) && args->list.shape[2] > SORTED_MOST);
     if (w.whole) w.shares = tiles > SHARES ? SHARES : 1;
     return w;
 }

@@ -16,10 +16,10 @@
  *   score    S = Q K^T and the tile's softmax; writes P, rounded, and the factors of the fold
  *   values   twice: a tile's P K in pieces of 64 columns, folded into 256 of the 512 columns
  *
- * Shared memory: K 2 x 64 KB, Q 64 KB, P 8 KB, rows of bytes on their way 18 KB, a list that is sorted 4 KB.
- * Registers: O 128 and 32 of a piece, of 176.
- * Limit: a tile's bytes, its products (2048 clocks for 64 heads), or decoding it (four times 300 instructions
- * of each warp of the feed).
+ * Shared memory: K 2 x 64 KB, Q 64 KB, P 8 KB, codes on their way 16 KB, a list that is sorted 4 KB.
+ * Registers: O 128 and 32 of a piece, of 168.
+ * Limit: a tile's bytes, its products (2048 clocks for 64 heads), or decoding it (800 instructions of each
+ * warp of the feed).
  */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_DECODE_SHARED_CUH
 #define QUERN_CUDA_ATTEND_MQA_SM90_DECODE_SHARED_CUH
@@ -41,12 +41,11 @@ enum {
     HALF = PANELS / 2,     /* panels of a stage */
     PANEL_BYTES = 64 * 128,
     SHARES = 32,
-    SORTED_MOST = 1024,          /* entries of a list that a block sorts by itself */
-    RAW_BYTES = MQA_CODES - 256, /* of the second half of a row, the longer one */
+    SORTED_MOST = 1024, /* entries of a list that a block sorts by itself */
     THREADS = 512,
-    FEED_REGISTERS = 64,
-    SCORE_REGISTERS = 96,
-    VALUE_REGISTERS = 176,
+    FEED_REGISTERS = 88,
+    SCORE_REGISTERS = 88,
+    VALUE_REGISTERS = 168,
     VALUE_FLOATS = MQA_DIM / 2 * HEADS /* of a warpgroup */
 };
 
@@ -65,17 +64,11 @@ struct __align__(16) tile_info
     int32_t part, shares; /* split: where its values go; of the query */
 };
 
-/* Halves of a warp's next eight rows of bytes, as they are. */
-struct raw_rows {
-    char data[8][RAW_BYTES];
-    uint32_t scales[8];
-};
-
 template <typename T> struct shared {
     T k[STAGES][HALF][64][64];
     T q[PANELS][64][64];
     T p[64][64];
-    raw_rows raw[4][2];
+    uint4 codes[2 * HALF][128]; /* of a tile's first half of columns, for each thread of the feed */
     fold_factors tile[HEADS], share[HEADS];
     float factor[HEADS]; /* beside an item's last P */
     tile_info info[STAGES];
