@@ -141,7 +141,7 @@ static void side_make(world *w, side *s, quern_device device, const quern_ledger
         put3(s, FIELD(indexer_merged), QUERN_I32, 1, slots, 0, 0);
     }
     s->block = memory_of(s, w->block_bytes, NULL);
-    s->bytes = (size_t)1 << 21;
+    s->bytes = (size_t)1 << 24;
     s->workspace = memory_of(s, s->bytes, NULL);
 }
 
