@@ -4,28 +4,12 @@
  * shared_test.c - what a GPU with less shared memory takes: the stages' `supports` refuse with a sentence
  * what its blocks cannot hold, and nothing else. The device's own limit is overridden by that of an sm_86.
  */
-#include "backend.h"
-#include "cmocka_c11.h"
-#include "core/error.h"
-#include "runtime/cuda_plugin.h"
+#include "one_stage.h"
 
 #include <stdio.h>
 #include <string.h>
 
 enum { LIMIT = 99 * 1024, N = 512, H = 4 };
-quern_cuda_plugin_entry quern_cuda_backend;
-
-static const quern_backend *cuda;
-static stage_exec exec_here = {.device = QUERN_CUDA};
-
-static int open_backend(void **state)
-{
-    (void)state;
-    const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
-    if (plugin->check_device(0) != QUERN_OK || plugin->properties(0, &exec_here) != QUERN_OK) return 1;
-    cuda = plugin->backend;
-    return 0;
-}
 
 static quern_tensor shaped(quern_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d)
 {

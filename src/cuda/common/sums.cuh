@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* sums.cuh - sums over runs of rows, each of which wrote its share. */
+/* sums.cuh - sums in a fixed order: of values by one block, and over runs of rows, each of which wrote its
+ * share. */
 #ifndef QUERN_CUDA_SUMS_CUH
 #define QUERN_CUDA_SUMS_CUH
 
@@ -10,5 +11,18 @@
  * to what it holds. */
 quern_status sum_runs(const float *parts, int64_t runs, int64_t run_floats, const quern_tensor &out, bool add,
                       cudaStream_t stream);
+
+/* The sum of x[n] on thread 0 of a block of THREADS, which all call: each adds every THREADS-th value, and
+ * that one adds these sums in the order of the threads. */
+template <int THREADS> __device__ __forceinline__ double block_sum(const double *x, int64_t n)
+{
+    __shared__ double sums[THREADS];
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) sum += x[i];
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int i = 1; threadIdx.x == 0 && i < THREADS; i++) sum += sums[i];
+    return sum;
+}
 
 #endif

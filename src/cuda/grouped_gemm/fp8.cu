@@ -5,6 +5,7 @@
  * lane, which are divided by their scale and rounded once. Limit: A read and a byte a value written. B: the
  * largest scale of each of 64 columns, a block a panel. Limit: B's scales read, a ninth of its bytes.
  */
+#include "common/quotient.cuh"
 #include "grouped_gemm/fp8.cuh"
 
 enum { THREADS = 256, WARPS = THREADS / 32, EACH = 8, LANES = FP8_GROUP / EACH, ROWS = 4 /* a block */ };
@@ -86,25 +87,6 @@ __device__ __forceinline__ uint32_t largest_of(const float (&x)[EACH])
     return most;
 }
 
-/* Each value over the scale, rounded once. With the rounded reciprocal a quotient within a step of the true
- * one becomes, by its remainder, the rounded one: the first remainder brings it there, the second ends it. A
- * remainder is exact unless the quotient is below 2^-40, which is 0 in e4m3. */
-__device__ __forceinline__ void divide(float (&x)[EACH], float scale)
-{
-    if (scale < 0x1p-60f) {
-#pragma unroll 1
-        for (int i = 0; i < EACH; i++) x[i] = __fdiv_rn(x[i], scale);
-        return;
-    }
-    const float reciprocal = __frcp_rn(scale);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        float q = __fmul_rn(x[i], reciprocal);
-        q = __fmaf_rn(__fmaf_rn(-q, scale, x[i]), reciprocal, q);
-        x[i] = __fmaf_rn(__fmaf_rn(-q, scale, x[i]), reciprocal, q);
-    }
-}
-
 /* A group's eight values to what they are in the workspace. */
 template <bool BYTES>
 __device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params &a, int64_t row, int64_t at,
@@ -120,7 +102,7 @@ __device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params 
     }
     float scale = __fdiv_rn(__uint_as_float(most), 448.0f);
     if (scale == 0.0f) scale = 1.0f;
-    divide(x, scale);
+    divide_all(x, scale);
     const uint2 bytes = e4m3_bytes(x), ordered = BYTES ? in_order(bytes) : bytes;
     if (group >= a.groups) return;
     if (lane == 0) a.scale[group * a.scale_stride + at] = scale;

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* sums.cu - what stands behind the items of the block indexer's loss: parts added in the order of the blocks.
  * Limit: reads; d_q_index's parts are 4 D_I bytes a block of a list. */
+#include "common/sums.cuh"
 #include "index_loss/params.cuh"
 
 namespace index_loss
@@ -104,16 +105,10 @@ quern_status give(const params &p, cudaStream_t stream)
     return LAUNCHED("index_loss, rows");
 }
 
-/* Of threads in order, each of every blockDim-th row. */
 static __global__ void __launch_bounds__(SUM_THREADS) index_loss_sum(const __grid_constant__ params p)
 {
-    __shared__ double sums[SUM_THREADS];
-    double sum = 0.0;
-    for (int64_t i = threadIdx.x; i < p.lists * p.all; i += SUM_THREADS) sum += p.losses[i];
-    sums[threadIdx.x] = sum;
-    __syncthreads();
+    const double sum = block_sum<SUM_THREADS>(p.losses, p.lists * p.all);
     if (threadIdx.x != 0) return;
-    for (int i = 1; i < SUM_THREADS; i++) sum += sums[i];
     const double parts = (double)max(p.lists, (int64_t)1) * (double)max(*p.rows, 1);
     *p.loss = (float)((double)p.lambda * sum / parts);
 }

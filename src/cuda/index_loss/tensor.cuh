@@ -88,7 +88,7 @@ struct own_queries {
     int32_t query, seen;
     int64_t part;
     float lse_index;
-    uint32_t todo; /* in all lanes */
+    uint32_t wanted; /* in all lanes */
 };
 
 template <bool WEIGHS>
@@ -117,7 +117,7 @@ static __device__ __forceinline__ own_queries take_queries(const params &p, cons
         }
     }
     const uint32_t all = __ballot_sync(~0u, wanted);
-    own.todo = (all | all >> 8 | all >> 16 | all >> 24) & 0xff;
+    own.wanted = (all | all >> 8 | all >> 16 | all >> 24) & 0xff;
     return own;
 }
 
@@ -182,7 +182,7 @@ static __device__ __forceinline__ void put_scores(tensor_shared<T, DP> &m, const
             m.scores[row0 + lane % 4 * 2 + c][j * 8 + lane / 4] = z[j / 2][j % 2 * 2 + c];
     __syncwarp();
     for (int i = 0; i < OWN; i++)
-        if ((own.todo >> i & 1) == 0) *(uint2 *)(m.gradient(row0 + i) + lane * 4) = make_uint2(0, 0);
+        if ((own.wanted >> i & 1) == 0) *(uint2 *)(m.gradient(row0 + i) + lane * 4) = make_uint2(0, 0);
 }
 
 /* 16 heads of a query: rows lane / 4 and that + 8, eight channels of each 32. */
@@ -325,20 +325,20 @@ static __device__ __forceinline__ void walk_queries(tensor_shared<T, DP> &m, con
 {
     const int lane = threadIdx.x % 32, row0 = (int)(threadIdx.x / 32) * OWN,
               chunks = (int)((p.group + HEADS - 1) / HEADS), halves = x.keys > KEYS / 2 ? 2 : 1;
-    uint32_t todo = own.todo;
+    uint32_t left = own.wanted;
     query_heads<DP> q;
     q.lse2[0] = q.lse2[1] = 0.0f;
-    if (todo != 0) load_heads<T, DP, WEIGHS>(q, p, x, __shfl_sync(~0u, own.query, __ffs((int)todo) - 1), 0);
-    while (todo != 0) {
-        const int i = __ffs((int)todo) - 1, seen = __shfl_sync(~0u, own.seen, i);
+    if (left != 0) load_heads<T, DP, WEIGHS>(q, p, x, __shfl_sync(~0u, own.query, __ffs((int)left) - 1), 0);
+    while (left != 0) {
+        const int i = __ffs((int)left) - 1, seen = __shfl_sync(~0u, own.seen, i);
         const int64_t part = __shfl_sync(~0u, own.part, i);
         float t[16][2];
 #pragma unroll
         for (int j = 0; j < 16; j++) t[j][0] = t[j][1] = 0.0f;
-        todo &= todo - 1;
+        left &= left - 1;
         for (int chunk = 0; chunk < chunks; chunk++) {
             const bool last = chunk + 1 == chunks;
-            const int next = !last ? i : todo != 0 ? __ffs((int)todo) - 1 : -1;
+            const int next = !last ? i : left != 0 ? __ffs((int)left) - 1 : -1;
             const int32_t next_query = __shfl_sync(~0u, own.query, next < 0 ? 0 : next);
             const float lse2[2] = {q.lse2[0], q.lse2[1]};
             float2 of[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};

@@ -5,6 +5,7 @@
  * entry once; the losses' sum; the shares of keys_index's gradient added in order. Limit: reads; of lists
  * that are not ascending yet k k comparisons each.
  */
+#include "common/sums.cuh"
 #include "indexer_loss/params.cuh"
 
 /* Whether place i of a list follows those before it: an entry that is seen, or nothing after these. */
@@ -67,17 +68,11 @@ quern_status loss_choose(const loss_params &p, bool keeps, cudaStream_t stream)
     return LAUNCHED("indexer_loss, lists");
 }
 
-/* Of threads in order, each of every blockDim-th query. */
 __global__ void __launch_bounds__(LOSS_THREADS)
     add_losses(const __grid_constant__ loss_params p, int64_t seen)
 {
-    __shared__ double sums[LOSS_THREADS];
-    double sum = 0.0;
-    for (int64_t i = threadIdx.x; i < p.batch * p.queries; i += LOSS_THREADS) sum += p.losses[i];
-    sums[threadIdx.x] = sum;
-    __syncthreads();
+    const double sum = block_sum<LOSS_THREADS>(p.losses, p.batch * p.queries);
     if (threadIdx.x != 0) return;
-    for (int i = 1; i < LOSS_THREADS; i++) sum += sums[i];
     const int64_t rows = p.listed < 0 ? seen : *p.rows;
     *p.loss = (float)((double)p.lambda * sum / (double)(rows > 1 ? rows : 1));
 }
