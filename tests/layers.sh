@@ -3,6 +3,7 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # The direction of includes: a family drives stages through the backend's table, and nothing points back. Of another
 # family only the public header may be named; the oracle shares nothing with the library, an example sees the API alone.
+# And of kernels: none shares its name with another function of src/cuda.
 # Where build/release holds the library's objects, the symbols that they use are looked at, too.
 set -eu
 cd "$(dirname "$0")/.."
@@ -66,6 +67,15 @@ forbid "an include climbs out of its folder" '\.\./.*' src bench tools examples 
 forbid "the API names what is inside" '(core|runtime|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" include
 forbid "the library names the command, a benchmark or a test" '(tools|bench|tests|oracle|support)/' src
 forbid "an example names more than the API" '(core|runtime|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" examples
+
+# A profiler names a kernel: `git grep -w` then finds one function.
+shared=$(comm -12 <(sed -nE 's/^([a-z_0-9]+).*( [0-9]+){3}$/\1/p' src/cuda/registers.txt | sort -u) \
+    <(grep -rhE --include='*.cu' --include='*.cuh' '^(static|inline|__device__)' src/cuda | grep -v __global__ |
+        sed -nE 's/^[^(]*\b([a-z_0-9]+)\(.*/\1/p' | sort -u))
+if [[ -n $shared ]]; then
+    printf 'a kernel and another function of src/cuda have one name:\n%s\n' "$shared"
+    bad=1
+fi
 
 # symbols OPTION FOLDER...: the global ones that nm lists of the folders' objects.
 objects=build/release/CMakeFiles/quern_plain.dir

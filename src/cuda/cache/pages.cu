@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_bytes(char *to, const char *from, int64_t b
 }
 
 template <int BYTES>
-__global__ void __launch_bounds__(THREADS) copy_pages(const __grid_constant__ copies_kernel a)
+__global__ void __launch_bounds__(THREADS) cache_copy_pages(const __grid_constant__ copies_kernel a)
 {
     const int32_t *const copy = a.copies + blockIdx.x * a.copy_s[0];
     const int32_t from = copy[a.copy_s[1]], to = copy[2 * a.copy_s[1]];
@@ -69,10 +69,10 @@ static quern_status copy_pages_run(const stage_exec *exec, const copy_pages_args
     const dim3 grid((unsigned)t.shape[0], (unsigned)parts);
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     if (rows_aligned(args->pages, 16) && a.pool.bytes % 16 == 0)
-        copy_pages<16><<<grid, THREADS, 0, stream>>>(a);
-    else if (bytes_of(args->pages.dtype) == 4) copy_pages<4><<<grid, THREADS, 0, stream>>>(a);
-    else if (bytes_of(args->pages.dtype) == 2) copy_pages<2><<<grid, THREADS, 0, stream>>>(a);
-    else copy_pages<1><<<grid, THREADS, 0, stream>>>(a);
+        cache_copy_pages<16><<<grid, THREADS, 0, stream>>>(a);
+    else if (bytes_of(args->pages.dtype) == 4) cache_copy_pages<4><<<grid, THREADS, 0, stream>>>(a);
+    else if (bytes_of(args->pages.dtype) == 2) cache_copy_pages<2><<<grid, THREADS, 0, stream>>>(a);
+    else cache_copy_pages<1><<<grid, THREADS, 0, stream>>>(a);
     return LAUNCHED("copies of pages");
 }
 
@@ -86,7 +86,7 @@ struct pack_kernel {
 };
 
 template <int BYTES>
-__global__ void __launch_bounds__(THREADS) pack_rows(const __grid_constant__ pack_kernel a)
+__global__ void __launch_bounds__(THREADS) cache_pack_rows(const __grid_constant__ pack_kernel a)
 {
     const int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     if (i >= a.count) return;
@@ -130,8 +130,8 @@ static quern_status pack_rows_run(const stage_exec *exec, const pack_rows_args *
     const bool wide = ((a.data | a.scales | (int64_t)((uintptr_t)a.packed | (uintptr_t)a.pool.p) |
                         a.pool.page | a.pool.part) &
                        15) == 0;
-    if (wide) pack_rows<16><<<grid, THREADS, 0, stream>>>(a);
-    else pack_rows<1><<<grid, THREADS, 0, stream>>>(a);
+    if (wide) cache_pack_rows<16><<<grid, THREADS, 0, stream>>>(a);
+    else cache_pack_rows<1><<<grid, THREADS, 0, stream>>>(a);
     return LAUNCHED("rows packed");
 }
 

@@ -21,7 +21,7 @@ struct combine_params {
     bool wide, wide_out;
 };
 
-__global__ void __launch_bounds__(THREADS) invert(const __grid_constant__ combine_params a)
+__global__ void __launch_bounds__(THREADS) combine_invert(const __grid_constant__ combine_params a)
 {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.slots) return;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void invert_few(const combine_params &a, int32_t *row
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ combine_params a)
+__global__ void __launch_bounds__(THREADS) combine_rows(const __grid_constant__ combine_params a)
 {
     __shared__ int32_t few[FEW];
     const int64_t per_row = (a.columns + COLUMNS - 1) / COLUMNS,
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ combi
 template <typename T>
 static quern_status launch_combine(const combine_params &a, unsigned grid, cudaStream_t stream)
 {
-    if (a.row_of == NULL) return launch_behind(stream, combine<T>, dim3(grid), THREADS, 0, "combine", a);
-    return launch_shared({stream, NULL}, combine<T>, dim3(grid), THREADS, 0, "combine", a);
+    if (a.row_of == NULL) return launch_behind(stream, combine_rows<T>, dim3(grid), THREADS, 0, "combine", a);
+    return launch_shared({stream, NULL}, combine_rows<T>, dim3(grid), THREADS, 0, "combine", a);
 }
 
 static size_t combine_any_bytes(const stage_exec *, const combine_args *args)
@@ -154,7 +154,7 @@ static quern_status combine_any_run(const stage_exec *exec, const combine_args *
     if (a.row_of != NULL) {
         const cudaError_t code = cudaMemsetAsync(a.row_of, 0xff, (size_t)a.slots * sizeof(int32_t), stream);
         if (code != cudaSuccess) return cuda_report(code, "combine, clearing");
-        invert<<<blocks_for(a.slots, THREADS), THREADS, 0, stream>>>(a);
+        combine_invert<<<blocks_for(a.slots, THREADS), THREADS, 0, stream>>>(a);
     }
     const unsigned grid = blocks_for(n, THREADS);
     return args->out.dtype == QUERN_F32    ? launch_combine<float>(a, grid, stream)

@@ -29,7 +29,7 @@ __device__ __forceinline__ int64_t slot_at(const sums_params &a, int64_t row, in
     return slot >= 0 && slot < a.slots ? slot / a.per * stride + slot % a.per : -1;
 }
 
-__global__ void __launch_bounds__(THREADS) sum_rows(const __grid_constant__ sums_params a)
+__global__ void __launch_bounds__(THREADS) expert_sums_add(const __grid_constant__ sums_params a)
 {
     const int64_t c = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     const int32_t e = blockIdx.y;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(THREADS) sum_rows(const __grid_constant__ sums
     a.sums[e * a.sums_s + c] = sum;
 }
 
-__global__ void __launch_bounds__(THREADS) multiply_rows(const __grid_constant__ sums_params a)
+__global__ void __launch_bounds__(THREADS) expert_sums_multiply(const __grid_constant__ sums_params a)
 {
     const int64_t row = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / 32;
     const int lane = threadIdx.x % 32;
@@ -81,7 +81,8 @@ static quern_status expert_sums_any_run(const stage_exec *exec, const expert_sum
     if (present(args->sums) && a.ends.experts > 0) {
         a.sums = (float *)args->sums.data;
         a.sums_s = args->sums.strides[0];
-        sum_rows<<<dim3(blocks_for(a.columns, THREADS), (unsigned)a.ends.experts), THREADS, 0, stream>>>(a);
+        expert_sums_add<<<dim3(blocks_for(a.columns, THREADS), (unsigned)a.ends.experts), THREADS, 0,
+                          stream>>>(a);
     }
     if (present(args->bias) && present(args->d_weights) && a.rows > 0) {
         a.bias = args->bias.data;
@@ -89,7 +90,7 @@ static quern_status expert_sums_any_run(const stage_exec *exec, const expert_sum
         a.bias_s = args->bias.strides[0];
         a.d_weights = (float *)args->d_weights.data;
         a.d_weights_s = args->d_weights.strides[0];
-        multiply_rows<<<blocks_for(a.rows * 32, THREADS), THREADS, 0, stream>>>(a);
+        expert_sums_multiply<<<blocks_for(a.rows * 32, THREADS), THREADS, 0, stream>>>(a);
     }
     return LAUNCHED("expert_sums");
 }

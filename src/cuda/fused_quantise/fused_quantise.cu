@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_part(const fused_params &a, int part, int6
 }
 
 template <typename T, fp4_kind KIND>
-__global__ void __launch_bounds__(THREADS) fused(const __grid_constant__ fused_params a)
+__global__ void __launch_bounds__(THREADS) fused_quantise(const __grid_constant__ fused_params a)
 {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.rows * a.blocks) return;
@@ -197,7 +197,7 @@ static void launch_kind(const fused_params &a, int64_t n, cudaStream_t stream)
 {
     const unsigned grid = blocks_for(n, THREADS);
     if (a.flat) fused_flat<T, KIND><<<grid, THREADS, 0, stream>>>(a);
-    else fused<T, KIND><<<grid, THREADS, 0, stream>>>(a);
+    else fused_quantise<T, KIND><<<grid, THREADS, 0, stream>>>(a);
 }
 
 template <typename T> static quern_status fused_as(const fused_params &a, fp4_kind kind, cudaStream_t stream)

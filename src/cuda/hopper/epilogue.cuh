@@ -1,11 +1,61 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* epilogue.cuh - the end of an accumulator m64nN whose rows are a thread's as in rows.cuh: rotated, rounded,
- * and stored 16 bytes at a time. SwiGLU of two columns is common/swiglu.cuh's. */
+/* epilogue.cuh - an accumulator m64nN around its products: cleared before them, then scaled, rotated, rounded
+ * and stored 16 bytes at a time, from registers or through shared memory. A thread has the elements that
+ * rows.cuh says. SwiGLU of two columns is common/swiglu.cuh's. */
 #ifndef QUERN_CUDA_HOPPER_EPILOGUE_CUH
 #define QUERN_CUDA_HOPPER_EPILOGUE_CUH
 
 #include "common/mma.cuh"
+
+template <int TILES> __device__ __forceinline__ void clear_sums(float (&c)[TILES][4])
+{
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[n][e] = 0.0f;
+}
+
+/* c += part times the scales of a thread's two rows: FP8 products sum each 128 of K from zero. */
+template <int TILES>
+__device__ __forceinline__ void add_scaled_rows(float (&c)[TILES][4], const float (&part)[TILES][4],
+                                                float low, float high)
+{
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        c[n][0] = fmaf(low, part[n][0], c[n][0]);
+        c[n][1] = fmaf(low, part[n][1], c[n][1]);
+        c[n][2] = fmaf(high, part[n][2], c[n][2]);
+        c[n][3] = fmaf(high, part[n][3], c[n][3]);
+    }
+}
+
+/* The byte of 16-bit element `column` of a row that waits in shared memory: rows of BYTES, whose chunks of 16
+ * are permuted by the row, so that eight rows of a column lie in different banks. */
+template <int BYTES> __device__ __forceinline__ int staged_at(int row, int column)
+{
+    return row * BYTES + ((column / 8 ^ (row & 7)) << 4) + column % 8 * 2;
+}
+
+/* A warpgroup stores ROWS rows that wait at `staged`, 16 bytes a thread: rows from `first` on of c, those
+ * below `rows`, of `columns` elements each. wide: rows of c take stores of 16 bytes. */
+template <typename T, int BYTES, int ROWS>
+__device__ __forceinline__ void store_staged(const char *staged, T *c, int64_t c_row, int64_t first,
+                                             int64_t rows, int64_t columns, bool wide)
+{
+    enum { CHUNKS = BYTES / 16 };
+    const int thread = threadIdx.x % 128, column = thread % CHUNKS * 8;
+    const int64_t left = columns - column;
+#pragma unroll 4
+    for (int r = thread / CHUNKS; r < ROWS; r += 128 / CHUNKS) {
+        const T *const from = (const T *)(staged + staged_at<BYTES>(r, column));
+        T *const to = c + (first + r) * c_row + column;
+        if (first + r >= rows) break;
+        if (left >= 8 && wide) *(uint4 *)to = *(const uint4 *)from;
+        else
+            for (int i = 0; i < 8 && i < left; i++) to[i] = from[i];
+    }
+}
 
 /* Stores row h of a thread's two: tiles of eight columns from `to` on, which is the row's column
  * threadIdx.x % 4 * 8. All lanes call; here: whether the row is stored; wide: it begins at a multiple of 16

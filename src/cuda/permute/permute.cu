@@ -1,29 +1,31 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * permute.cu - rows to other places. A warp moves up to 128 pieces of a row, of 16 bytes where aligned,
- * four loads a thread at once. An entry that is no slot gives a row of zeros.
+ * permute.cu - copies rows to other places: output row r is the row of token permutation[r] / per. A slot is
+ * one of a token's `per` experts; the permutation names the slot of each output row. An entry that is no slot
+ * gives a row of zeros. A warp copies up to 128 vectors of a row, of 16 bytes where rows are aligned, and
+ * issues four loads a thread before the first store.
  *
- * Tokens of several slots are read once, and written to all of their rows: sorted rows, were each to look for
- * its token, would read the tokens again for every expert, and L2 does not hold them all. For that the
- * permutation is inverted first. Limit: rows are read and written once.
+ * permute reads a token once per slot. Rows are sorted by expert, so a token's reads are far from each other
+ * and miss L2. Where tokens have several slots, permute_by_token reads each token once and writes all of its
+ * rows; permute_invert finds them first. Limit: the copy rate, every row read and written once.
  */
 #include "common/launch.cuh"
 #include "common/rows.cuh"
 #include "variants.cuh"
 
-enum { THREADS = 256, PIECES = 4, FEW = 1024 /* rows that inverting would not pay for */ };
+enum { THREADS = 256, VECTORS = 4, FEW = 1024 /* rows up to which inverting costs more than it saves */ };
 
 struct permute_params {
     rows_view x, out; /* strides in bytes */
     const int32_t *permutation;
-    int64_t rows, x_rows, pieces, per;
-    int32_t *row_of; /* [rows]: of each slot, in the workspace */
+    int64_t rows, x_rows, vectors, per;
+    int32_t *row_of; /* [rows]: the output row of each slot, in the workspace */
 };
 
-/* Rows of no slot, which are zeros, are written here. */
+/* Fills row_of, and writes the rows of zeros. */
 template <typename W>
-__global__ void __launch_bounds__(THREADS) invert(const __grid_constant__ permute_params a)
+__global__ void __launch_bounds__(THREADS) permute_invert(const __grid_constant__ permute_params a)
 {
     const int64_t row = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (row >= a.rows) return;
@@ -33,10 +35,10 @@ __global__ void __launch_bounds__(THREADS) invert(const __grid_constant__ permut
         return;
     }
     W *out = (W *)a.out.row<char>(row);
-    for (int64_t i = 0; i < a.pieces; i++) out[i] = W{};
+    for (int64_t i = 0; i < a.vectors; i++) out[i] = W{};
 }
 
-/* The row of a slot; -1 where there is none: the workspace then holds what it held before. */
+/* The row of a slot, or -1: row_of of a slot without a row was never written. */
 __device__ __forceinline__ int32_t row_of_slot(const permute_params &a, int64_t slot)
 {
     const int32_t row = a.row_of[slot];
@@ -44,17 +46,17 @@ __device__ __forceinline__ int32_t row_of_slot(const permute_params &a, int64_t 
 }
 
 template <typename W>
-__global__ void __launch_bounds__(THREADS) spread(const __grid_constant__ permute_params a)
+__global__ void __launch_bounds__(THREADS) permute_by_token(const __grid_constant__ permute_params a)
 {
     const int64_t warp = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / 32,
-                  across = (a.pieces + 32 * PIECES - 1) / (32 * PIECES), token = warp / across,
-                  c = (warp - token * across) * 32 * PIECES + threadIdx.x % 32;
+                  warps_a_row = (a.vectors + 32 * VECTORS - 1) / (32 * VECTORS), token = warp / warps_a_row,
+                  c = (warp - token * warps_a_row) * 32 * VECTORS + threadIdx.x % 32;
     if (token >= a.x_rows) return;
     const W *in = (const W *)a.x.row<const char>(token);
-    W x[PIECES] = {};
+    W x[VECTORS] = {};
 #pragma unroll
-    for (int i = 0; i < PIECES; i++)
-        if (c + i * 32 < a.pieces) x[i] = __ldcs(in + c + i * 32);
+    for (int i = 0; i < VECTORS; i++)
+        if (c + i * 32 < a.vectors) x[i] = __ldcs(in + c + i * 32);
     for (int64_t j0 = 0; j0 < a.per; j0 += 32) {
         const int64_t j = j0 + threadIdx.x % 32;
         const int32_t own = j < a.per ? row_of_slot(a, token * a.per + j) : -1;
@@ -63,8 +65,8 @@ __global__ void __launch_bounds__(THREADS) spread(const __grid_constant__ permut
             if (row < 0) continue;
             W *out = (W *)a.out.row<char>(row);
 #pragma unroll
-            for (int i = 0; i < PIECES; i++)
-                if (c + i * 32 < a.pieces) __stcs(out + c + i * 32, x[i]);
+            for (int i = 0; i < VECTORS; i++)
+                if (c + i * 32 < a.vectors) __stcs(out + c + i * 32, x[i]);
         }
     }
 }
@@ -75,8 +77,8 @@ __global__ void __launch_bounds__(THREADS) permute(const __grid_constant__ permu
     wait_for_before();
     let_next_start();
     const int64_t warp = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / 32,
-                  across = (a.pieces + 32 * PIECES - 1) / (32 * PIECES), row = warp / across,
-                  c = (warp - row * across) * 32 * PIECES + threadIdx.x % 32;
+                  warps_a_row = (a.vectors + 32 * VECTORS - 1) / (32 * VECTORS), row = warp / warps_a_row,
+                  c = (warp - row * warps_a_row) * 32 * VECTORS + threadIdx.x % 32;
     if (row >= a.rows) return;
     int64_t from = row;
     if (a.permutation != NULL) {
@@ -85,13 +87,13 @@ __global__ void __launch_bounds__(THREADS) permute(const __grid_constant__ permu
     }
     const W *in = (const W *)a.x.row<const char>(from < 0 || from >= a.x_rows ? 0 : from);
     W *out = (W *)a.out.row<char>(row);
-    W x[PIECES] = {};
+    W x[VECTORS] = {};
 #pragma unroll
-    for (int i = 0; i < PIECES; i++)
-        if (from >= 0 && from < a.x_rows && c + i * 32 < a.pieces) x[i] = in[c + i * 32];
+    for (int i = 0; i < VECTORS; i++)
+        if (from >= 0 && from < a.x_rows && c + i * 32 < a.vectors) x[i] = in[c + i * 32];
 #pragma unroll
-    for (int i = 0; i < PIECES; i++)
-        if (c + i * 32 < a.pieces) out[c + i * 32] = x[i];
+    for (int i = 0; i < VECTORS; i++)
+        if (c + i * 32 < a.vectors) out[c + i * 32] = x[i];
 }
 
 static rows_view in_bytes(const quern_tensor &t)
@@ -101,44 +103,44 @@ static rows_view in_bytes(const quern_tensor &t)
     return v;
 }
 
-static bool spreads(const permute_args *args)
+static bool goes_by_token(const permute_args *args)
 {
     return present(args->permutation) && args->per > 1 && rows_of(args->out) == rows_of(args->x) * args->per;
 }
 
 static size_t permute_any_bytes(const stage_exec *, const permute_args *args)
 {
-    return spreads(args) ? room_for((size_t)rows_of(args->out) * sizeof(int32_t)) : 0;
+    return goes_by_token(args) ? room_for((size_t)rows_of(args->out) * sizeof(int32_t)) : 0;
 }
 
 static quern_status permute_any_run(const stage_exec *exec, const permute_args *args, void *workspace)
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     const int64_t bytes = columns_of(args->out) * bytes_of(args->out.dtype);
-    int64_t piece = 16;
-    while (piece > 1 &&
-           (bytes % piece != 0 || !rows_aligned(args->x, piece) || !rows_aligned(args->out, piece)))
-        piece /= 2;
+    int64_t width = 16;
+    while (width > 1 &&
+           (bytes % width != 0 || !rows_aligned(args->x, width) || !rows_aligned(args->out, width)))
+        width /= 2;
     const permute_params a = {in_bytes(args->x),
                               in_bytes(args->out),
                               present(args->permutation) ? (const int32_t *)args->permutation.data : NULL,
                               rows_of(args->out),
                               rows_of(args->x),
-                              bytes / piece,
+                              bytes / width,
                               args->per > 0 ? args->per : 1,
                               room_at<int32_t>(workspace)};
-    const bool spread_rows = piece == 16 && spreads(args) && a.rows > FEW;
-    const int64_t n = (spread_rows ? a.x_rows : a.rows) * ((a.pieces + 32 * PIECES - 1) / (32 * PIECES)) * 32;
+    const bool by_token = width == 16 && goes_by_token(args) && a.rows > FEW;
+    const int64_t n = (by_token ? a.x_rows : a.rows) * ((a.vectors + 32 * VECTORS - 1) / (32 * VECTORS)) * 32;
     if (n == 0) return QUERN_OK;
     const unsigned grid = blocks_for(n, THREADS);
-    if (spread_rows) {
-        invert<uint4><<<blocks_for(a.rows, THREADS), THREADS, 0, stream>>>(a);
-        spread<uint4><<<grid, THREADS, 0, stream>>>(a);
-    } else if (piece == 16)
+    if (by_token) {
+        permute_invert<uint4><<<blocks_for(a.rows, THREADS), THREADS, 0, stream>>>(a);
+        permute_by_token<uint4><<<grid, THREADS, 0, stream>>>(a);
+    } else if (width == 16)
         return launch_behind(stream, permute<uint4>, dim3(grid), THREADS, 0, "permute", a);
-    else if (piece == 8) permute<uint2><<<grid, THREADS, 0, stream>>>(a);
-    else if (piece == 4) permute<uint1><<<grid, THREADS, 0, stream>>>(a);
-    else if (piece == 2) permute<ushort1><<<grid, THREADS, 0, stream>>>(a);
+    else if (width == 8) permute<uint2><<<grid, THREADS, 0, stream>>>(a);
+    else if (width == 4) permute<uint1><<<grid, THREADS, 0, stream>>>(a);
+    else if (width == 2) permute<ushort1><<<grid, THREADS, 0, stream>>>(a);
     else permute<uchar1><<<grid, THREADS, 0, stream>>>(a);
     return LAUNCHED("permute");
 }

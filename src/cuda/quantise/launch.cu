@@ -4,7 +4,7 @@
 #include "quantise/kernel.cuh"
 #include "variants.cuh"
 
-__global__ void globals(const __grid_constant__ quantise_params a)
+__global__ void quantise_globals(const __grid_constant__ quantise_params a)
 {
     const int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x;
     if (i >= a.global_count) return;
@@ -22,7 +22,7 @@ __global__ void globals(const __grid_constant__ quantise_params a)
 quern_status write_globals(const quantise_params &a, cudaStream_t stream)
 {
     if (a.global_count == 0) return QUERN_OK;
-    globals<<<blocks_for(a.global_count, QUANTISE_THREADS), QUANTISE_THREADS, 0, stream>>>(a);
+    quantise_globals<<<blocks_for(a.global_count, QUANTISE_THREADS), QUANTISE_THREADS, 0, stream>>>(a);
     return LAUNCHED("quantise, globals");
 }
 

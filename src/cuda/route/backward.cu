@@ -1,14 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * backward.cu - the router's gradients. A warp a token turns the gradient of its weights into that of
- * its logits, in shared memory; two products follow where hidden states and weight want theirs, a thread an
- * element, terms in order. An expert that is none has no gradient. Limit: FMA of the products.
+ * backward.cu - the router's gradients. A warp a token computes the gradient of its logits from that of its
+ * weights, in shared memory. Two products give those of hidden states and weight where they are wanted, a
+ * thread an element, terms in order. A token with a faulty expert has none. Limit: FMA of the products.
  */
 #include "route/params.cuh"
 #include "variants.cuh"
 
-enum { MOST = 512 }; /* experts a block of 8 warps has shared memory for */
+enum { MOST = 512 }; /* experts that shared memory of 8 warps holds */
 
 /* The gradient of a chosen score under `renormalize`: (d S - sum of d_j s_j) / S^2 with S = sum of s_j +
  * 1e-20, as a sum of differences, which keeps its digits where one score outweighs the others. */
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) gradient_of_weight(const __grid
     a.d_weight[e * a.d_weight_s + c] = sum;
 }
 
-/* The arguments that both passes read. */
+/* Those of both passes. */
 static route_params params_of(const route_args *args)
 {
     route_params a = route_params_of(args);
@@ -135,7 +135,7 @@ static size_t carve(route_params &a, const route_args *args, void *workspace)
     arena room = arena_on(workspace);
     const size_t matrix = (size_t)(a.tokens * a.experts) * sizeof(float);
     a.d = (float *)arena_take(&room, matrix);
-    if (!present(args->logits)) a.own = (float *)arena_take(&room, matrix);
+    if (!present(args->logits)) a.computed = (float *)arena_take(&room, matrix);
     return arena_size(&room);
 }
 
@@ -161,7 +161,7 @@ static quern_status route_backward_any_run(const stage_exec *exec, const route_a
     a.status = exec->status;
     carve(a, args, workspace);
     if (a.experts == 0) return QUERN_OK;
-    quern_status status = a.own != NULL ? route_make_logits(to, a) : QUERN_OK;
+    quern_status status = a.computed != NULL ? route_make_logits(to, a) : QUERN_OK;
     if (status == QUERN_OK)
         status = launch_shared(to, gradient_of_logits, dim3(blocks_for(a.tokens, ROUTE_WARPS)), ROUTE_THREADS,
                                3 * ROUTE_WARPS * (size_t)a.experts * sizeof(float), "route_backward", a);

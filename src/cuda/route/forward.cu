@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* forward.cu - the router: which kernels a call takes. */
+/* forward.cu - the router's kernels, and which of them a call launches; params.cuh says how they work. */
 #include "route/params.cuh"
 #include "variants.cuh"
 
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_logits(const __grid_const
         for (int j = 0; j < ROWS; j++) {
             const float whole = warp_sum(sum[i][j]);
             if (lane == 0 && t0 + i < a.tokens && e0 + j < a.experts)
-                a.own[(t0 + i) * a.experts + e0 + j] = whole;
+                a.computed[(t0 + i) * a.experts + e0 + j] = whole;
         }
 }
 
@@ -49,10 +49,10 @@ __device__ __forceinline__ int32_t table_expert(const route_params &a, int64_t t
     return e >= 0 && e < a.experts ? (int32_t)e : -1;
 }
 
-/* The top_k best of the ranks; each that is taken becomes 0. Writes them to `list` in rising order. `soon`:
- * up to 32 stay with a lane each, which counts those below its own; it takes a register more. */
+/* Writes the experts of the top_k best ranks to `list`, ascending, and clears those ranks. in_lanes: up to 32
+ * experts stay in a lane each, which counts the lower ones; it takes a register more. */
 __device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *rank, int32_t *list,
-                                               bool soon)
+                                               bool in_lanes)
 {
     const int lane = threadIdx.x % 32;
     uint32_t own = 0;
@@ -66,11 +66,11 @@ __device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *
         const uint32_t most = __reduce_max_sync(~0u, best);
         at = __reduce_min_sync(~0u, best == most ? at : 0xffffffff);
         if (lane == 0) rank[at] = 0;
-        if (soon && lane == j) own = at;
+        if (in_lanes && lane == j) own = at;
         __syncwarp();
     }
     int32_t before = 0;
-    if (soon && a.top_k <= 32) {
+    if (in_lanes && a.top_k <= 32) {
         for (int32_t j = 0; j < a.top_k; j++) before += __shfl_sync(~0u, own, j) < own;
         if (lane < a.top_k) list[before] = (int32_t)own;
         __syncwarp();
@@ -85,7 +85,7 @@ __device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *
     __syncwarp();
 }
 
-/* A slot's expert and weight as they are handed in; returns the expert. */
+/* Copies a slot's given expert and weight; returns the expert. */
 __device__ __forceinline__ int32_t copy_given(const route_params &a, int64_t slot)
 {
     const int64_t token = slot / a.top_k, j = slot - token * a.top_k;
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_copy(const __grid_constan
     if (slot < a.tokens * a.top_k) copy_given(a, slot);
 }
 
-/* A token's experts and their weights; a warp calls, with three rows of shared memory. picked: the experts
- * of all slots, or NULL. */
+/* Routes a token; a warp calls, with three rows of shared memory. picked: the experts of all slots, or NULL.
+ */
 __device__ __forceinline__ void choose_for(const route_params &a, int64_t token, float *scores,
                                            int32_t *picked)
 {
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_count(const __grid_consta
         a.counts[(int64_t)blockIdx.x * a.experts + e] = here[e];
 }
 
-/* Each chunk's counts become where its slots begin; the ends of all become offsets. One block, a thread an
- * expert. */
+/* Turns each chunk's counts into the rows where its slots begin, and writes the experts' ends to offsets. One
+ * block, a thread an expert. */
 __global__ void __launch_bounds__(ROUTE_MOST_EXPERTS) route_scan(const __grid_constant__ route_params a)
 {
     __shared__ int32_t warps[32];
@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(ROUTE_MOST_EXPERTS) route_scan(const __grid_co
     int32_t total = 0;
     for (int64_t c = 0; e < a.experts && c < a.chunks; c++) total += a.counts[c * a.experts + e];
     int32_t end = total;
-    for (int apart = 1; apart < 32; apart *= 2) {
-        const int32_t lower = __shfl_up_sync(~0u, end, apart);
-        if (lane >= apart) end += lower;
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const int32_t lower = __shfl_up_sync(~0u, end, delta);
+        if (lane >= delta) end += lower;
     }
     if (lane == 31) warps[e / 32] = end;
     __syncthreads();
@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(ROUTE_MOST_EXPERTS) route_scan(const __grid_co
     }
 }
 
-/* Slots from `first` on to their rows, in order; a warp calls. own: where its next slot of an expert goes. */
+/* Writes slots from `first` on to their rows, in order; a warp calls. own: the row of its next slot of each
+ * expert. */
 __device__ __forceinline__ void place_slots(const route_params &a, int64_t first, int64_t count, int32_t *own)
 {
     const int lane = threadIdx.x % 32;
@@ -202,7 +203,7 @@ __device__ __forceinline__ void place_slots(const route_params &a, int64_t first
 
 __global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_constant__ route_params a)
 {
-    extern __shared__ int32_t at[]; /* [warps][E]: where a warp's next slot of an expert goes */
+    extern __shared__ int32_t at[]; /* [warps][E]: the row of a warp's next slot of an expert */
     enum { PER_WARP = ROUTE_CHUNK / ROUTE_WARPS };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t slots = a.tokens * a.top_k, first = (int64_t)blockIdx.x * ROUTE_CHUNK + warp * PER_WARP;
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_consta
     place_slots(a, first, PER_WARP, own);
 }
 
-/* All of it for few tokens, in one block. */
+/* Routes and sorts few tokens in one block. */
 __global__ void __launch_bounds__(ROUTE_THREADS) route_few(const __grid_constant__ route_params a)
 {
     extern __shared__ float room[];
@@ -301,7 +302,7 @@ static size_t carve(route_params &a, const route_args *args, void *workspace)
     arena room = arena_on(workspace);
     a.counts = (int32_t *)arena_take(&room, (size_t)(a.chunks * a.experts) * sizeof(int32_t));
     if (!present(args->logits) && !present(args->given_experts))
-        a.own = (float *)arena_take(&room, (size_t)(a.tokens * a.experts) * sizeof(float));
+        a.computed = (float *)arena_take(&room, (size_t)(a.tokens * a.experts) * sizeof(float));
     return arena_size(&room);
 }
 
@@ -337,7 +338,7 @@ static quern_status route_any_run(const stage_exec *exec, const route_args *args
     const size_t row = (size_t)a.experts * sizeof(int32_t);
     if (a.experts == 0) return QUERN_OK;
     quern_status status = QUERN_OK;
-    if (a.own != NULL) status = route_make_logits(to, a);
+    if (a.computed != NULL) status = route_make_logits(to, a);
     const bool few = a.tokens > 0 && a.tokens <= ROUTE_FEW && a.tokens * a.top_k <= ROUTE_FEW_SLOTS;
     if (status == QUERN_OK && few)
         return launch_shared(to, route_few, dim3(1), ROUTE_THREADS, 3 * ROUTE_WARPS * row, "route, few", a);

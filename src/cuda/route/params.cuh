@@ -1,17 +1,19 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * params.cuh - what the router's kernels share, and how they work.
+ * params.cuh - the router's kernels: how they work, and their arguments. Slot t top_k + j is the j-th expert
+ * of token t.
  *
- * logits: a warp makes those of 4 tokens for 4 experts, in f32; its lanes share the dimension in an order
- * that nothing changes. choose: a warp a token, its scores in shared memory; the best of them k times over,
- * ties to the lowest expert. sort: a counting sort of the slots by expert in chunks: count, scan, place. A
- * slot's rank in its chunk follows from counts of its warp's earlier slots and of the warps before, so the
- * order is that of the slots. For few tokens one block does all three, as each launch takes longer: a thread
- * an expert, or a slot, counts the slots before it.
+ *   logits  a warp computes 4 tokens x 4 experts in f32. Its lanes divide the dimension in a fixed order.
+ *   choose  a warp a token, scores in shared memory: it takes the best expert top_k times, and of equal ones
+ *           the lowest.
+ *   sort    a counting sort of the slots by expert, in chunks: count, scan, place. It is stable: a slot comes
+ *           behind those of its expert in the warps before its own, and in its own warp before it.
+ *   few     all three in one block, where launches would take longer than the work: a thread counts the slots
+ *           before its expert's end, or before its slot.
  *
- * An id without a row in the table, or an entry of it, or of the routing that is handed in, that is no
- * expert, gives that slot expert 0 and weight 0.
+ * An id outside the table, and an expert outside [0, E) in the table or in given routing, are faults: the
+ * slot gets expert 0 and weight 0, and the status word a bit.
  */
 #ifndef QUERN_CUDA_ROUTE_PARAMS_CUH
 #define QUERN_CUDA_ROUTE_PARAMS_CUH
@@ -26,7 +28,7 @@ enum {
     ROUTE_WARPS = ROUTE_THREADS / 32,
     ROUTE_TILE = 4,     /* tokens, and experts, of a warp that makes logits */
     ROUTE_CHUNK = 2048, /* slots */
-    ROUTE_FEW = 16,     /* tokens for which one block does it all, unless they have more slots than */
+    ROUTE_FEW = 16,     /* tokens, and below slots, up to which one block routes */
     ROUTE_FEW_SLOTS = 256,
     ROUTE_MOST_EXPERTS = 1024
 };
@@ -44,14 +46,14 @@ struct route_params {
     const void *input_ids, *table;
     bool ids64, table64;
     int64_t vocabulary, table_s;
-    const int32_t *given_experts; /* routing that is handed in; NULL: it is not */
+    const int32_t *given_experts; /* routing that the caller gives; NULL: none */
     const float *given_weights;
     int64_t given_experts_s, given_weights_s;
     int32_t *chosen;
     float *weights;
     int64_t chosen_s, weights_s;
     int32_t *offsets, *permutation;
-    float *own; /* [T, E] logits, workspace; NULL: given */
+    float *computed; /* [T, E] logits, workspace; NULL: the caller gives them */
     int32_t *status;
     int32_t *counts; /* [chunks][E], workspace */
     int64_t chunks;
@@ -69,8 +71,8 @@ struct route_params {
 
 __device__ __forceinline__ float logit_at(const route_params &a, int64_t token, int32_t e)
 {
-    return a.own != NULL ? a.own[token * a.experts + e]
-                         : value_at(a.logits, a.logits_dtype, token * a.logits_s + e);
+    return a.computed != NULL ? a.computed[token * a.experts + e]
+                              : value_at(a.logits, a.logits_dtype, token * a.logits_s + e);
 }
 
 __device__ __forceinline__ float sigmoid_of(float x)
@@ -81,16 +83,16 @@ __device__ __forceinline__ float sigmoid_of(float x)
 
 __device__ __forceinline__ float warp_largest(float x)
 {
-    for (int apart = 16; apart > 0; apart /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, apart));
+    for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
     return x;
 }
 __device__ __forceinline__ float warp_sum(float x)
 {
-    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+    for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
     return x;
 }
 
-/* A token's scores into shared memory; a warp calls. */
+/* Writes a token's scores to shared memory; a warp calls. */
 __device__ __forceinline__ void make_scores(const route_params &a, int64_t token, float *scores)
 {
     const int lane = threadIdx.x % 32;
@@ -114,9 +116,9 @@ __device__ __forceinline__ void make_scores(const route_params &a, int64_t token
     __syncwarp();
 }
 
-/* The arguments of a call, without what stands in the workspace. */
+/* The arguments of a call, without pointers into the workspace. */
 route_params route_params_of(const route_args *args);
-/* Launches what makes `own` from hidden states and weight. */
+/* Computes a.computed from hidden states and weight. */
 quern_status route_make_logits(const launcher &to, const route_params &a);
 
 #endif

@@ -19,7 +19,7 @@ struct runs_kernel {
 };
 
 template <int BYTES>
-__global__ void __launch_bounds__(THREADS) copy_rows(const __grid_constant__ runs_kernel a)
+__global__ void __launch_bounds__(THREADS) step_copy_rows(const __grid_constant__ runs_kernel a)
 {
     enum { AHEAD = 4 };
     typedef typename unit_of<BYTES>::type U;
@@ -68,11 +68,11 @@ static quern_status copy_rows_run(const stage_exec *exec, const copy_rows_args *
     const dim3 grid((unsigned)n, (unsigned)(shares < most ? shares : most));
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     switch (bytes) {
-    case 16: copy_rows<16><<<grid, THREADS, 0, stream>>>(a); break;
-    case 8: copy_rows<8><<<grid, THREADS, 0, stream>>>(a); break;
-    case 4: copy_rows<4><<<grid, THREADS, 0, stream>>>(a); break;
-    case 2: copy_rows<2><<<grid, THREADS, 0, stream>>>(a); break;
-    default: copy_rows<1><<<grid, THREADS, 0, stream>>>(a); break;
+    case 16: step_copy_rows<16><<<grid, THREADS, 0, stream>>>(a); break;
+    case 8: step_copy_rows<8><<<grid, THREADS, 0, stream>>>(a); break;
+    case 4: step_copy_rows<4><<<grid, THREADS, 0, stream>>>(a); break;
+    case 2: step_copy_rows<2><<<grid, THREADS, 0, stream>>>(a); break;
+    default: step_copy_rows<1><<<grid, THREADS, 0, stream>>>(a); break;
     }
     return LAUNCHED("runs of rows");
 }
@@ -96,7 +96,7 @@ template <int BYTES> __device__ __forceinline__ void clear_row(const clear_kerne
 }
 
 template <int BYTES>
-__global__ void __launch_bounds__(THREADS) clear_rows(const __grid_constant__ clear_kernel a)
+__global__ void __launch_bounds__(THREADS) step_clear_rows(const __grid_constant__ clear_kernel a)
 {
     int64_t before = 0, total = 0;
     for (int64_t b = threadIdx.x; b < a.step.batch; b += THREADS) {
@@ -132,11 +132,11 @@ static quern_status clear_rows_run(const stage_exec *exec, const clear_rows_args
     const unsigned grid = a.step.batch > 0 ? (unsigned)a.step.batch : 1;
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     switch (bytes) {
-    case 16: clear_rows<16><<<grid, THREADS, 0, stream>>>(a); break;
-    case 8: clear_rows<8><<<grid, THREADS, 0, stream>>>(a); break;
-    case 4: clear_rows<4><<<grid, THREADS, 0, stream>>>(a); break;
-    case 2: clear_rows<2><<<grid, THREADS, 0, stream>>>(a); break;
-    default: clear_rows<1><<<grid, THREADS, 0, stream>>>(a); break;
+    case 16: step_clear_rows<16><<<grid, THREADS, 0, stream>>>(a); break;
+    case 8: step_clear_rows<8><<<grid, THREADS, 0, stream>>>(a); break;
+    case 4: step_clear_rows<4><<<grid, THREADS, 0, stream>>>(a); break;
+    case 2: step_clear_rows<2><<<grid, THREADS, 0, stream>>>(a); break;
+    default: step_clear_rows<1><<<grid, THREADS, 0, stream>>>(a); break;
     }
     return LAUNCHED("rows of no sequence");
 }

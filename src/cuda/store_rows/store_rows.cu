@@ -77,7 +77,7 @@ __device__ __forceinline__ bool is_overwritten(const store_kernel &a, const grou
     return g.max(found) > 0.0f;
 }
 
-__global__ void __launch_bounds__(GROUP_MOST) store_rows(const __grid_constant__ store_kernel a, int lanes)
+__global__ void __launch_bounds__(GROUP_MOST) store_write(const __grid_constant__ store_kernel a, int lanes)
 {
     __shared__ float parts[PARTS];
     const group g(parts, lanes);
@@ -169,7 +169,7 @@ static quern_status run(const stage_exec *exec, const store_rows_args *args, voi
         if (code != cudaSuccess) return cuda_report(code, "store_rows' table");
         store_find<<<blocks_for(a.rows, THREADS), THREADS, 0, stream>>>(a);
     }
-    store_rows<<<blocks_for(a.rows, groups), groups * lanes, 0, stream>>>(a, lanes);
+    store_write<<<blocks_for(a.rows, groups), groups * lanes, 0, stream>>>(a, lanes);
     return LAUNCHED("store_rows");
 }
 

@@ -25,7 +25,7 @@ struct swiglu_params {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) swiglu(const __grid_constant__ swiglu_params a)
+__global__ void __launch_bounds__(THREADS) swiglu_forward(const __grid_constant__ swiglu_params a)
 {
     const int64_t per_row = (a.width + COLUMNS - 1) / COLUMNS,
                   i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -132,9 +132,9 @@ static quern_status swiglu_any_run(const stage_exec *exec, const swiglu_args *ar
     const int64_t n = a.rows * ((a.width + COLUMNS - 1) / COLUMNS);
     if (n == 0) return QUERN_OK;
     const unsigned grid = blocks_for(n, THREADS);
-    if (args->act.dtype == QUERN_F32) swiglu<float><<<grid, THREADS, 0, stream>>>(a);
-    else if (args->act.dtype == QUERN_BF16) swiglu<bf16><<<grid, THREADS, 0, stream>>>(a);
-    else swiglu<f16><<<grid, THREADS, 0, stream>>>(a);
+    if (args->act.dtype == QUERN_F32) swiglu_forward<float><<<grid, THREADS, 0, stream>>>(a);
+    else if (args->act.dtype == QUERN_BF16) swiglu_forward<bf16><<<grid, THREADS, 0, stream>>>(a);
+    else swiglu_forward<f16><<<grid, THREADS, 0, stream>>>(a);
     return LAUNCHED("swiglu");
 }
 

@@ -203,10 +203,7 @@ __device__ __forceinline__ void values(const mqa_kernel &a, SHARED &m, int half)
         at.advance();
         ROWS::prefetch(a, item);
         float o[32][4], factor[2];
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
+        clear_sums(o);
         for (bool last = false; !last;) {
             m.weights.wait_full(in);
             wg_show();

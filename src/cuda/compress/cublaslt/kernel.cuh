@@ -1,26 +1,27 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * kernel.cuh - compression's products by weights on tensor cores, for inputs of 16 bits. Kernels
- * write operands without gaps, cuBLASLt (common/gemm.cu) multiplies them, all heads at once, sums in f32, and
- * kernels carry the products to where they belong, each place once and in one order.
+ * kernel.cuh - compression's products by weights, and their gradients, on tensor cores, for inputs of 16
+ * bits. For each product a kernel packs the operands without gaps, cuBLASLt (common/gemm.cu) multiplies all
+ * heads at once with f32 sums, and a kernel stores the result, each place once and in one order.
  *
+ * An entry compresses l tokens, entries begin d tokens apart, so overlap = l / d entries read a token:
  *   y    = [rows][positions][terms][D] x [positions][terms][D][D]     of tokens or means
- *   d_x  = [blocks of d tokens][covers][terms][D] x [d][D][covers][terms][D]^T: token j d + f is met by
- *          entries j - m, m < covers = l/d, at position m d + f of W; the mean's gradient is the case of one
- *          position
- *   d_w  = [rows][positions][pieces][D]^T x [rows][pieces][D]
+ *   d_x  = [blocks of d tokens][overlap][terms][D] x [d][D][overlap][terms][D]^T: entries j - m, m < overlap,
+ *          read token j d + f, at position m d + f of W; the mean's gradient is the case of one position
+ *   d_w  = [rows][positions][parts][D]^T x [rows][parts][D]
  *
- * What 16 bits do not hold (means, gradients and weights in f32) stands as two pieces, the nearest bf16 and
- * the nearest of what is left: 2^-18 of a value is lost, and no range. What meets such a bf16 is bf16 too:
- * the 11 bits of an f16 are two pieces exactly. f16 means meet f16 weights as pieces of f16. y and d_x list
- * terms, pieces of rows times pieces of W: (0, 0), (1, 0), (0, 1), the last without infinities and NaNs,
- * which the first has brought. d_w multiplies all pieces of X with all of G and adds the up to four. X =
- * tokens + pe is not formed: pe W is added to y, and pe (x) S, S = sum of G's rows, to d_w (both in `total`).
+ * Values that need more than 16 bits (means, gradients and weights in f32) are split into two parts of bf16:
+ * the value rounded, and its remainder rounded. That keeps the range and loses 2^-18 of a value. The other
+ * operand is bf16 then, too: an f16 splits into two parts exactly. f16 means times f16 weights use parts of
+ * f16. The terms of y and d_x are the pairs (part of the row, part of W): (0, 0), (1, 0), (0, 1). The last
+ * leaves NaN and infinity out, which the first has added already. d_w multiplies all parts of X by all of G
+ * and adds the up to four products. X = tokens + pe is never formed: pe W is added to y, and pe (x) S, S =
+ * sum of G's rows, to d_w (both in `total`).
  *
- * Rows, then positions, are cut so that an operand keeps to 32 MiB, which is in L2 when it is read again, and
- * no workspace grows with the sequence. Limit: the operands' way through memory; D is too small for the
- * tensor cores'.
+ * Rows, then positions, are divided so that an operand takes at most 32 MiB: it is then in L2 when cuBLASLt
+ * reads it, and no workspace grows with the sequence. Limit: packing and storing; D is too small to fill the
+ * tensor cores.
  */
 #ifndef QUERN_CUDA_COMPRESS_CUBLASLT_KERNEL_CUH
 #define QUERN_CUDA_COMPRESS_CUBLASLT_KERNEL_CUH
@@ -39,7 +40,7 @@ template <typename E> __device__ __forceinline__ void split(const chunk &v, chun
     for (int i = 0; i < CHUNK; i++) {
         float x = to_float<E>(from_float<E>(v.x[i]));
         if (isinf(x) && !isinf(v.x[i]))
-            x = __uint_as_float(__float_as_uint(v.x[i]) & 0xffff0000u); /* rounded up to it */
+            x = __uint_as_float(__float_as_uint(v.x[i]) & 0xffff0000u); /* rounded up to infinity: truncate */
         high.x[i] = x;
         low.x[i] = isinf(x) ? 0.0f : v.x[i] - x;
     }
@@ -53,22 +54,22 @@ __device__ __forceinline__ chunk finite(chunk v)
     return v;
 }
 
-/* The terms of a row, dim apart: its pieces, then, where W has two, the first again. */
+/* Stores the terms of a row, one every dim elements: its parts, then, where W has two, the first again. */
 template <typename E>
-__device__ __forceinline__ void store_terms(E *to, const chunk &v, int pieces, int terms, int dim)
+__device__ __forceinline__ void store_terms(E *to, const chunk &v, int parts, int terms, int dim)
 {
     chunk high = v, low;
     if (terms > 1) split<E>(v, high, low);
     store_chunk(to, high, true);
-    if (pieces > 1) store_chunk(to + dim, low, true);
-    if (terms > pieces) store_chunk(to + pieces * dim, finite(high), true);
+    if (parts > 1) store_chunk(to + dim, low, true);
+    if (terms > parts) store_chunk(to + parts * dim, finite(high), true);
 }
 
-/* W [heads][P D][D] as [heads][P][terms][D][D], or for d_x (`covers`) as [heads][d][D][covers][terms][D]: its
- * first piece for each piece of the rows, then its second where there is one. */
+/* Packs W [heads][P D][D] as [heads][P][terms][D][D], or for d_x (overlap > 0) as
+ * [heads][d][D][overlap][terms][D]: its first part once for each part of the rows, then its second if any. */
 template <typename T, typename E>
 __global__ void __launch_bounds__(THREADS)
-    gemm_weights(const __grid_constant__ matrix_kernel m, int pieces, int terms, int covers, E *to)
+    gemm_weights(const __grid_constant__ matrix_kernel m, int parts, int terms, int overlap, E *to)
 {
     const int dim = m.a.side[m.side].dim, per = dim / CHUNK;
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -79,26 +80,27 @@ __global__ void __launch_bounds__(THREADS)
     const chunk w =
         m.w_f32 ? load_chunk((const float *)m.w + from, m.w_vec) : load_chunk((const T *)m.w + from, m.w_vec);
     int64_t step = dim;
-    if (covers == 0) {
+    if (overlap == 0) {
         to += (at * terms * dim + c) * dim + e;
         step *= dim;
     } else {
-        const int64_t phases = m.positions / covers, row = (h * phases + p % phases) * dim + c;
-        to += (row * covers + p / phases) * terms * dim + e;
+        const int64_t stride = m.positions / overlap, row = (h * stride + p % stride) * dim + c;
+        to += (row * overlap + p / stride) * terms * dim + e;
     }
     chunk high = w, low;
-    if (terms > pieces) {
+    if (terms > parts) {
         split<E>(w, high, low);
-        store_chunk(to + pieces * step, low, true);
+        store_chunk(to + parts * step, low, true);
     }
     store_chunk(to, high, true);
-    if (pieces > 1) store_chunk(to + step, high, true);
+    if (parts > 1) store_chunk(to + step, high, true);
 }
 
-/* Rows `first`... of X at positions [p0, p0 + count): [heads][rows][count][terms][D]; a block is a row. */
+/* Packs rows `first` ... of X at positions [p0, p0 + count), a block of threads a row:
+ * [heads][rows][count][terms][D]. */
 template <typename T, typename E>
 __global__ void __launch_bounds__(THREADS) gemm_rows(const __grid_constant__ matrix_kernel m, int64_t first,
-                                                     int64_t p0, int count, int pieces, int terms, E *to)
+                                                     int64_t p0, int count, int parts, int terms, E *to)
 {
     const compress_side &s = m.a.side[m.side];
     const int per = s.dim / CHUNK;
@@ -109,17 +111,17 @@ __global__ void __launch_bounds__(THREADS) gemm_rows(const __grid_constant__ mat
         if (token >= 0 && s.mean != NULL) v = load_chunk(s.mean + (r * m.a.heads + h) * s.dim + c, true);
         else if (token >= 0)
             v = load_chunk((const T *)s.x.p + token + (p0 + p) * s.x.s[1] + h * s.x.s[2] + c, s.vec);
-        store_terms<E>(to + (((int64_t)h * gridDim.x + blockIdx.x) * count + p) * terms * s.dim + c, v,
-                       pieces, terms, s.dim);
+        store_terms<E>(to + (((int64_t)h * gridDim.x + blockIdx.x) * count + p) * terms * s.dim + c, v, parts,
+                       terms, s.dim);
     }
 }
 
-/* Rows of G: [heads][rows][covers][terms][D]. Row r is entry r; or, for d_x of tokens (`blocks`), block r of
- * d tokens, met by the entries m0, m0 + 1, ... before it. */
+/* Packs rows of G: [heads][rows][overlap][terms][D]. Row r is entry r; or, for d_x of tokens (`blocks`), the
+ * entries that read block r of d tokens: the m0-th before the newest one, and those before that. */
 template <typename T, typename E>
 __global__ void __launch_bounds__(THREADS)
     gemm_gradients(const __grid_constant__ matrix_kernel m, int64_t first, bool blocks, int64_t m0,
-                   int covers, int pieces, int terms, E *to)
+                   int overlap, int parts, int terms, E *to)
 {
     const compress_side &s = m.a.side[m.side];
     const int per = s.dim / CHUNK;
@@ -135,9 +137,9 @@ __global__ void __launch_bounds__(THREADS)
     } else if (token_of(m, row, 0) >= 0) {
         entries = 1;
     }
-    for (int i = threadIdx.x; i < covers * m.a.heads * per; i += THREADS) {
-        const int c = i % per * CHUNK, h = i / per % m.a.heads, cover = i / per / m.a.heads;
-        const int64_t entry = newest - m0 - cover, r = row + entry;
+    for (int i = threadIdx.x; i < overlap * m.a.heads * per; i += THREADS) {
+        const int c = i % per * CHUNK, h = i / per % m.a.heads, before = i / per / m.a.heads;
+        const int64_t entry = newest - m0 - before, r = row + entry;
         chunk v = {};
         if (entry >= 0 && entry < entries) {
             const int64_t at =
@@ -145,12 +147,12 @@ __global__ void __launch_bounds__(THREADS)
             v = s.d_cmp_f32 ? load_chunk((const float *)s.d_cmp.p + at, s.vec_d)
                             : load_chunk((const T *)s.d_cmp.p + at, s.vec_d);
         }
-        store_terms<E>(to + (((int64_t)h * gridDim.x + blockIdx.x) * covers + cover) * terms * s.dim + c, v,
-                       pieces, terms, s.dim);
+        store_terms<E>(to + (((int64_t)h * gridDim.x + blockIdx.x) * overlap + before) * terms * s.dim + c, v,
+                       parts, terms, s.dim);
     }
 }
 
-/* y from [heads][rows][D]. */
+/* Stores y from [heads][rows][D]. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     gemm_to_rows(const __grid_constant__ matrix_kernel m, int64_t first, const float *from)
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* d_x of the tokens f0 ... f0 + count - 1 of each block of d, from [heads][rows][count][D]. */
+/* Stores d_x of the tokens f0 ... f0 + count - 1 of each block of d, from [heads][rows][count][D]. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     gemm_to_tokens(const __grid_constant__ matrix_kernel m, int64_t first, int64_t f0, int count,
@@ -200,23 +202,23 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* d_w at positions [p0, p0 + count) from [heads][count][x_pieces][D][g_pieces][D]. */
+/* Stores d_w at positions [p0, p0 + count) from [heads][count][x_parts][D][g_parts][D]. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    gemm_to_weights(const __grid_constant__ matrix_kernel m, int64_t p0, int64_t count, int x_pieces,
-                    int g_pieces, const float *from)
+    gemm_to_weights(const __grid_constant__ matrix_kernel m, int64_t p0, int64_t count, int x_parts,
+                    int g_parts, const float *from)
 {
     const int dim = m.a.side[m.side].dim;
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= m.a.heads * count * dim * dim) return;
     const int e = (int)(i % dim), c = (int)(i / dim % dim);
     const int64_t at = i / dim / dim, h = at / count, p = at % count;
-    const float *v = from + ((at * x_pieces * dim + c) * g_pieces) * dim + e;
+    const float *v = from + ((at * x_parts * dim + c) * g_parts) * dim + e;
     float sum = v[0];
     if (isfinite(sum)) {
         float less = 0.0f;
-        for (int k = x_pieces * g_pieces - 1; k > 0; k--)
-            less += v[((int64_t)(k / g_pieces) * dim * g_pieces + k % g_pieces) * dim];
+        for (int k = x_parts * g_parts - 1; k > 0; k--)
+            less += v[((int64_t)(k / g_parts) * dim * g_parts + k % g_parts) * dim];
         sum += less;
     }
     if (m.pe != NULL)
@@ -243,7 +245,7 @@ static gemm_shape shape_of(const gemm_plan &p, int64_t m, int64_t n, int64_t k)
     return s;
 }
 
-static int64_t least(int64_t x, int64_t y)
+static int64_t smaller(int64_t x, int64_t y)
 {
     return x < y ? x : y;
 }
@@ -254,23 +256,23 @@ static unsigned blocks_of(int64_t items)
 
 /* ---- the three products ---- */
 
-/* E: the products' 16 bits. */
+/* E: the dtype of the products' operands. */
 template <typename T, typename E>
-static quern_status y_product(const gemm_plan &p, const matrix_kernel &m, const gemm_room &at,
+static quern_status y_product(const gemm_plan &p, const matrix_kernel &m, const gemm_buffers &at,
                               cudaStream_t stream)
 {
-    const cut &u = p.y;
+    const blocking &u = p.y;
     const int64_t depth = p.terms * p.dim;
-    const int pieces = (int)p.x_pieces, terms = (int)p.terms;
+    const int parts = (int)p.x_parts, terms = (int)p.terms;
     quern_status status = QUERN_OK;
     gemm_weights<T, E><<<blocks_of(p.heads * p.positions * p.dim * p.dim / CHUNK), THREADS, 0, stream>>>(
-        m, pieces, terms, 0, (E *)at.weights);
+        m, parts, terms, 0, (E *)at.weights);
     for (int64_t r = 0; r < u.all_rows; r += u.rows) {
-        const int64_t rows = least(u.rows, u.all_rows - r);
+        const int64_t rows = smaller(u.rows, u.all_rows - r);
         for (int64_t i = 0; i < p.positions && status == QUERN_OK; i += u.outer) {
-            const int64_t count = least(u.outer, p.positions - i);
+            const int64_t count = smaller(u.outer, p.positions - i);
             gemm_rows<T, E>
-                <<<(unsigned)rows, THREADS, 0, stream>>>(m, r, i, (int)count, pieces, terms, (E *)at.a);
+                <<<(unsigned)rows, THREADS, 0, stream>>>(m, r, i, (int)count, parts, terms, (E *)at.a);
             gemm_shape s = shape_of(p, rows, p.dim, count * depth);
             s.b_stride = p.positions * depth * p.dim;
             status = LAUNCHED("compress by weights, rows");
@@ -284,31 +286,31 @@ static quern_status y_product(const gemm_plan &p, const matrix_kernel &m, const 
     return LAUNCHED("compress by weights");
 }
 
-/* The mean's gradient goes straight to its place. */
+/* cuBLASLt writes the mean's gradient itself. */
 template <typename T, typename E>
-static quern_status d_x_product(const gemm_plan &p, const matrix_kernel &m, const gemm_room &at,
+static quern_status d_x_product(const gemm_plan &p, const matrix_kernel &m, const gemm_buffers &at,
                                 cudaStream_t stream)
 {
-    const cut &u = p.d_x;
+    const blocking &u = p.d_x;
     const bool mean = m.a.side[m.side].mean != NULL;
-    const int pieces = (int)p.g_pieces, terms = (int)p.terms;
+    const int parts = (int)p.g_parts, terms = (int)p.terms;
     const int64_t depth = p.terms * p.dim;
     quern_status status = QUERN_OK;
     gemm_weights<T, E><<<blocks_of(p.heads * p.positions * p.dim * p.dim / CHUNK), THREADS, 0, stream>>>(
-        m, pieces, terms, (int)p.covers, (E *)at.weights);
+        m, parts, terms, (int)p.overlap, (E *)at.weights);
     for (int64_t r = 0; r < u.all_rows; r += u.rows) {
-        const int64_t rows = least(u.rows, u.all_rows - r);
-        for (int64_t f = 0; f < p.phases; f += u.outer) {
-            const int64_t count = least(u.outer, p.phases - f);
-            for (int64_t i = 0; i < p.covers && status == QUERN_OK; i += u.inner) {
-                const int64_t covers = least(u.inner, p.covers - i);
-                if (f == 0 || u.inner < p.covers)
-                    gemm_gradients<T, E><<<(unsigned)rows, THREADS, 0, stream>>>(m, r, !mean, i, (int)covers,
-                                                                                 pieces, terms, (E *)at.a);
-                gemm_shape s = shape_of(p, rows, count * p.dim, covers * depth);
+        const int64_t rows = smaller(u.rows, u.all_rows - r);
+        for (int64_t f = 0; f < p.stride; f += u.outer) {
+            const int64_t count = smaller(u.outer, p.stride - f);
+            for (int64_t i = 0; i < p.overlap && status == QUERN_OK; i += u.inner) {
+                const int64_t overlap = smaller(u.inner, p.overlap - i);
+                if (f == 0 || u.inner < p.overlap)
+                    gemm_gradients<T, E><<<(unsigned)rows, THREADS, 0, stream>>>(m, r, !mean, i, (int)overlap,
+                                                                                 parts, terms, (E *)at.a);
+                gemm_shape s = shape_of(p, rows, count * p.dim, overlap * depth);
                 s.b_transposed = 1;
-                s.ldb = p.covers * depth;
-                s.b_stride = p.phases * p.dim * s.ldb;
+                s.ldb = p.overlap * depth;
+                s.b_stride = p.stride * p.dim * s.ldb;
                 if (mean) {
                     s.ldc = p.heads * p.dim;
                     s.c_stride = p.dim;
@@ -329,20 +331,20 @@ static quern_status d_x_product(const gemm_plan &p, const matrix_kernel &m, cons
 }
 
 template <typename T, typename E>
-static quern_status d_w_product(const gemm_plan &p, const matrix_kernel &m, const gemm_room &at,
+static quern_status d_w_product(const gemm_plan &p, const matrix_kernel &m, const gemm_buffers &at,
                                 cudaStream_t stream)
 {
-    const cut &u = p.d_w;
+    const blocking &u = p.d_w;
     quern_status status = QUERN_OK;
     for (int64_t i = 0; i < p.positions; i += u.outer) {
-        const int64_t count = least(u.outer, p.positions - i);
+        const int64_t count = smaller(u.outer, p.positions - i);
         for (int64_t r = 0; r < u.all_rows && status == QUERN_OK; r += u.rows) {
-            const int64_t rows = least(u.rows, u.all_rows - r);
-            gemm_rows<T, E><<<(unsigned)rows, THREADS, 0, stream>>>(m, r, i, (int)count, (int)p.x_pieces,
-                                                                    (int)p.x_pieces, (E *)at.a);
-            gemm_gradients<T, E><<<(unsigned)rows, THREADS, 0, stream>>>(m, r, false, 0, 1, (int)p.g_pieces,
-                                                                         (int)p.g_pieces, (E *)at.b);
-            gemm_shape s = shape_of(p, count * p.x_pieces * p.dim, p.g_pieces * p.dim, rows);
+            const int64_t rows = smaller(u.rows, u.all_rows - r);
+            gemm_rows<T, E><<<(unsigned)rows, THREADS, 0, stream>>>(m, r, i, (int)count, (int)p.x_parts,
+                                                                    (int)p.x_parts, (E *)at.a);
+            gemm_gradients<T, E><<<(unsigned)rows, THREADS, 0, stream>>>(m, r, false, 0, 1, (int)p.g_parts,
+                                                                         (int)p.g_parts, (E *)at.b);
+            gemm_shape s = shape_of(p, count * p.x_parts * p.dim, p.g_parts * p.dim, rows);
             s.a_transposed = 1;
             s.lda = s.m;
             status = LAUNCHED("compress weights' gradient, operands");
@@ -351,13 +353,13 @@ static quern_status d_w_product(const gemm_plan &p, const matrix_kernel &m, cons
         }
         if (status != QUERN_OK) return status;
         gemm_to_weights<T><<<blocks_of(p.heads * count * p.dim * p.dim), THREADS, 0, stream>>>(
-            m, i, count, (int)p.x_pieces, (int)p.g_pieces, (const float *)at.c);
+            m, i, count, (int)p.x_parts, (int)p.g_parts, (const float *)at.c);
     }
     return LAUNCHED("compress weights' gradient");
 }
 
 template <typename T, typename E>
-static quern_status backward(const gemm_plan &p, const matrix_kernel &m, const gemm_room &at,
+static quern_status backward(const gemm_plan &p, const matrix_kernel &m, const gemm_buffers &at,
                              cudaStream_t stream)
 {
     quern_status status = QUERN_OK;

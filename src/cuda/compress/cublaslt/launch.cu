@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - compression's products by weights on tensor cores, for inputs of 16 bits: what of the
- * workspace each operand gets. kernel.cuh says how. */
+/* launch.cu - compression's products by weights on tensor cores: how they are divided, and how much workspace
+ * each operand takes. */
 #include "compress/cublaslt/params.cuh"
 #include "common/gemm.cuh"
 
@@ -35,16 +35,16 @@ static gemm_plan plan_of(const compress_args *args, int side, bool backward)
     p.heads = x.shape[2];
     p.dim = x.shape[3];
     p.positions = linear ? args->block_size : 1;
-    p.covers = linear ? args->block_size / args->stride : 1;
-    p.phases = p.positions / p.covers;
+    p.overlap = linear ? args->block_size / args->stride : 1;
+    p.stride = p.positions / p.overlap;
     const bool half = x.dtype == QUERN_F16, w_f32 = (side == 0 ? args->w_k : args->w_v).dtype == QUERN_F32;
     p.f16 = half && !w_f32 && !(backward && g.dtype == QUERN_F32);
-    p.x_pieces = linear && half == p.f16 ? 1 : 2;
-    p.g_pieces = g.dtype != QUERN_F32 && half == p.f16 ? 1 : 2;
-    p.terms = (backward ? p.g_pieces : p.x_pieces) + (w_f32 || half != p.f16 ? 1 : 0);
+    p.x_parts = linear && half == p.f16 ? 1 : 2;
+    p.g_parts = g.dtype != QUERN_F32 && half == p.f16 ? 1 : 2;
+    p.terms = (backward ? p.g_parts : p.x_parts) + (w_f32 || half != p.f16 ? 1 : 0);
     const int64_t rows = x.shape[0] * (backward ? g : y).shape[1], line = p.heads * p.dim;
     if (!backward) {
-        cut &u = p.y;
+        blocking &u = p.y;
         u.all_rows = rows;
         u.rows = row_step(rows, line * greatest(4, 2 * p.terms, 0));
         u.outer = most(p.positions, u.rows * line * p.terms * 2);
@@ -52,24 +52,24 @@ static gemm_plan plan_of(const compress_args *args, int side, bool backward)
         u.a = (u.rows * line * u.outer * p.terms * 2);
         u.c = (u.rows * line * 4);
     } else {
-        cut &u = p.d_x;
+        blocking &u = p.d_x;
         if (!linear || present(d_x)) {
-            u.all_rows = linear ? piece_bound(args->seqs, p.phases, 1) : rows;
+            u.all_rows = linear ? piece_bound(args->seqs, p.stride, 1) : rows;
             u.rows = row_step(u.all_rows, line * greatest(4, 2 * p.terms, 0));
-            u.outer = most(p.phases, u.rows * line * 4);
-            u.inner = most(p.covers, u.rows * line * p.terms * 2);
+            u.outer = most(p.stride, u.rows * line * 4);
+            u.inner = most(p.overlap, u.rows * line * p.terms * 2);
             u.weights = (line * p.positions * p.terms * p.dim * 2);
             u.a = (u.rows * line * u.inner * p.terms * 2);
             u.c = linear ? (u.rows * line * u.outer * 4) : 0;
         }
-        cut &v = p.d_w;
+        blocking &v = p.d_w;
         if (present(d_w)) {
             v.all_rows = rows;
-            v.rows = row_step(rows, line * 2 * p.x_pieces);
-            const int64_t a = v.rows * line * p.x_pieces * 2, c = line * p.x_pieces * p.dim * p.g_pieces * 4;
+            v.rows = row_step(rows, line * 2 * p.x_parts);
+            const int64_t a = v.rows * line * p.x_parts * 2, c = line * p.x_parts * p.dim * p.g_parts * 4;
             v.outer = most(p.positions, a > c ? a : c);
             v.a = (a * v.outer);
-            v.b = (v.rows * line * p.g_pieces * 2);
+            v.b = (v.rows * line * p.g_parts * 2);
             v.c = (c * v.outer);
         }
     }
@@ -87,9 +87,9 @@ size_t compress_gemm_bytes(const compress_args *args, int side, bool backward)
     return 255 + p.weights + p.a + p.b + p.c + p.scratch;
 }
 
-static gemm_room room_of(const gemm_plan &p, void *workspace)
+static gemm_buffers buffers_of(const gemm_plan &p, void *workspace)
 {
-    gemm_room w;
+    gemm_buffers w;
     w.weights = (char *)(((uintptr_t)workspace + 255) & ~(uintptr_t)255);
     w.a = w.weights + p.weights;
     w.b = w.a + p.a;
@@ -102,16 +102,16 @@ quern_status compress_gemm_forward(const compress_args *args, const matrix_kerne
                                    cudaStream_t stream)
 {
     const gemm_plan p = plan_of(args, m.side, false);
-    gemm_part *const part =
+    compress_gemm *const run =
         args->k.dtype == QUERN_BF16 ? compress_gemm_forward_bf16 : compress_gemm_forward_f16;
-    return part(p, m, room_of(p, scratch), stream);
+    return run(p, m, buffers_of(p, scratch), stream);
 }
 
 quern_status compress_gemm_backward(const compress_args *args, const matrix_kernel &m, void *scratch,
                                     cudaStream_t stream)
 {
     const gemm_plan p = plan_of(args, m.side, true);
-    gemm_part *const part =
+    compress_gemm *const run =
         args->k.dtype == QUERN_BF16 ? compress_gemm_backward_bf16 : compress_gemm_backward_f16;
-    return part(p, m, room_of(p, scratch), stream);
+    return run(p, m, buffers_of(p, scratch), stream);
 }
