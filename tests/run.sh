@@ -211,7 +211,7 @@ if [[ ${1:-test} == test ]]; then
     programs portable "${portable[@]}"
     count "clang-tidy" tests/tidy.sh 30000 build/test
     # Data races: what runs tasks in parallel, on three threads; libomp's Archer tells the sanitizer of its barriers.
-    threaded=(core_test replays_test attention_test attention_exact_test nsa_determinism_test)
+    threaded=(core_test replays_test kept_calls_test attention_test attention_exact_test nsa_determinism_test)
     count "build: tsan" build tsan "${threaded[@]}"
     export OMP_NUM_THREADS=3 TSAN_OPTIONS=ignore_noninstrumented_modules=1 # libomp's own locks are not the library's
     for program in "${threaded[@]}"; do QUERN_TEST_TRIALS=1/4 programs tsan "$program"; done

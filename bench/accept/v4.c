@@ -226,13 +226,14 @@ static void make_model(void)
         "{\"model_type\": \"deepseek_v4\", \"hidden_size\": %d, \"num_hidden_layers\": %d, "
         "\"num_attention_heads\": %d, \"head_dim\": %d, \"qk_rope_head_dim\": 64, \"q_lora_rank\": %d, "
         "\"o_groups\": %d, \"o_lora_rank\": %d, \"moe_intermediate_size\": %d, \"n_routed_experts\": %d, "
-        "\"n_shared_experts\": 1, \"num_experts_per_tok\": %d, \"scoring_func\": \"sqrtsoftplus\", "
+        "\"vocab_size\": %d, \"n_shared_experts\": 1, \"num_experts_per_tok\": %d, "
+        "\"scoring_func\": \"sqrtsoftplus\", "
         "\"routed_scaling_factor\": 1.5, \"index_n_heads\": %d, \"index_head_dim\": %d, \"index_topk\": %d, "
         "\"sliding_window\": %d, \"swiglu_limit\": 10, \"hc_mult\": %d, \"hc_sinkhorn_iters\": 20, "
         "\"hc_eps\": 1e-6, \"rms_norm_eps\": 1e-6, \"rope_scaling\": {\"factor\": 16}, "
         "\"compress_ratios\": [%d, %d, %d, %d]}\n",
-        WIDTH, LAYERS, HEADS, DIM, Q_LORA, O_GROUPS, O_LORA, INNER, EXPERTS, TOP, INDEX_HEADS, INDEX_DIM,
-        INDEX_TOP, WINDOW, COPIES, ratios[0], ratios[1], ratios[2], ratios[3]);
+        WIDTH, LAYERS, HEADS, DIM, Q_LORA, O_GROUPS, O_LORA, INNER, EXPERTS, VOCABULARY, TOP, INDEX_HEADS,
+        INDEX_DIM, INDEX_TOP, WINDOW, COPIES, ratios[0], ratios[1], ratios[2], ratios[3]);
     if (fclose(f) != 0) stop("cannot write %s\n", path);
 }
 

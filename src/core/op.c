@@ -206,18 +206,8 @@ quern_status op_repacked_bytes(const op_call *call, int64_t n, int64_t k, int64_
 
 static uint8_t alignment_of(const quern_tensor *t, op_looks looks)
 {
-    const uintptr_t address = looks == OP_AT_SHAPES ? 0 : (uintptr_t)t->data;
-    if (address == 0) return (uint8_t)quern_dtype_size(t->dtype);
-    const uintptr_t greatest = address & (0 - address);
-    return (uint8_t)(greatest < OP_ALIGN_MOST ? greatest : OP_ALIGN_MOST);
+    return looks == OP_AT_SHAPES ? (uint8_t)quern_dtype_size(t->dtype) : op_alignment_of(t);
 }
-
-/* What check_tensors() found of each tensor that the call uses. */
-typedef struct used_tensors {
-    int32_t count;
-    uint8_t index[OP_TENSORS_MAX];
-    view_span span[OP_TENSORS_MAX]; /* by place in index */
-} used_tensors;
 
 static bool is_result(const op_call *call, int32_t tensor)
 {
@@ -226,7 +216,7 @@ static bool is_result(const op_call *call, int32_t tensor)
 }
 
 /* Checks each tensor alone. */
-static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *used)
+static quern_status check_tensors(op_call *call, op_looks looks, op_used *used)
 {
     used->count = 0;
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
@@ -260,7 +250,7 @@ static quern_status shared(const char *a, const char *b)
 }
 
 /* Checks that no tensor that is written shares memory with another, and that addresses are of the device. */
-static quern_status check_memory(const op_call *call, const used_tensors *used)
+static quern_status check_memory(const op_call *call, const quern_tensor *const *given, const op_used *used)
 {
     const op_tensor *all = call->family->tensors;
     for (int32_t i = 0; i < used->count; i++) {
@@ -269,7 +259,7 @@ static quern_status check_memory(const op_call *call, const used_tensors *used)
         for (int32_t j = 0; j < used->count; j++) {
             const int32_t b = used->index[j];
             if (i != j && (!is_result(call, b) || j < i) &&
-                view_share_memory(call->given[a], &used->span[i], call->given[b], &used->span[j]))
+                view_share_memory(given[a], &used->span[i], given[b], &used->span[j]))
                 return shared(all[a].field, all[b].field);
         }
     }
@@ -277,14 +267,15 @@ static quern_status check_memory(const op_call *call, const used_tensors *used)
         if (used->span[i].high == 0) continue;
         const int32_t a = used->index[i];
         const quern_status status =
-            plugin_check_pointer(call->given[a]->data, call->like.device, call->like.device_id, all[a].field);
+            plugin_check_pointer(given[a]->data, call->like.device, call->like.device_id, all[a].field);
         if (status != QUERN_OK) return status;
     }
     return QUERN_OK;
 }
 
 /* Checks the status word, and that it shares no memory with the tensors (NULL: skips this). */
-static quern_status check_status(const op_call *call, const quern_tensor *status, const used_tensors *used)
+static quern_status check_status(const op_call *call, const quern_tensor *status,
+                                 const quern_tensor *const *given, const op_used *used)
 {
     const int64_t one[] = {1};
     const view_want want = {"exec.status", VIEW_I32, 1, one, true, true};
@@ -293,7 +284,7 @@ static quern_status check_status(const op_call *call, const quern_tensor *status
     const quern_status code = view_check_one(&want, status, &call->like, &span);
     if (code != QUERN_OK || used == NULL) return code;
     for (int32_t i = 0; i < used->count; i++)
-        if (view_share_memory(status, &span, call->given[used->index[i]], &used->span[i]))
+        if (view_share_memory(status, &span, given[used->index[i]], &used->span[i]))
             return shared("exec.status", call->family->tensors[used->index[i]].field);
     return plugin_check_pointer(status->data, call->like.device, call->like.device_id, "exec.status");
 }
@@ -343,7 +334,7 @@ quern_status op_begin(op_call *call, const op_family *family, int32_t operation,
 
 static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
                             const void *params, const void *tensors, op_looks looks, op_tensors *own,
-                            used_tensors *used)
+                            op_used *used)
 {
     DEFAULT_FLOAT_STATE; /* a plan resolves defaults, such as the scale */
     used->count = 0;
@@ -353,7 +344,8 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     if (status != QUERN_OK || (status = op_derive(call)) != QUERN_OK ||
         (status = check_tensors(call, looks, used)) != QUERN_OK || (status = check_sources(call)) != QUERN_OK)
         return status;
-    if (looks == OP_AT_DATA && (status = check_memory(call, used)) != QUERN_OK) return status;
+    if (looks == OP_AT_DATA && (status = check_memory(call, own->t, used)) != QUERN_OK)
+        return status;
     call->backend = context_backend(ctx, call->like.device, call->like.device_id, NULL, &call->exec);
     if (call->backend == NULL) return error_status();
     return op_program_build(call);
@@ -363,7 +355,7 @@ quern_status op_prepare(op_call *call, const op_family *family, int32_t operatio
                         const void *params, const void *tensors, op_looks looks)
 {
     op_tensors own;
-    used_tensors used;
+    op_used used;
     const quern_status status = prepare(call, family, operation, ctx, params, tensors, looks, &own, &used);
     call->given = NULL;
     return status;
@@ -422,26 +414,69 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
                                  &(placed_call){call, &frame});
 }
 
+/* The last checks of a call: the status word, the workspace. */
+static quern_status check_run(const op_call *call, const quern_exec *exec, const quern_tensor *const *given,
+                              const op_used *used, const void *workspace, size_t bytes)
+{
+    quern_status status = check_status(call, exec->status, given, used);
+    if (status == QUERN_OK) status = check_workspace(call, workspace, bytes);
+    if (status == QUERN_OK && call->bytes > 0)
+        status = plugin_check_pointer(workspace, call->like.device, call->like.device_id, "workspace");
+    return status;
+}
+
+static quern_status run_on(const op_call *call, const quern_exec *exec, const quern_tensor *const *given,
+                           const op_used *used, void *workspace)
+{
+    void *data[OP_TENSORS_MAX];
+    memset(data, 0, (size_t)call->family->tensor_count * sizeof *data);
+    for (int32_t i = 0; i < used->count; i++)
+        if (used->span[i].high != 0) data[used->index[i]] = given[used->index[i]]->data;
+    return execute(call, exec, data, workspace);
+}
+
+/* Runs a call that was kept: what follows from addresses is checked, as prepare() checks it. */
+static quern_status run_kept(const op_call *call, const quern_exec *exec, const quern_tensor *const *given,
+                             const op_used *used, void *workspace, size_t bytes)
+{
+    quern_exec how;
+    quern_status status = QUERN_OK;
+    for (int32_t i = 0; i < used->count && status == QUERN_OK; i++)
+        if (used->span[i].high != 0)
+            status = view_check_data(call->family->tensors[used->index[i]].field, given[used->index[i]],
+                                     &used->span[i]);
+    if (status == QUERN_OK) status = check_memory(call, given, used);
+    if (status == QUERN_OK) status = op_exec(exec, &how);
+    if (status == QUERN_OK) status = check_run(call, &how, given, used, workspace, bytes);
+    return status == QUERN_OK ? run_on(call, &how, given, used, workspace) : status;
+}
+
 quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
                     const quern_exec *exec, const void *params, const void *tensors, void *workspace,
                     size_t bytes)
 {
     op_tensors own;
-    used_tensors used;
+    op_used used;
     quern_exec how;
-    void *data[OP_TENSORS_MAX];
-    quern_status status = prepare(call, family, operation, ctx, params, tensors, OP_AT_DATA, &own, &used);
-    if (status == QUERN_OK) status = op_exec(exec, &how);
-    if (status == QUERN_OK) status = check_status(call, how.status, &used);
-    if (status == QUERN_OK) status = check_workspace(call, workspace, bytes);
-    if (status == QUERN_OK && call->bytes > 0)
-        status = plugin_check_pointer(workspace, call->like.device, call->like.device_id, "workspace");
-    if (status != QUERN_OK) return status;
-    for (int32_t i = 0; i < family->tensor_count; i++)
-        data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
+    const op_call *ready = NULL;
+    const op_used *found = NULL;
+    const call_request request = {family, operation, params, tensors};
+    kept_call *kept = ctx != NULL ? kept_calls_take(&ctx->calls, &request, &ready, &found) : NULL;
+    quern_status status;
+    if (ready != NULL) {
+        status = run_kept(ready, exec, ((const op_tensors *)tensors)->t, found, workspace, bytes);
+        kept_call_release(kept);
+        return status;
+    }
+    status = prepare(call, family, operation, ctx, params, tensors, OP_AT_DATA, &own, &used);
     call->given = NULL;
+    if (status == QUERN_OK && kept != NULL) kept_call_fill(kept, &request, call, &used);
+    kept_call_release(kept);
+    if (status == QUERN_OK) status = op_exec(exec, &how);
+    if (status == QUERN_OK) status = check_run(call, &how, own.t, &used, workspace, bytes);
+    if (status != QUERN_OK) return status;
     call->replay = replays_find(&ctx->replays, call, how.stream);
-    return execute(call, &how, data, workspace);
+    return run_on(call, &how, own.t, &used, workspace);
 }
 
 quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
@@ -466,7 +501,7 @@ quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const 
                              call->alignment[i]);
         used[i] = data[i];
     }
-    if ((status = check_status(call, how.status, NULL)) != QUERN_OK ||
+    if ((status = check_status(call, how.status, NULL, NULL)) != QUERN_OK ||
         (status = check_workspace(call, workspace, bytes)) != QUERN_OK)
         return status;
     return execute(call, &how, used, workspace);

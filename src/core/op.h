@@ -19,6 +19,7 @@
 
 #include "backend.h"
 #include "core/op_program.h"
+#include "core/view.h"
 
 #include <quern/op.h>
 
@@ -242,6 +243,28 @@ static inline bool op_uses(const op_call *call, int32_t tensor)
     return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING &&
            call->given[tensor] != NULL;
 }
+
+/* What is there of a call, with the family's part and the steps. */
+static inline size_t op_call_bytes(const op_call *call)
+{
+    return call->family->program_at + call->program.bytes;
+}
+
+/* The greatest power of two, at most OP_ALIGN_MOST, that divides a tensor's address. NULL: its element's
+ * size. */
+static inline uint8_t op_alignment_of(const quern_tensor *t)
+{
+    const uintptr_t address = (uintptr_t)t->data, greatest = address & (0 - address);
+    if (address == 0) return (uint8_t)quern_dtype_size(t->dtype);
+    return (uint8_t)(greatest < OP_ALIGN_MOST ? greatest : OP_ALIGN_MOST);
+}
+
+/* The tensors that a call uses, and what they reach. */
+typedef struct op_used {
+    int32_t count;
+    uint8_t index[OP_TENSORS_MAX];
+    view_span span[OP_TENSORS_MAX]; /* by place in index */
+} op_used;
 
 /* Whether a tensor, or NULL, is one number: [] or [1]. */
 static inline bool op_is_one(const quern_tensor *t)

@@ -4,6 +4,8 @@
 #include "core/op.h"
 #include "core/view.h"
 
+#include <string.h>
+
 enum { REGION_SHIFT = 48, WORKSPACE = OP_TENSORS_MAX, STATUS = OP_TENSORS_MAX + 1 };
 
 /* Offsets may be negative (strides are): they count from the middle of a region. */
@@ -72,10 +74,11 @@ void op_frame_of(const op_call *call, const quern_exec *exec, void *const *data,
     frame->exec = call->exec;
     frame->exec.stream = exec->stream;
     frame->exec.status = exec->status != NULL ? exec->status->data : NULL;
-    for (int32_t i = 0; i < OP_TENSORS_MAX; i++)
-        frame->base[i] = i >= call->family->tensor_count ? 0
-                     : call->alignment[i] > 0        ? (uintptr_t)data[i] - (uintptr_t)residue(call, i)
-                                                     : (uintptr_t)nothing;
+    const int32_t count = call->family->tensor_count;
+    for (int32_t i = 0; i < count; i++)
+        frame->base[i] = call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i)
+                                                : (uintptr_t)nothing;
+    memset(frame->base + count, 0, (size_t)(OP_TENSORS_MAX - count) * sizeof *frame->base);
     frame->base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
     frame->base[STATUS] = (uintptr_t)frame->exec.status;
 }

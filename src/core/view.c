@@ -187,24 +187,23 @@ static quern_status check_shape(const view_want *want, const quern_tensor *t)
     return QUERN_OK;
 }
 
-/* Where the elements stand; t has at least one. */
-static quern_status check_data(const view_want *want, const quern_tensor *t, const view_span *s)
+quern_status view_check_data(const char *name, const quern_tensor *t, const view_span *s)
 {
     const size_t size = quern_dtype_size(t->dtype);
     const uintptr_t at = (uintptr_t)t->data;
     uintptr_t end; /* user space ends below 2^63 */
     if (t->data == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is NULL: memory is needed for its elements",
-                         want->name);
+                         name);
     if (at % size != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s.data is %p: a multiple of the element's %zu bytes is accepted", want->name,
+                         "%s.data is %p: a multiple of the element's %zu bytes is accepted", name,
                          t->data, size);
     if (at < magnitude(s->low) || __builtin_add_overflow(at, (uintptr_t)s->high, &end) || end > INTPTR_MAX)
         return error_set(
             QUERN_ERR_INVALID_ARGUMENT,
             "%s: its strides reach past the address space from %p: memory for every element is accepted",
-            want->name, t->data);
+            name, t->data);
     return QUERN_OK;
 }
 
@@ -238,7 +237,7 @@ quern_status view_check_one(const view_want *want, const quern_tensor *t, const 
     if (want->output && overlaps_itself(t))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "%s: its strides let elements share memory: an output's may not", name);
-    return want->run ? check_data(want, t, span) : QUERN_OK;
+    return want->run ? view_check_data(name, t, span) : QUERN_OK;
 }
 
 quern_status view_check_head_dim(const char *name, int64_t dim)

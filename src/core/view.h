@@ -45,6 +45,8 @@ typedef struct view_span {
 /* Checks one tensor; the device as of `like` (NULL: any). *span is set. */
 quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
                             view_span *span);
+/* Checks the address of a tensor that has elements and is otherwise as it should be. */
+quern_status view_check_data(const char *name, const quern_tensor *t, const view_span *span);
 /* Refuses extents that are negative, or too large to calculate with, before anything is derived from them.
  * (Of another ndim than 0 to QUERN_MAX_DIMS it says nothing.) */
 quern_status view_check_extents(const char *name, const quern_tensor *t);

@@ -5,6 +5,7 @@
 #define QUERN_RUNTIME_CONTEXT_H
 
 #include "backend.h"
+#include "runtime/kept_calls.h"
 #include "runtime/replays.h"
 
 /* The backend of the host's memory: quern.c. */
@@ -19,6 +20,7 @@ struct quern_context {
     bool prefetch_l2; /* cpu_prefetches_into_l2() */
     void *kept;       /* the CPU backend's */
     replays replays;
+    kept_calls calls;
 };
 
 /* The backend for `device`; sets the error, with its status, and returns NULL where there is none. */

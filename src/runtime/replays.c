@@ -45,15 +45,9 @@ static void close_kept(struct kept_replay *kept)
     free(kept);
 }
 
-/* What there is of a call, with the family's part and the steps. */
-static size_t bytes_of(const op_call *call)
-{
-    return call->family->program_at + call->program.bytes;
-}
-
 static struct kept_replay *keep(const op_call *call, const void *stream)
 {
-    const size_t bytes = bytes_of(call);
+    const size_t bytes = op_call_bytes(call);
     struct kept_replay *kept = malloc(sizeof *kept + bytes);
     if (kept == NULL) return NULL;
     kept->backend = call->backend;
@@ -68,7 +62,7 @@ static struct kept_replay *keep(const op_call *call, const void *stream)
 
 static bool is_of(const struct kept_replay *kept, const op_call *call, const void *stream)
 {
-    return kept->stream == stream && kept->bytes == bytes_of(call) &&
+    return kept->stream == stream && kept->bytes == op_call_bytes(call) &&
            memcmp(kept->call, call, kept->bytes) == 0;
 }
 

@@ -4,10 +4,12 @@
  * every_operation_test.c - what holds for every operation that quern/op.h lists: arguments that are missing
  * are named, structs have any size, and no parameters, shapes, strides or index lists make a call crash, spin
  * or write outputs that it refuses to compute; among them are calls of each that it accepts, whose plans
- * refuse other addresses and give the call's bits. Meant to run under the sanitizers, too.
+ * refuse other addresses and give the call's bits, as does
+ * the call when it is made again. Meant to run under the sanitizers, too.
  */
 #include "cmocka_c11.h"
 #include "context.h"
+#include "tensor.h"
 #include "op_trial.h"
 
 #include <stdio.h>
@@ -122,7 +124,7 @@ static void structs_may_be_older_or_newer(void **state)
 
 /* ---- random calls ---- */
 
-enum { PLANS = 30, MOST_WORKSPACE = 1 << 26 };
+enum { PLANS = 30, REPEATS = 6, MOST_WORKSPACE = 1 << 26 };
 
 static void check_outputs_are_as_before(const op_trial *t)
 {
@@ -207,8 +209,54 @@ static void check_plan(const op_trial *t, plan_case *p)
     quern_plan_destroy(p->plan);
 }
 
-/* Returns whether the call computed. */
-static bool run_trial(op_trial *t, size_t bytes, bool by_plan)
+static quern_status run_on(const op_trial *t, const plan_case *p, quern_context *on)
+{
+    return quern_op_run(on, NULL, t->s->op, t->pass, &t->params, &t->tensors, p->workspace, p->bytes);
+}
+
+/* With another address of a tensor: what a context says that sees the call for the first time, `on` says. */
+static void check_address(op_trial *t, const plan_case *p, quern_context *on, int32_t tensor, void *address)
+{
+    char sentence[512];
+    void *const right = t->view[tensor].data;
+    quern_context *first = test_context(quern_context_cpu_level(ctx), quern_context_threads(ctx));
+    reset_outputs(t);
+    t->view[tensor].data = address;
+    const quern_status expected = run_on(t, p, first);
+    snprintf(sentence, sizeof sentence, "%s", quern_last_error(first));
+    t->view[tensor].data = right;
+    const uint64_t outputs = hash_of_outputs(t);
+    reset_outputs(t);
+    t->view[tensor].data = address;
+    const quern_status status = run_on(t, p, on);
+    t->view[tensor].data = right;
+    if (status != expected || hash_of_outputs(t) != outputs ||
+        (expected != QUERN_OK && strcmp(sentence, quern_last_error(on)) != 0))
+        fail_msg("%s with %s at %p: status %d, %s; at first sight %d, %s", t->s->info.name,
+                 t->s->tensors[tensor].name, address, (int)status, quern_last_error(on), (int)expected,
+                 sentence);
+    quern_context_destroy(first);
+}
+
+/* A call that is made again and again, at addresses that change, too. */
+static void check_again(op_trial *t, const plan_case *p)
+{
+    quern_context *on = test_context(quern_context_cpu_level(ctx), quern_context_threads(ctx));
+    for (int i = 0; i < 4; i++) {
+        reset_outputs(t);
+        if (run_on(t, p, on) != p->status || hash_of_outputs(t) != p->outputs)
+            fail_msg("%s, made again (%d): not status %d, or other bits", t->s->info.name, i, (int)p->status);
+    }
+    for (int32_t i = 0; i < t->s->info.tensor_count; i++) {
+        if (t->view[i].data == NULL || t->tensors.t[i] == NULL) continue;
+        check_address(t, p, on, i, NULL);
+        if (quern_dtype_size(t->view[i].dtype) > 1) check_address(t, p, on, i, (char *)t->view[i].data + 1);
+    }
+    quern_context_destroy(on);
+}
+
+/* Returns whether the call computed. `before`: how many have. */
+static bool run_trial(op_trial *t, size_t bytes, int before)
 {
     bool computed = false;
     if (op_trial_give_memory(t)) {
@@ -218,7 +266,8 @@ static bool run_trial(op_trial *t, size_t bytes, bool by_plan)
         computed = p.status == QUERN_OK;
         if (!computed) check_outputs_are_as_before(t);
         p.outputs = hash_of_outputs(t);
-        if (by_plan) check_plan(t, &p);
+        if (before < PLANS) check_plan(t, &p);
+        if (before < REPEATS) check_again(t, &p);
         free(p.workspace);
     }
     for (int32_t i = 0; i < t->s->info.tensor_count; i++) free(t->view[i].data);
@@ -261,7 +310,7 @@ static void no_arguments_do_harm(void **state)
             if (status != QUERN_OK) check_sentence(&t);
             else accepted++;
             if (status == QUERN_OK && t.contiguous && bytes < MOST_WORKSPACE)
-                computed += run_trial(&t, bytes, computed < PLANS);
+                computed += run_trial(&t, bytes, computed);
         }
         if (getenv("QUERN_TEST_VERBOSE") != NULL)
             printf("%-22s accepted %d, computed %d\n", s.info.name, accepted, computed);
