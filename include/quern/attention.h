@@ -61,7 +61,8 @@ typedef struct quern_attention_params {
  *               offset are written as 0 (lse: -inf). On CUDA only kernels read the offsets. They do not
  *               refuse bad ones: they clamp them into the tensors and set QUERN_STATUS_BAD_OFFSETS.
  * sink, kv_first and kv_count may be there or not, each for itself; kv_first and kv_count need fixed lengths.
- * The CPU takes them; a GPU answers QUERN_ERR_UNSUPPORTED.
+ * A GPU holds kv_first and kv_count within the keys, sets QUERN_STATUS_BAD_POSITION where they are no range,
+ * and has no backward with them (QUERN_ERR_UNSUPPORTED).
  *
  * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL
  * that is needed; a size other than quern.h says; a parameter, ndim, extent, dtype or head dim other than

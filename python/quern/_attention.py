@@ -43,7 +43,7 @@ def attention(
 
     sink f32 [H]: logits that join the denominator alone, o · 1 / (1 + e^(sink − lse)). kv_first, kv_count
     int32 [B], of fixed lengths: keys kv_first … kv_count − 1 of a sequence exist, and positions count from
-    kv_first (batches padded on the left, caches with room). The CPU takes these three, a GPU does not so far.
+    kv_first (batches padded on the left, caches with room); on a GPU such calls have no gradient.
 
     With torch it is differentiable by q, k, v and sink; lse carries no gradient. out: o's memory, for calls
     without gradients.

@@ -87,15 +87,9 @@ static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
     return true;
 }
 
-bool attend_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
+/* The limits of all kernels. */
+static bool limits_fit(const attend_args *args, char why[STAGE_WHY_BYTES])
 {
-    if (present(args->sink) || present(args->kv_first) || present(args->kv_count)) {
-        snprintf(why, STAGE_WHY_BYTES, "%s is given: the cuda backend's dense attention takes none so far",
-                 present(args->sink)       ? "sink"
-                 : present(args->kv_first) ? "kv_first"
-                                           : "kv_count");
-        return false;
-    }
     if (!dims_fit(args->q.shape[3], args->v.shape[3], why)) return false;
     if (args->k.shape[2] > 0 && args->seqs.n_q > INT32_MAX / (args->q.shape[2] / args->k.shape[2] + 1)) {
         snprintf(why, STAGE_WHY_BYTES,
@@ -104,6 +98,14 @@ bool attend_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
         return false;
     }
     return listed_fits(args, why);
+}
+
+bool attend_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    if (!present(args->kv_first) && !present(args->kv_count)) return limits_fit(args, why);
+    snprintf(why, STAGE_WHY_BYTES, "%s is given: the cuda backend's backward takes none so far",
+             present(args->kv_first) ? "kv_first" : "kv_count");
+    return false;
 }
 
 bool attend_parts_fit(const stage_exec *exec, const attend_args *args, attend_launch *l, attend_part *first,
@@ -145,7 +147,7 @@ static attend_part *forward_of(const attend_launch &l)
 static bool attend_forward_any_supports(const stage_exec *exec, const attend_args *args,
                                         char why[STAGE_WHY_BYTES])
 {
-    if (args->q.dtype == QUERN_F32 || !attend_fits(args, why)) return false;
+    if (args->q.dtype == QUERN_F32 || !limits_fit(args, why)) return false;
     attend_launch l = attend_launch_of(args);
     return attend_parts_fit(exec, args, &l, forward_of(l), NULL, why);
 }
@@ -153,7 +155,7 @@ static bool attend_forward_any_supports(const stage_exec *exec, const attend_arg
 static bool attend_forward_f32_supports(const stage_exec *exec, const attend_args *args,
                                         char why[STAGE_WHY_BYTES])
 {
-    if (args->q.dtype != QUERN_F32 || !attend_fits(args, why)) return false;
+    if (args->q.dtype != QUERN_F32 || !limits_fit(args, why)) return false;
     attend_launch l = attend_launch_of(args);
     return attend_parts_fit(exec, args, &l, forward_of(l), NULL, why);
 }

@@ -13,6 +13,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef QUERN_TEST_GPU /* whose backward takes all keys */
+enum { ON_GPU = true };
+#else
+enum { ON_GPU = false };
+#endif
+
 static const int32_t ragged[] = {0, 0, 1, 60, 61, 61, 190, 197},
                      ragged_kv[] = {0, 3, 70, 70, 90, 100, 231, 233};
 static const double sinks[] = {0.5, -1, 3, 40, -INFINITY, INFINITY};
@@ -50,6 +56,12 @@ static const sink_case cases[] = {
     {{0, 5, 5, 2, 1, 8, 8, true, 0, -1, 0, NULL, NULL}, true, NULL, NULL},
 };
 
+/* Whether the backward takes the case. */
+static bool has_backward(const sink_case *x)
+{
+    return !ON_GPU || (x->first == NULL && x->count == NULL);
+}
+
 static void give(attention_case *c, const sink_case *x, test_layout layout, test_random *random)
 {
     attention_case_give(c, x->sink ? sinks : NULL, x->first, x->count, layout, random);
@@ -75,8 +87,10 @@ static void every_dtype_matches_the_oracle(void **state)
                 attention_case_reset(&c);
                 attention_case_forward(&c, ctx);
                 attention_case_check_forward(&c, &r, label);
-                attention_case_backward(&c, ctx);
-                attention_case_check_backward(&c, &r, label);
+                if (has_backward(&cases[i])) {
+                    attention_case_backward(&c, ctx);
+                    attention_case_check_backward(&c, &r, label);
+                }
                 quern_context_destroy(ctx);
             }
             attention_reference_free(&r);
@@ -149,20 +163,21 @@ static void keys_that_do_not_exist_change_no_bit(void **state)
                 attention_case_make(&c, &cases[i].dense, (quern_dtype)dtype, TEST_STRIDED, &random);
                 give(&c, &cases[i], TEST_STRIDED, &random);
                 test_tensor *const results[] = {&c.o, &c.lse, &c.d_q, &c.d_k, &c.d_v};
+                const int count = has_backward(&cases[i]) ? 5 : 2;
                 quern_context *ctx = test_context(level, 2);
                 for (size_t v = 0; v < sizeof values / sizeof *values; v++) {
                     fill_missing(&c, values[v]);
                     attention_case_reset(&c);
                     attention_case_forward(&c, ctx);
-                    attention_case_backward(&c, ctx);
-                    for (int t = 0; t < 5; t++) {
+                    if (has_backward(&cases[i])) attention_case_backward(&c, ctx);
+                    for (int t = 0; t < count; t++) {
                         if (v == 0) before[t] = test_tensor_copy(results[t]);
                         else if (!test_tensor_same_bits(&before[t], results[t]))
                             fail_msg("case %zu, %s: %g in missing keys changes result %d", i,
                                      quern_cpu_level_name(level), values[v], t);
                     }
                 }
-                for (int t = 0; t < 5; t++) test_tensor_free(&before[t]);
+                for (int t = 0; t < count; t++) test_tensor_free(&before[t]);
                 quern_context_destroy(ctx);
                 attention_case_free(&c);
             }
@@ -178,6 +193,10 @@ static void a_padded_sequence_has_the_bits_of_its_own_call(void **state)
     const int32_t first[] = {0, FIRST}, count[] = {200, END};
     test_random random = {test_seed("attention_sink", 4)};
     (void)state;
+    if (ON_GPU) {
+        print_message("a GPU has other kernels for sequences of which all keys exist\n");
+        return;
+    }
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int dtype = QUERN_F32; dtype <= QUERN_BF16; dtype++) {
             attention_case c, own;

@@ -12,12 +12,14 @@
  *
  * Before the two backward kernels a third says of each row what its P = exp((S - x) scale - y) is made of:
  * (0, lse), or where lse is coarse (stages/attend.h) the row's maximum and the logarithm of its sum, with
- * delta, from all its scores. That is two products more for blocks with such a row.
+ * delta, from all its scores, and of both what a sink leaves (attend/sink.cu). That is two products more for
+ * blocks with such a row.
  */
 #ifndef QUERN_CUDA_ATTEND_F32_KERNEL_CUH
 #define QUERN_CUDA_ATTEND_F32_KERNEL_CUH
 
 #include "attend/any.cuh"
+#include "attend/ranges.cuh"
 
 #include <math.h>
 
@@ -252,7 +254,7 @@ __device__ __forceinline__ bool is_coarse(float lse)
 /* Writes the norm of each row, and delta of those whose lse is coarse. */
 template <int DP>
 __global__ void __launch_bounds__(THREADS, 1)
-    attend_weigh_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed)
+    attend_weigh_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed, const float *sinks)
 {
     constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT;
     extern __shared__ float smem_f[];
@@ -299,16 +301,18 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (tx != 0 || row >= r.end || sum == 0.0f) continue;
         float2 *norm = norm_of(a, norms, r.seq, n, head);
         if (!is_coarse(norm->y)) continue;
-        *norm = make_float2(row_max[i], logf(sum));
+        const float log_sum = logf(sum), sink = sinks != NULL ? sinks[head] : -INFINITY,
+                    more = log1pf(expf(sink - fmaf(row_max[i], a.scale, log_sum)));
+        *norm = make_float2(row_max[i], log_sum + more);
         const float row_scale = a.row_scale.p != NULL ? stat_of(a.row_scale, r.seq, n, head) : 1.0f;
         a.delta.p[r.seq.view_b * a.delta.s[0] + head * a.delta.s[1] + (r.seq.q0 + n) * a.delta.s[2]] =
-            row_scale * (of_dp / sum);
+            row_scale * (of_dp / sum) * expf(-more);
     }
 }
 
 template <int DP, bool BACKWARD>
 __global__ void __launch_bounds__(THREADS, 1)
-    attend_rows_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed)
+    attend_rows_f32(const __grid_constant__ attend_kernel a, float2 *norms, bool listed, key_ranges ranges)
 {
     constexpr int TS = shape<DP>::TS, RT = shape<DP>::RT, CT = shape<DP>::CT;
     extern __shared__ float smem_f[];
@@ -318,6 +322,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
     block_rows r;
     if (!find_rows(a, TS, listed, &r)) return;
+    if (!BACKWARD) keep_range(ranges, &r.seq);
     const sequence &seq = r.seq;
     load_rows<DP>(a, r, a.q, a.dim_k, sq);
     if (BACKWARD) load_rows<DP>(a, r, a.d_o, a.dim_v, sg);
@@ -522,12 +527,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-template <typename K>
+template <typename K, typename... More>
 static quern_status launch(K kernel, const attend_launch &l, int64_t x, int y, size_t bytes,
-                           const launcher &to)
+                           const launcher &to, const More &...more)
 {
     return launch_shared(to, kernel, dim3((unsigned)x, (unsigned)y), THREADS, bytes, "attend f32", l.kernel,
-                         l.norm, l.listed);
+                         l.norm, l.listed, more...);
 }
 
 /* A grid of blocks of TS rows. */
@@ -543,7 +548,8 @@ static quern_status by_rows(const attend_args *args, const attend_launch &l, con
     constexpr int TS = shape<DP>::TS;
     const size_t bytes =
         sizeof(rows_memory<DP, BACKWARD>) + (l.listed ? 3 * (size_t)l.kernel.list_k * 4 : 0);
-    return launch(attend_rows_f32<DP, BACKWARD>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to);
+    return launch(attend_rows_f32<DP, BACKWARD>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to,
+                  key_ranges_of(args));
 }
 
 template <int DP>
@@ -551,7 +557,8 @@ static quern_status weigh(const attend_args *args, const attend_launch &l, const
 {
     constexpr int TS = shape<DP>::TS;
     const size_t bytes = sizeof(weigh_memory<DP>) + (l.listed ? 3 * (size_t)l.kernel.list_k * 4 : 0);
-    return launch(attend_weigh_f32<DP>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to);
+    return launch(attend_weigh_f32<DP>, l, row_pieces<TS>(args, l), l.kernel.units, bytes, to,
+                  present(args->sink) ? (const float *)args->sink.data : (const float *)NULL);
 }
 
 template <int DP>

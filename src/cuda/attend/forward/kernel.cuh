@@ -20,6 +20,7 @@
 #define QUERN_CUDA_ATTEND_FORWARD_KERNEL_CUH
 
 #include "attend/attend.cuh"
+#include "attend/ranges.cuh"
 #include "common/launch.cuh"
 
 #include <math.h>
@@ -175,7 +176,8 @@ template <int DP, int M, int KEYS, bool LISTED> struct forward_shared {
 };
 
 template <typename T, int DP, int WM, int WN, bool LISTED, typename PRODUCTS>
-__global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_constant__ attend_kernel a)
+__global__ void __launch_bounds__(32 * WM * WN)
+    attend_forward(const __grid_constant__ attend_kernel a, const __grid_constant__ key_ranges ranges)
 {
     constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS, WK = KEYS / WN, NT = WK / 8, OT = DP / 8,
                   CHUNKS = DP / 8;
@@ -191,6 +193,7 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
 
     row_block b;
     if (!find_rows<M>(a, LISTED, &b)) return;
+    if (!LISTED) keep_range(ranges, &b.seq);
     load_rows<T, M, THREADS, CHUNKS>(a, b, a.q, a.dim_k, a.vec_q, aq, sq);
     const row_bounds seen = find_bounds<LISTED>(a, b, list);
     int lo[2], hi[2];
@@ -274,7 +277,7 @@ static quern_status launch_forward(const attend_args *args, const attend_kernel 
     const size_t bytes =
         sizeof(forward_shared<DP, M, KEYS, LISTED>) + (LISTED ? 3 * (size_t)a.list_k * 4 : 0);
     return launch_shared(to, attend_forward<T, DP, WM, WN, LISTED, PRODUCTS>, row_grid(args, a, M, LISTED),
-                         32 * WM * WN, bytes, "attend_forward", a);
+                         32 * WM * WN, bytes, "attend_forward", a, key_ranges_of(args));
 }
 
 /* The calls that any GPU takes. */
