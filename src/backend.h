@@ -176,9 +176,10 @@
 typedef quern_status backend_run(const void *arg, const stage_exec *exec);
 
 /* What launches to come would wait for, in a stream that is recorded. */
-enum { BACKEND_POINT_MOST = 8 };
+enum { BACKEND_POINT_MOST = 16 };
 typedef struct backend_point {
     int32_t count;
+    uint64_t recording; /* no two have one number */
     void *after[BACKEND_POINT_MOST];
 } backend_point;
 

@@ -6,16 +6,21 @@
  * need at read bandwidth, over the step's time. A prompt of 2048 tokens: the time of its products at bf16-dot
  * peak, over its time. Ceilings are measured between the runs.
  *
- * usage: accept_v4 BUILD_DIRECTORY. Prints JSON.
+ * On a GPU these layers twice, 4.2 GB, and steps of 1 and of 64 sequences, of the rate of a copy; what 64
+ * sequences have in common, weights and the 8191 tokens before their last one, counts once.
+ *
+ * usage: accept_v4 BUILD_DIRECTORY [cuda]. Prints JSON.
  */
 #include "ceilings.h"
 
+#include <quern/cuda.h>
 #include <quern/safetensors.h>
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/statvfs.h>
 
 enum { WIDTH = 4096, HEADS = 64, DIM = 512, Q_LORA = 1024, O_GROUPS = 8, O_LORA = 1024, INNER = 2048 };
 enum {
@@ -28,25 +33,29 @@ enum {
     VOCABULARY = 2048
 };
 enum {
-    LAYERS = 4,
+    KINDS = 4,
     EXPERTS = 32,
     TOP = 6,
     CONTEXT = 8192,
     PROMPT = 2048,
     NEW = 24,
     ROUNDS = 5,
-    TENSORS = 1024
+    TENSORS = 2048,
+    SEQUENCES = 64,
+    NEW_CUDA = 512
 };
-static const int ratios[LAYERS] = {0, 4, 128, 4};
+static const int ratios[KINDS] = {0, 4, 128, 4};
+static int layers = KINDS; /* of these kinds in turn */
 
-static char folder[] = "/dev/shm/quern-v4.XXXXXX"; /* 4 GB: a disk would decide how long it takes */
+static char folder[32] = "/dev/shm/quern-v4.XXXXXX"; /* a disk would decide how long it takes */
 static quern_safetensors_item items[TENSORS];
 static quern_tensor views[TENSORS];
 static char names[TENSORS][128];
 static size_t count;
 static uint64_t state = 88172645463325252u;
-/* Of a step of one token, and of a token's products (two operations a multiply-add). */
-static double step_bytes, products;
+/* Of a step of one token, of all experts that it does not take, and of a token's products (two operations a
+ * multiply-add). */
+static double step_bytes, other_bytes, products;
 
 static void clean(void)
 {
@@ -192,6 +201,7 @@ static void experts(const char *layer)
     step_bytes += 3.0 * WIDTH * INNER; /* quern_moe_forward() takes the shared expert in bf16 */
     const double weights = 3.0 * WIDTH * INNER * TOP;
     step_bytes += weights * 0.5625; /* codes and NVFP4's scales */
+    other_bytes += weights * 0.5625 * (EXPERTS - TOP) / TOP;
     products += 2.0 * weights;
 }
 
@@ -203,7 +213,7 @@ static void make_model(void)
     floats("norm.weight", "", QUERN_BF16, WIDTH, 0, 0.1, 1);
     hyper("hc_head", COPIES, 1);
     products -= 2.0 * VOCABULARY * WIDTH; /* only the prompt's last token has logits */
-    for (int i = 0; i < LAYERS; i++) {
+    for (int i = 0; i < layers; i++) {
         char layer[32], name[64];
         snprintf(layer, sizeof layer, "layers.%d.", i);
         floats(layer, "attn_norm.weight", QUERN_BF16, WIDTH, 0, 0.1, 1);
@@ -212,7 +222,7 @@ static void make_model(void)
         hyper(name, MIXES, 3);
         snprintf(name, sizeof name, "%shc_ffn", layer);
         hyper(name, MIXES, 3);
-        attention(layer, ratios[i]);
+        attention(layer, ratios[i % KINDS]);
         experts(layer);
     }
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
@@ -223,17 +233,20 @@ static void make_model(void)
     if (f == NULL) stop("cannot write %s\n", path);
     fprintf(
         f,
-        "{\"model_type\": \"deepseek_v4\", \"hidden_size\": %d, \"num_hidden_layers\": %d, "
+        "{\"model_type\": \"deepseek_v4\", \"vocab_size\": %d, \"hidden_size\": %d, \"num_hidden_layers\": "
+        "%d, "
         "\"num_attention_heads\": %d, \"head_dim\": %d, \"qk_rope_head_dim\": 64, \"q_lora_rank\": %d, "
         "\"o_groups\": %d, \"o_lora_rank\": %d, \"moe_intermediate_size\": %d, \"n_routed_experts\": %d, "
-        "\"vocab_size\": %d, \"n_shared_experts\": 1, \"num_experts_per_tok\": %d, "
+        "\"n_shared_experts\": 1, \"num_experts_per_tok\": %d, "
         "\"scoring_func\": \"sqrtsoftplus\", "
         "\"routed_scaling_factor\": 1.5, \"index_n_heads\": %d, \"index_head_dim\": %d, \"index_topk\": %d, "
         "\"sliding_window\": %d, \"swiglu_limit\": 10, \"hc_mult\": %d, \"hc_sinkhorn_iters\": 20, "
         "\"hc_eps\": 1e-6, \"rms_norm_eps\": 1e-6, \"rope_scaling\": {\"factor\": 16}, "
-        "\"compress_ratios\": [%d, %d, %d, %d]}\n",
-        WIDTH, LAYERS, HEADS, DIM, Q_LORA, O_GROUPS, O_LORA, INNER, EXPERTS, VOCABULARY, TOP, INDEX_HEADS,
-        INDEX_DIM, INDEX_TOP, WINDOW, COPIES, ratios[0], ratios[1], ratios[2], ratios[3]);
+        "\"compress_ratios\": [",
+        VOCABULARY, WIDTH, layers, HEADS, DIM, Q_LORA, O_GROUPS, O_LORA, INNER, EXPERTS, TOP, INDEX_HEADS,
+        INDEX_DIM, INDEX_TOP, WINDOW, COPIES);
+    for (int i = 0; i < layers; i++) fprintf(f, "%s%d", i > 0 ? ", " : "", ratios[i % KINDS]);
+    fputs("]}\n", f);
     if (fclose(f) != 0) stop("cannot write %s\n", path);
 }
 
@@ -248,13 +261,31 @@ static void make_prompt(const char *name, int64_t n)
         stop("%s\n", quern_last_error(NULL));
 }
 
+/* Prompts that begin alike and end with tokens of their own. */
+static void make_batch(const char *name)
+{
+    static int32_t tokens[SEQUENCES * CONTEXT], lengths[SEQUENCES];
+    const int64_t shape[] = {SEQUENCES, CONTEXT};
+    char path[256];
+    for (int64_t i = 0; i < CONTEXT; i++) tokens[i] = (int32_t)(draw() % VOCABULARY);
+    for (int b = 0; b < SEQUENCES; b++) {
+        lengths[b] = CONTEXT;
+        if (b > 0) memcpy(tokens + (ptrdiff_t)b * CONTEXT, tokens, sizeof *tokens * (CONTEXT - 1));
+        tokens[(b + 1) * CONTEXT - 1] = b;
+    }
+    const quern_tensor t = quern_tensor_contiguous(tokens, QUERN_I32, 2, shape),
+                       n = quern_tensor_contiguous(lengths, QUERN_I32, 1, shape);
+    const quern_safetensors_item both[] = {{"tokens", &t}, {"lengths", &n}};
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    if (quern_safetensors_save(path, both, 2, NULL, 0) != QUERN_OK) stop("%s\n", quern_last_error(NULL));
+}
+
 /* Seconds that the example says it read prompts, and made tokens. */
 static void run(const char *build, const char *arguments, double *reading, double *making)
 {
-    char command[1024], line[1024];
+    char command[2048], line[1024];
     snprintf(command, sizeof command,
-             "cd '%s' && OMP_WAIT_POLICY=passive '%s/v4' generate . --threads 2 --activations bf16 --chunk "
-             "1024 --cache "
+             "cd '%s' && OMP_WAIT_POLICY=passive '%s/v4' generate . --activations bf16 --chunk 1024 --cache "
              "experts %s 2>&1 >/dev/null",
              folder, build, arguments);
     FILE *f = popen(command, "r");
@@ -279,21 +310,79 @@ static double median(double *values)
     return values[ROUNDS / 2];
 }
 
+static void need(quern_status status)
+{
+    if (status != QUERN_OK) stop("%s\n", quern_last_error(NULL));
+}
+
+/* Bytes a second, read and written, of a copy within the GPU's memory. */
+static double copy_rate(void)
+{
+    enum { COPIES_TIMED = 10 };
+    const size_t bytes = (size_t)1 << 30;
+    void *from, *to, *begin, *end;
+    double ms;
+    need(quern_cuda_allocate(0, bytes, &from));
+    need(quern_cuda_allocate(0, bytes, &to));
+    need(quern_cuda_event_create(0, &begin));
+    need(quern_cuda_event_create(0, &end));
+    need(quern_cuda_fill(0, from, 1, bytes, NULL));
+    for (int i = 0; i <= COPIES_TIMED; i++) {
+        need(quern_cuda_copy(0, to, from, bytes, NULL));
+        if (i == 0) need(quern_cuda_event_record(0, begin, NULL));
+    }
+    need(quern_cuda_event_record(0, end, NULL));
+    need(quern_cuda_event_elapsed(0, begin, end, &ms));
+    need(quern_cuda_free(0, from));
+    need(quern_cuda_free(0, to));
+    return 2e3 * COPIES_TIMED * (double)bytes / ms;
+}
+
+/* The rate at which a step's bytes pass, of the copy's. */
+static double share(const char *build, const char *what, double bytes, int sequences, double copy)
+{
+    char arguments[128];
+    double reading, making;
+    snprintf(arguments, sizeof arguments, "--device cuda %s --max-new %d", what, NEW_CUDA + 1);
+    run(build, arguments, &reading, &making);
+    const double step = making / NEW_CUDA, is = bytes / step / copy;
+    fprintf(stderr,
+            "%d sequences: a step of %.0f MB in %.0f us, %.0f tokens a second, %.3f of a copy's %.2f TB/s\n",
+            sequences, bytes / 1e6, step * 1e6, sequences / step, is, copy / 1e12);
+    return is;
+}
+
+static int accept_cuda(const char *build)
+{
+    make_prompt("long", CONTEXT);
+    make_batch("batch");
+    const double copy = copy_rate(), one = share(build, "--tokens long", step_bytes, 1, copy),
+                 many = share(build, "--batch batch", step_bytes + other_bytes, SEQUENCES, copy);
+    printf("{\"one\": %.3f, \"many\": %.3f}\n", one, many);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     double decode[ROUNDS], prefill[ROUNDS], reading, making;
     char build[1024], long_run[128], short_run[128];
-    if (argc != 2 || realpath(argv[1], build) == NULL) {
-        fprintf(stderr, "usage: accept_v4 BUILD_DIRECTORY\n");
+    const bool cuda = argc == 3 && strcmp(argv[2], "cuda") == 0;
+    struct statvfs about;
+    if ((argc != 2 && !cuda) || realpath(argv[1], build) == NULL) {
+        fprintf(stderr, "usage: accept_v4 BUILD_DIRECTORY [cuda]\n");
         return 2;
     }
-    if (mkdtemp(folder) == NULL) stop("no folder in /dev/shm\n");
+    if (cuda) layers *= 2;
+    if (cuda && (statvfs("/dev/shm", &about) != 0 || about.f_bsize * about.f_bavail >> 30 < 12))
+        strcpy(folder, "/tmp/quern-v4.XXXXXX");
+    if (mkdtemp(folder) == NULL) stop("no folder %s\n", folder);
     atexit(clean);
     make_model();
+    if (cuda) return accept_cuda(build);
     make_prompt("long", CONTEXT);
     make_prompt("short", PROMPT);
-    snprintf(long_run, sizeof long_run, "--tokens long --session s --max-new %d", NEW + 1);
-    snprintf(short_run, sizeof short_run, "--tokens short --max-new 1");
+    snprintf(long_run, sizeof long_run, "--threads 2 --tokens long --session s --max-new %d", NEW + 1);
+    snprintf(short_run, sizeof short_run, "--threads 2 --tokens short --max-new 1");
     run(build, long_run, &reading, &making);
     for (int i = 0; i < ROUNDS; i++) {
         const double before = ceiling_measure(CEILING_READ, 2), peak = ceiling_measure(CEILING_BF16, 2);

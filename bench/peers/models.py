@@ -2,9 +2,15 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """What stands between DeepSeek-V4's attention and experts on one H200, for hopper.py: projections by FP8
 weights, eight of 4096 x 4096 in turn in a graph; hyper-connections of four copies of 4096 channels; the
-indexer's loss with its gradients. Shares are of the rate of a copy in the same run, over the bytes that must
-move: weights once; of hyper-connections (2 n + 2) C elements a token forward, (3 n + 3) C backward.
-Operations: 2 M N K; of the loss 2 (H D + 3 Hi C) a pair of query and entry."""
+indexer's loss with its gradients; examples/v4 (bench/accept/v4.c, target accept_v4). Shares are of the rate
+of a copy in the same run, over the bytes that must move: weights once; of hyper-connections (2 n + 2) C
+elements a token forward, (3 n + 3) C backward. Operations: 2 M N K; of the loss 2 (H D + 3 Hi C) a pair of
+query and entry."""
+
+import json
+import os
+import subprocess
+import sys
 
 import torch
 
@@ -105,6 +111,17 @@ def rows(quern):
         yield what, 200, lambda: loss_rate(quern, top), "TFLOP/s", False
 
 
+def example(build):
+    """examples/v4 on a made model: of the copy rate on a step's bytes, with 1 and 64 sequences."""
+    program = os.path.join(build, "accept_v4")
+    if not os.path.exists(program):
+        raise RuntimeError("accept_v4 is not built: jansson is needed")
+    found = json.loads(subprocess.run([program, build, "cuda"], check=True, stdout=subprocess.PIPE).stdout)
+    what = "examples/v4, Flash's widths, 4.2 GB, 8k tokens, in graphs, {}: of the copy rate"
+    line(what.format("1 sequence"), 0.6, found["one"], "")
+    line(what.format("64 sequences"), 0.6, found["many"], "")
+
+
 def accept(quern):
     def one(what, target, measure, unit, less):
         line(what, target, measure(), unit, less)
@@ -112,3 +129,4 @@ def accept(quern):
 
     for row in rows(quern):
         attempt(one, *row)
+    attempt(example, os.path.dirname(os.path.abspath(sys.argv[1])))

@@ -122,12 +122,11 @@ typedef struct walk {
 
 static void piece(walk *w, void *place, size_t bytes)
 {
-    if (w->at != NULL && w->save) device_copy(w->m, w->at + w->bytes, place, bytes);
+    if (w->at != NULL && w->save) device_read(w->m, w->at + w->bytes, place, bytes);
     else if (w->at != NULL) device_copy(w->m, place, w->at + w->bytes, bytes);
     w->bytes += bytes;
 }
 
-/* Rows first ... end - 1 of a pool, page by page. */
 static void piece_of(walk *w, const quern_tensor *pool, const quern_tensor *table, int64_t first, int64_t end)
 {
     const size_t each = tensor_bytes(pool) / (size_t)(pool->shape[0] * PAGE);
@@ -160,7 +159,6 @@ static void go_through(walk *w, int64_t count, const float *logits)
     }
 }
 
-/* Of the model's numbers and first embeddings, the activations' type, and all that the file holds. */
 static void sum_of(const v4_model *m, const quern_tensor *tokens, const quern_tensor *state, char text[32])
 {
     const size_t bytes = tensor_bytes(&m->embed);
@@ -204,10 +202,8 @@ int64_t session_load(v4_model *m, const char *path, const int32_t *tokens, int64
         fail("%s is damaged, or of another model or other activations", path);
     for (int64_t i = 0; i < count; i++)
         if (i >= most || ((const int32_t *)all.data)[i] != tokens[i])
-            fail("%s: the prompt goes its own way at token %lld of the session's %lld: one that begins with "
-                 "all "
-                 "of them is accepted, or another file",
-                 path, (long long)i, (long long)count);
+            fail("%s: the prompt goes its own way at token %lld of the session's %lld", path, (long long)i,
+                 (long long)count);
     /* The ledger gets the tokens, as steps of at most a chunk; then the walk takes rows and states. */
     for (int64_t at = 0, n; at < count; at += n) {
         n = count - at < m->cache.params.step ? count - at : m->cache.params.step;

@@ -1,10 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * experts.c - the layers' experts in the layout that quern_moe_forward() reads fastest. Repacking takes
- * minutes for a large model, so its result can be kept in a file, which is mapped: a header, then what
- * quern_checkpoint_experts() writes for each layer. The header has the sums of the layers that are there, so
- * that a run goes on where an earlier one ended, and a damaged file is refused.
+ * experts.c - the layers' experts in the layout that quern_moe_forward() reads fastest, which can be kept in
+ * a file that is mapped: a header with the sums of the layers that are there, then what
+ * quern_checkpoint_experts() writes for each. A run goes on where one ended; a damaged file is refused.
  */
 #include "v4.h"
 
@@ -17,7 +16,6 @@
 #include <unistd.h>
 
 enum { ALIGN = 4096 };
-
 typedef struct header {
     char magic[8];
     uint64_t version, source, bytes; /* of repacked experts; which checkpoint and device; of the file */
@@ -58,13 +56,10 @@ static void lay_out(v4_model *m, int layer, bool filled, void *memory, size_t by
     *(hash ? &t->bias : &t->tid2eid) = NULL;
     if (t->weight == NULL || choice == NULL || choice->shape[0] != (hash ? c->vocab : c->experts) ||
         (hash && choice->shape[1] != c->top))
-        fail("layer %d: ffn.gate has no weight, or no %s, in a dtype that is accepted", layer,
-             hash ? "tid2eid [vocab_size, num_experts_per_tok]" : "bias [n_routed_experts]");
+        fail("layer %d: ffn.gate has no weight, or no %s", layer, hash ? "tid2eid" : "bias");
     if (e->experts != c->experts || e->hidden != c->width || e->intermediate != c->inner ||
         e->shared_intermediate != c->shared * c->inner)
-        fail("layer %d has %lld experts of %lld x %lld and a shared one of %lld, unlike config.json", layer,
-             (long long)e->experts, (long long)e->intermediate, (long long)e->hidden,
-             (long long)e->shared_intermediate);
+        fail("layer %d has other experts than config.json says", layer);
 }
 
 static void repack(v4_model *m, const quern_tensor **codes, const quern_tensor **scales,
@@ -97,7 +92,7 @@ static void upload(v4_model *m, v4_layer *l)
     repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);
 }
 
-/* Memory for all: a file, which is made where there is none, or without a path this process's own. */
+/* Memory for all: a file, made where there is none, or this process's own. */
 static void map_all(v4_model *m, const char *path, size_t bytes, int *lock)
 {
     const header want = {"quernv4", QUERN_MOE_PREPACK_VERSION, source_of(m), bytes, {0}}, none = {0};
@@ -109,8 +104,8 @@ static void map_all(v4_model *m, const char *path, size_t bytes, int *lock)
             fail("%s cannot be opened: %s", path, strerror(errno));
         const int error =
             S_ISREG(about.st_mode) && about.st_size == 0 ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
-        if (error != 0) (void)ftruncate(fd, 0);
-        if (error != 0) fail("%s cannot have %.1f GB: %s", path, (double)bytes / 1e9, strerror(error));
+        if (error != 0 && ftruncate(fd, 0) == 0)
+            fail("%s cannot have %.1f GB: %s", path, (double)bytes / 1e9, strerror(error));
         if (!S_ISREG(about.st_mode) || (about.st_size != 0 && (size_t)about.st_size != bytes))
             fail("%s is damaged, or of another checkpoint", path);
     }

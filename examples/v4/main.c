@@ -45,19 +45,16 @@ static void read_prompts(const char *path, bool batch, prompts *p)
     p->lengths = n.data;
     for (int64_t b = 0; b < p->batch; b++)
         if (p->lengths[b] < 1 || p->lengths[b] > p->most)
-            fail("%s: lengths[%lld] is %d: 1 to %lld is accepted", path, (long long)b, p->lengths[b],
-                 (long long)p->most);
+            fail("%s: lengths[%lld] is %d, out of 1 to N", path, (long long)b, p->lengths[b]);
 }
 
 /* Tokens first ... end - 1 of a sequence, a chunk at a time. Logits: of all, or after the last one. */
 static void prefill(v4_model *m, const prompts *p, int64_t b, int64_t first, int64_t end, bool all,
                     float *logits)
 {
-    const double start = seconds();
     for (int64_t at = first, n; at < end; at += n) {
         n = end - at < m->cache.params.step ? end - at : m->cache.params.step;
-        note(m, true, "sequence %lld: token %lld of %lld, %.1f a second", (long long)b, (long long)at,
-             (long long)end, at > first ? (double)(at - first) / (seconds() - start) : 0.0);
+        note(m, true, "sequence %lld: token %lld of %lld", (long long)b, (long long)at, (long long)end);
         model_step(m, b, 1, p->tokens + b * p->most + at, n, all ? n : at + n == end, logits);
         if (all) logits += n * m->config.vocab;
     }
@@ -70,10 +67,8 @@ static void write_logits(v4_model *m, const char *path, const prompts *p)
     const quern_tensor t = quern_tensor_contiguous(logits, QUERN_F32, 2, shape);
     prefill(m, p, 0, 0, p->most, true, logits);
     check(quern_safetensors_save(path, &(quern_safetensors_item){"logits", &t}, 1, NULL, 0));
-    free(logits);
 }
 
-/* Of equals the lowest. */
 static int32_t likeliest(const float *logits, int64_t n)
 {
     int64_t best = 0;
@@ -137,8 +132,6 @@ static void generate(v4_model *m, const v4_options *o, const prompts *p)
          "prompts of %lld tokens in %.2f s (%.1f a second), %lld new ones in %.2f s (%.1f a second)",
          (long long)read, middle - start, (double)read / (middle - start), (long long)new, end - middle,
          (double)new / (end - middle));
-    free(logits);
-    free(made);
 }
 
 static void run(const v4_options *o)
@@ -154,8 +147,8 @@ static void run(const v4_options *o)
     for (int64_t b = 0; b < p.batch; b++)
         for (int64_t i = 0; i < p.lengths[b]; i++)
             if (p.tokens[b * p.most + i] < 0 || p.tokens[b * p.most + i] >= m.config.vocab)
-                fail("token %lld of sequence %lld is %d: 0 to %lld is accepted", (long long)i, (long long)b,
-                     p.tokens[b * p.most + i], (long long)m.config.vocab - 1);
+                fail("token %lld of sequence %lld is %d, beyond the vocabulary of %lld", (long long)i,
+                     (long long)b, p.tokens[b * p.most + i], (long long)m.config.vocab);
     if (o->out != NULL) write_logits(&m, o->out, &p);
     else generate(&m, o, &p);
 }
@@ -169,7 +162,7 @@ static const char help[] =
     "with `tokens` I32 [N]; --batch takes `tokens` I32 [B, N] and `lengths` I32 [B]. OUT gets `logits`\n"
     "F32 [N, vocabulary].\n\n"
     "  --device cpu|cuda        where it computes (cpu)\n"
-    "  --activations f32|bf16   what activations and cached rows are in (f32)\n"
+    "  --activations f32|bf16   what activations and cached rows are in (f32; on a GPU always bf16)\n"
     "  --chunk N                tokens of a step while prompts are read (512)\n"
     "  --cache FILE             keeps the repacked experts for later runs; one interrupted goes on\n"
     "  --session FILE           keeps the state after what all prompts begin with, for runs that do so\n"
@@ -177,9 +170,6 @@ static const char help[] =
     "  --threads N              threads of the CPU (OMP_NUM_THREADS, or all)\n"
     "  --json                   prints {\"tokens\": [...]}, with --batch a list of lists\n"
     "  --quiet                  says nothing of progress and speed\n\n"
-    "examples:\n"
-    "  v4 generate model --tokens prompt.safetensors --max-new 100 --cache model.experts --json\n"
-    "  v4 logits model tokens.safetensors logits.safetensors --chunk 256 --activations bf16\n\n"
     "Exit codes: 0 done, 2 wrong usage, 3 failed. Files are written whole or not at all, but for\n"
     "--cache, whose whole layers count.\n";
 
@@ -226,8 +216,7 @@ static bool set(v4_options *o, const char *name, const char *text)
     } else if (table[i].kind == NUMBER) {
         const int64_t x = *(int64_t *)at = strtoll(text, &end, 10);
         if (end == text || *end != '\0' || x < least || x > most)
-            fail("--%s %s: a whole number from %lld to %lld is accepted", name, text, (long long)least,
-                 (long long)most);
+            fail("--%s %s: %lld to %lld is accepted", name, text, (long long)least, (long long)most);
     }
     return table[i].kind != FLAG;
 }
@@ -245,15 +234,11 @@ int main(int argc, char **argv)
     }
     const bool logits = strcmp(words[0], "logits") == 0;
     if (!logits && strcmp(words[0], "generate") != 0) fail("logits or generate is accepted: see --help");
-    if (logits && (given != 4 || o.tokens != NULL || o.batch != NULL || o.session != NULL))
-        fail("logits takes FOLDER TOKENS OUT, and no --tokens, --batch or --session");
-    if (!logits && (given != 2 || (o.tokens == NULL) == (o.batch == NULL) || o.max_new < 0))
-        fail("generate takes FOLDER, --tokens or --batch, and --max-new: see --help");
+    if (logits ? given != 4 || o.tokens != NULL || o.batch != NULL || o.session != NULL
+               : given != 2 || (o.tokens == NULL) == (o.batch == NULL) || o.max_new < 0)
+        fail("FOLDER TOKENS OUT, or FOLDER, --tokens or --batch, and --max-new: see --help");
     o.folder = words[1];
-    if (logits) {
-        o.tokens = words[2];
-        o.out = words[3];
-    }
+    if (logits) o.tokens = words[2], o.out = words[3];
     exit_code = 3;
     run(&o);
     if (fflush(stdout) != 0 || ferror(stdout)) fail("standard output cannot be written");

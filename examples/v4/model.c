@@ -18,8 +18,9 @@
 #define RUN(m, call, p, t)                                                                                   \
     do {                                                                                                     \
         size_t bytes;                                                                                        \
+        const int room = WORKSPACE + (int)((m)->lane++ % (m)->lanes);                                        \
         check(call##_workspace((m)->ctx, &(p), &(t), &bytes));                                               \
-        check(call((m)->ctx, NULL, &(p), &(t), device_room(m, WORKSPACE, bytes), bytes));                    \
+        check(call((m)->ctx, &(m)->exec, &(p), &(t), device_room(m, room, bytes), bytes));                   \
     } while (0)
 
 static void op_linear(v4_model *m, const quern_tensor *x, const v4_matrix *w, int64_t groups,
@@ -198,36 +199,47 @@ static void layer_run(v4_model *m, const v4_layer *l, const v4_step *step, const
     op_hyper(m, &l->hyper[1], &middle, &f, &h, x_new);
 }
 
-/* Every copy of the residual stream starts as the token's embedding. */
-static void embed(v4_model *m, const int32_t *tokens, const quern_tensor *x)
+/* The tokens' embeddings in the activations' dtype, of which every copy of the stream begins as a view. */
+static quern_tensor embed(v4_model *m, const int32_t *tokens, int64_t n)
 {
-    const int64_t width = m->config.width, copies = m->config.copies;
-    const quern_tensor *e = &m->embed;
-    void *rows = host_take(tensor_bytes(x));
-    for (int64_t i = 0; i < x->shape[0] * copies * width; i++) {
-        const float value = number(e->data, e->dtype, tokens[i / (copies * width)] * width + i % width);
+    const int64_t width = m->config.width;
+    const quern_tensor *e = &m->embed, to = room(m, EMBEDDED, SHAPE(n, width));
+    void *rows = host_take(tensor_bytes(&to));
+    for (int64_t i = 0; i < n * width; i++) {
+        const float value = number(e->data, e->dtype, tokens[i / width] * width + i % width);
         uint32_t bits;
         memcpy(&bits, &value, sizeof bits);
         if (m->act == QUERN_F32) ((float *)rows)[i] = value;
         else ((uint16_t *)rows)[i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); /* bf16 */
     }
-    device_copy(m, x->data, rows, tensor_bytes(x));
+    device_copy(m, to.data, rows, tensor_bytes(&to));
     free(rows);
+    quern_tensor x = view(m, to.data, m->act, SHAPE(n, m->config.copies, width));
+    x.strides[0] = width;
+    x.strides[1] = 0;
+    return x;
 }
 
-/* Logits of the last n rows, in f32 whatever the activations are in. */
-static void head(v4_model *m, const quern_tensor *x, int64_t n, float *logits)
+/* What a step computes, on a GPU its launches: layers, and the logits y of the last n rows, which are f32
+ * whatever the activations are in. */
+static void launch(v4_model *m, const v4_step *step, const quern_tensor *ids, const quern_tensor *embedded,
+                   int64_t n, const quern_tensor *y)
 {
     const v4_config *c = &m->config;
-    const quern_tensor h = room(m, H, SHAPE(n, c->width)), wide = room(m, WIDE, SHAPE(n, c->width)),
-                       y = room(m, LOGITS, SHAPE(n, c->vocab));
-    quern_tensor last = *x;
+    const int64_t rows = ids->shape[0];
+    const quern_tensor x[2] = {room(m, X, SHAPE(rows, c->copies, c->width)),
+                               room(m, X_NEXT, SHAPE(rows, c->copies, c->width))},
+                       h = room(m, H, SHAPE(n > 0 ? n : 1, c->width));
+    quern_tensor last = x[c->layers % 2];
+    m->lane = 0;
+    m->lanes = m->cuda && rows == step->batch ? LANES : 1;
+    for (int64_t i = 0; i < c->layers; i++)
+        layer_run(m, &m->layer[i], step, ids, i == 0 ? embedded : &x[i % 2], &x[1 - i % 2]);
+    if (n == 0) return;
+    last.data = (char *)last.data + (size_t)(rows - n) * (tensor_bytes(&last) / (size_t)rows);
     last.shape[0] = n;
-    last.data = (char *)x->data + tensor_bytes(x) - tensor_bytes(&last);
     op_hyper(m, &m->head_hyper, &last, NULL, &h, NULL);
-    widen(m, &h, &wide);
-    op_linear(m, &wide, &m->head, 1, &y);
-    device_copy(m, logits, y.data, tensor_bytes(&y));
+    op_linear(m, &h, &m->head, 1, y);
 }
 
 void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
@@ -235,15 +247,19 @@ void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens
 {
     const v4_config *c = &m->config;
     const int64_t rows = batch * count;
-    const quern_tensor x[2] = {room(m, X, SHAPE(rows, c->copies, c->width)),
-                               room(m, X_NEXT, SHAPE(rows, c->copies, c->width))},
-                       ids = room(m, IDS, SHAPE(rows));
+    const quern_tensor embedded = embed(m, tokens, rows), ids = room(m, IDS, SHAPE(rows)),
+                       y = room(m, LOGITS, SHAPE(n > 0 ? n : 1, c->vocab));
+    const bool again = n == batch && count == 1; /* a token of each sequence */
     v4_step step;
     device_copy(m, ids.data, tokens, tensor_bytes(&ids));
-    embed(m, tokens, &x[0]);
     cache_begin(m, first, batch, count, &step);
-    for (int64_t i = 0; i < c->layers; i++) layer_run(m, &m->layer[i], &step, &ids, &x[i % 2], &x[1 - i % 2]);
-    if (n > 0) head(m, &x[c->layers % 2], n, logits);
+    if (again && m->recorded == batch) (void)graph(m, LAUNCH);
+    else launch(m, &step, &ids, &embedded, n, &y);
+    if (n > 0) device_read(m, logits, y.data, (size_t)(n * c->vocab) * sizeof *logits);
+    if (again && m->recorded != batch && graph(m, BEGIN)) { /* memory is as large as it will be */
+        launch(m, &step, &ids, &embedded, n, &y);
+        m->recorded = graph(m, END) ? batch : 0;
+    }
     check(quern_ledger_commit(m->cache.ledger));
 }
 
@@ -265,8 +281,10 @@ static quern_tensor make_table(const v4_model *m, int i, int64_t positions)
 void model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity)
 {
     const quern_context_params p = {.size = sizeof p, .threads = (int32_t)o->threads};
-    *m = (v4_model){.quiet = o->quiet, .act = o->bf16 ? QUERN_BF16 : QUERN_F32, .cuda = o->cuda};
-    if (o->cuda) check(quern_cuda_check(0));
+    *m = (v4_model){
+        .quiet = o->quiet, .act = o->bf16 || o->cuda ? QUERN_BF16 : QUERN_F32, .cuda = o->cuda, .lanes = 1};
+    m->exec.size = sizeof m->exec;
+    if (o->cuda) check(quern_cuda_stream_create(0, &m->exec.stream));
     check(quern_context_create(&p, &m->ctx));
     weights_open(m, o->folder);
     experts_open(m, o->cache);

@@ -11,7 +11,6 @@
 
 int exit_code = 2;
 static bool line_open; /* a line of progress stands on the terminal */
-
 static void say(const char *end, const char *format, va_list args)
 {
     char sentence[8192]; /* more than any path */
@@ -47,14 +46,12 @@ void note(const v4_model *m, bool passing, const char *format, ...)
 
 uint64_t checksum(uint64_t start, const void *bytes, size_t size)
 {
-    const unsigned char *p = bytes;
-    uint64_t lane[4] = {start, ~start, start ^ size, 0x9e3779b97f4a7c15u}, sum = size;
-    for (uint64_t w[4]; size >= sizeof w; p += sizeof w, size -= sizeof w) {
-        memcpy(w, p, sizeof w);
-        for (int i = 0; i < 4; i++) lane[i] = (lane[i] ^ w[i]) * 0x100000001b3u;
-        for (int i = 0; i < 4; i++) lane[i] ^= lane[i] >> 29;
+    uint64_t sum = start ^ size * 0x9e3779b97f4a7c15u;
+    for (size_t at = 0; at < size; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)bytes + at, size - at < 8 ? size - at : 8);
+        sum = (sum ^ word) * 0x9e3779b97f4a7c15u;
+        sum ^= sum >> 32;
     }
-    for (int i = 0; i < 4; i++) sum = (sum ^ lane[i]) * 0x100000001b3u + (sum >> 31);
-    for (; size > 0; p++, size--) sum = (sum ^ *p) * 0x100000001b3u;
-    return sum ^ sum >> 32;
+    return sum;
 }

@@ -8,9 +8,8 @@
  *       x = comb x + post f(norm(pre x))       hyper-connections around the sub-layer              model.c
  *   logits = head(norm(pre x))
  *
- * Attention leaves rows that later tokens read (raw rows, compressed entries, the indexer's keys); cache.c
- * says where they stand. Projections are computed from the checkpoint's own bytes (weights.c), experts from
- * repacked ones (experts.c). What fails ends the process with a sentence; memory is kept until then.
+ * Attention leaves rows that later tokens read; cache.c says where they stand. Projections are computed from
+ * the checkpoint's own bytes (weights.c), experts from repacked ones (experts.c). Failures end the process.
  */
 #ifndef V4_H
 #define V4_H
@@ -24,13 +23,13 @@
 
 #include <stdio.h>
 
-enum { CSA = 4 /* tokens of an entry */, PAGE = 64, RATIOS = 3, LAYERS_MOST = 1024, NAME = 160 };
+enum { CSA = 4 /* tokens of an entry */, PAGE = 64, RATIOS = 3, LAYERS_MOST = 1024, NAME = 160, LANES = 8 };
 
 /* Memory of intermediate results, made larger where it has to be, as is the operations' workspace. Two that
- * follow one another (Q, Q_NEXT) take turns. First a layer's and attention's, in the activations' dtype. */
+ * follow one another (Q, Q_NEXT) take turns. Up to EMBEDDED as the activations, then i32, LOGITS f32. */
 enum { X, X_NEXT, X_MIDDLE, H, F };
 enum { QR_RAW = F + 1, QR, Q, Q_NEXT, KV, KV_NEXT, GROUPS, PROJ, INDEX_PROJ, IQ, IQ_NEXT, IW };
-enum { IDS = IW + 1, IDX, COUNT, WIDE, LOGITS, WORKSPACE, ROOMS }; /* i32; from WIDE on f32; bytes */
+enum { EMBEDDED = IW + 1, IDS, IDX, COUNT, LOGITS, WORKSPACE, ROOMS = WORKSPACE + LANES };
 
 /* The extents of a tensor. */
 #define SHAPE(...) ((const int64_t[]){__VA_ARGS__, 0})
@@ -95,6 +94,9 @@ typedef struct v4_cache {
 typedef struct v4_model {
     v4_config config;
     quern_context *ctx;
+    quern_exec exec;               /* a GPU's stream */
+    void *graph;                   /* of a step of one token of each of `recorded` sequences */
+    int64_t recorded, lane, lanes; /* calls of a step take workspaces in turn, so that they may run at once */
     void *room[ROOMS];
     size_t room_bytes[ROOMS];
     quern_checkpoint *checkpoint;
@@ -109,7 +111,7 @@ typedef struct v4_model {
 } v4_model;
 
 typedef struct v4_options {
-    const char *folder, *tokens, *batch, *out, *session, *cache;
+    const char *folder, *tokens, *batch, *out, *session, *cache; /* the command line's */
     int64_t chunk, max_new, threads;
     bool cuda, bf16, json, quiet, greedy;
 } v4_options;
@@ -126,14 +128,16 @@ uint64_t checksum(uint64_t start, const void *bytes, size_t size);
 void *host_take(size_t bytes);
 void *device_take(const v4_model *m, size_t bytes);
 void device_copy(const v4_model *m, void *to, const void *from, size_t bytes); /* from and to either side */
+void device_read(const v4_model *m, void *to, const void *from, size_t bytes); /* to the host: waits */
 void *device_room(v4_model *m, int i, size_t bytes);
 quern_tensor view(const v4_model *m, const void *data, quern_dtype dtype, const int64_t *shape);
 quern_tensor make(const v4_model *m, quern_dtype dtype, const int64_t *shape);
 quern_tensor room(v4_model *m, int i, const int64_t *shape);
 size_t tensor_bytes(const quern_tensor *t);
-float number(const void *data, quern_dtype dtype, int64_t i); /* of f32 or bf16, on the host */
-/* Numbers in f32 or bf16, on either side, into the device's `to`, f32. */
+float number(const void *data, quern_dtype dtype, int64_t i); /* of f32 or bf16, as are widen()'s */
 void widen(const v4_model *m, const quern_tensor *from, const quern_tensor *to);
+enum graph_call { BEGIN, END, LAUNCH }; /* of a CUDA graph, with the launches between BEGIN and END */
+bool graph(v4_model *m, enum graph_call call);
 
 void weights_open(v4_model *m, const char *folder);
 void experts_open(v4_model *m, const char *cache); /* cache: their file, or NULL */
@@ -143,15 +147,13 @@ void cache_open(v4_model *m, int64_t sequences, int64_t capacity, int64_t chunk)
 /* A step of `tokens` tokens of each of the sequences first ... first + batch - 1. */
 void cache_begin(v4_model *m, int64_t first, int64_t batch, int64_t tokens, v4_step *step);
 
-/* Sequence 0 in a file, whose tokens are the first of `tokens`; `logits` are those after the last
- * one. Loading returns how many tokens there are; 0: there is no file. */
+/* Sequence 0 in a file, and its last logits. Loading returns how many of `tokens` it has; 0: no file. */
 void session_save(v4_model *m, const char *path, const int32_t *tokens, int64_t count, const float *logits);
 int64_t session_load(v4_model *m, const char *path, const int32_t *tokens, int64_t most, float *logits);
 
 /* model.c */
 void model_open(v4_model *m, const v4_options *o, int64_t sequences, int64_t capacity);
-/* `count` tokens of each of the sequences first ... first + batch - 1: tokens [batch, count], one extent of
- * which is 1. The logits of the last n of these rows, f32 [n, vocab]; n 0: none. */
+/* tokens [batch, count], one of which is 1, of the sequences from `first` on; logits of the last n rows. */
 void model_step(v4_model *m, int64_t first, int64_t batch, const int32_t *tokens, int64_t count, int64_t n,
                 float *logits);
 void op_prepack(v4_model *m, const quern_tensor *codes, const quern_tensor *scales, const quern_tensor *to);

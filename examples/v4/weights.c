@@ -59,9 +59,8 @@ static void read_numbers(const json_t *config, v4_config *c)
         const bool given = from != NULL && !json_is_null(from);
         const double x = !given ? numbers[i].otherwise : json_is_number(from) ? json_number_value(from) : NAN;
         if (!(x >= numbers[i].least && x <= numbers[i].most) || (numbers[i].whole && x != floor(x)))
-            fail("config.json: %s is %s: a%s number from %g to %g is accepted", key,
-                 given ? "none" : "missing", numbers[i].whole ? " whole" : "", numbers[i].least,
-                 numbers[i].most);
+            fail("config.json: %s is %s: %g to %g is accepted", key, given ? "another" : "missing",
+                 numbers[i].least, numbers[i].most);
         const int64_t whole = (int64_t)x;
         memcpy((char *)c + numbers[i].at, numbers[i].whole ? (const void *)&whole : &x, 8);
     }
@@ -77,8 +76,7 @@ static void read_ratios(const json_t *config, v4_config *c)
         int at = 0;
         while (ratio > 0 && at < RATIOS && c->ratios[at] != ratio && c->ratios[at] != 0) at++;
         if (ratio < 0 || ratio > 4096 || at == RATIOS)
-            fail("config.json: compress_ratios[%lld] is missing or out of place: whole numbers from 0 to "
-                 "4096, of which up to %d differ, are accepted",
+            fail("config.json: compress_ratios[%lld]: 0 to 4096, of which up to %d differ, is accepted",
                  (long long)i, RATIOS);
         c->pool[i] = 1 + at;
         if (ratio > 0) c->ratios[at] = ratio;
@@ -109,8 +107,7 @@ static void read_config(const char *folder, v4_config *c)
     read_ratios(config, c);
     if (c->heads % c->groups != 0 || c->rope_dim % 2 != 0 || c->rope_dim > c->dim ||
         c->rope_dim > c->index_dim || c->top > c->experts)
-        fail("config.json: o_groups must divide num_attention_heads, qk_rope_head_dim be even and within "
-             "head_dim and index_head_dim, num_experts_per_tok within n_routed_experts");
+        fail("config.json: o_groups, qk_rope_head_dim or num_experts_per_tok do not fit the other numbers");
     json_decref(config);
 }
 
@@ -127,26 +124,20 @@ static quern_tensor find(const v4_model *m, const char *name, int64_t n, int64_t
 {
     const int64_t at = quern_checkpoint_find(m->checkpoint, name);
     quern_tensor t;
-    char text[96] = "";
     if (at < 0) fail("the checkpoint has no tensor %s", name);
     if (quern_checkpoint_view(m->checkpoint, (size_t)at, &t) != QUERN_OK)
         fail("%s: %s", name, quern_last_error(NULL));
     if (!any && t.dtype != QUERN_F32 && t.dtype != QUERN_BF16)
         fail("%s is %s: f32 and bf16 are accepted here", name, quern_dtype_name(t.dtype));
     if (n == 0 || (t.ndim == (k > 0 ? 2 : 1) && t.shape[0] == n && (k == 0 || t.shape[1] == k))) return t;
-    for (int32_t i = 0; i < t.ndim; i++)
-        snprintf(text + strlen(text), sizeof text - strlen(text), i > 0 ? ", %lld" : "%lld",
-                 (long long)t.shape[i]);
-    fail("%s is [%s], by config.json it has %lld rows of %lld", name, text, (long long)n,
-         (long long)(k > 0 ? k : 1));
+    fail("%s is [%lld%s], by config.json it has %lld rows of %lld", name, (long long)t.shape[0],
+         t.ndim > 1 ? ", ..." : "", (long long)n, (long long)(k > 0 ? k : 1));
 }
 
 /* A copy on the device. */
 static quern_tensor place(const v4_model *m, quern_tensor from)
 {
-    quern_tensor t = from;
-    t.device = m->cuda ? QUERN_CUDA : QUERN_CPU;
-    t.data = device_take(m, tensor_bytes(&t));
+    const quern_tensor t = make(m, from.dtype, from.shape);
     device_copy(m, t.data, from.data, tensor_bytes(&t));
     return t;
 }
@@ -263,11 +254,6 @@ void weights_open(v4_model *m, const char *folder)
     read(m, "", all, sizeof all / sizeof *all);
     m->layer = host_take((size_t)c->layers * sizeof *m->layer);
     for (int64_t i = 0; i < c->layers; i++) read_layer(m, i, &m->layer[i]);
-    for (size_t i = 0; i < quern_checkpoint_count(m->checkpoint); i++) {
-        quern_checkpoint_tensor t = QUERN_CHECKPOINT_TENSOR_INIT;
-        check(quern_checkpoint_info(m->checkpoint, i, &t));
-        if (strncmp(t.name, "mtp.", 4) != 0) continue;
+    if (quern_checkpoint_find(m->checkpoint, "mtp.0.norm.weight") >= 0)
         note(m, false, "the layers of multi-token prediction (mtp) are skipped");
-        break;
-    }
 }

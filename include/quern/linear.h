@@ -61,7 +61,7 @@ typedef struct quern_linear_tensors {
     const quern_tensor *w_codes, *w_scales; /* [G N, K/2], [G N, K/16] */
     const quern_tensor *w_global;           /* f32 [] or [1] */
     const quern_tensor *bias;               /* f32 or x's dtype [G N]; or NULL */
-    const quern_tensor *y;                  /* as x [T, G N]; written by forward */
+    const quern_tensor *y;                  /* as x, or with a float w f32, [T, G N]; written by forward */
     const quern_tensor *d_y;                /* as x [T, G N]; read by backward */
     const quern_tensor *d_x;                /* as x; written by backward, as those below; each may be NULL */
     const quern_tensor *d_w;                /* f32 [G N, K]; of a float w */

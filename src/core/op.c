@@ -344,8 +344,7 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     if (status != QUERN_OK || (status = op_derive(call)) != QUERN_OK ||
         (status = check_tensors(call, looks, used)) != QUERN_OK || (status = check_sources(call)) != QUERN_OK)
         return status;
-    if (looks == OP_AT_DATA && (status = check_memory(call, own->t, used)) != QUERN_OK)
-        return status;
+    if (looks == OP_AT_DATA && (status = check_memory(call, own->t, used)) != QUERN_OK) return status;
     call->backend = context_backend(ctx, call->like.device, call->like.device_id, NULL, &call->exec);
     if (call->backend == NULL) return error_status();
     return op_program_build(call);
@@ -370,6 +369,19 @@ quern_status op_workspace_of(op_call *call, const op_family *family, int32_t ope
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     *bytes = call->bytes;
     return QUERN_OK;
+}
+
+/* What a call reads and writes. (The status word takes bits in any order.) */
+static int32_t spans_of(const op_call *call, const quern_tensor *const *given, const op_used *used,
+                        const void *workspace, op_span spans[OP_TENSORS_MAX + 1])
+{
+    int32_t count = 0;
+    for (int32_t i = 0; i < used->count; i++)
+        if (used->span[i].high != 0)
+            spans[count++] = op_span_of(given[used->index[i]], is_result(call, used->index[i]));
+    const uintptr_t at = (uintptr_t)workspace;
+    if (call->bytes > 0) spans[count++] = (op_span){.low = at, .high = at + call->bytes, .written = true};
+    return count;
 }
 
 static quern_status check_workspace(const op_call *call, const void *workspace, size_t bytes)
@@ -476,7 +488,16 @@ quern_status op_run(op_call *call, const op_family *family, int32_t operation, q
     if (status == QUERN_OK) status = check_run(call, &how, own.t, &used, workspace, bytes);
     if (status != QUERN_OK) return status;
     call->replay = replays_find(&ctx->replays, call, how.stream);
-    return run_on(call, &how, own.t, &used, workspace);
+    if (call->backend->point == NULL) return run_on(call, &how, own.t, &used, workspace);
+    op_span spans[OP_TENSORS_MAX + 1];
+    stage_exec recorder = call->exec;
+    recorder.stream = how.stream;
+    const bool recorded = op_recorded_begin(&ctx->recorded, call->backend, &recorder, spans,
+                                            spans_of(call, own.t, &used, workspace, spans));
+    status = run_on(call, &how, own.t, &used, workspace);
+    const quern_status ended =
+        recorded ? op_recorded_end(&ctx->recorded, call->backend, &recorder) : QUERN_OK;
+    return status != QUERN_OK ? status : ended;
 }
 
 quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,

@@ -3,6 +3,7 @@
 /* op_program_run.c - running a program, and what it would run. */
 #include "core/error.h"
 #include "core/op.h"
+#include "core/op_span.h"
 #include "core/view.h"
 
 #include <string.h>
@@ -106,45 +107,12 @@ const void *op_find(const op_call *call, op_stage stage)
 
 /* ---- steps beside each other ---- */
 
-/* The memory of a view: [low, high), of which a matrix has `width` bytes every `period`; else both are 0. */
-typedef struct span {
-    uintptr_t low, high, width, period;
-    bool written;
-} span;
-
 /* Of all views of a program's steps; those of step i end at end[i]. */
 enum { SPANS_MOST = 1024 };
 typedef struct spans {
     int32_t count, end[OP_BESIDE_MOST];
-    span of[SPANS_MOST];
+    op_span of[SPANS_MOST];
 } spans;
-
-static span span_of(const quern_tensor *t)
-{
-    const int64_t size = (int64_t)quern_dtype_size(t->dtype);
-    int64_t down = 0, up = size;
-    for (int32_t i = 0; i < t->ndim; i++) {
-        const int64_t reach = (t->shape[i] - 1) * t->strides[i] * size;
-        if (reach < 0) down += reach;
-        else up += reach;
-    }
-    span x = {.low = (uintptr_t)t->data + (uintptr_t)down, .high = (uintptr_t)t->data + (uintptr_t)up};
-    if (t->ndim == 2 && t->strides[1] == 1 && t->strides[0] >= t->shape[1]) {
-        x.width = (uintptr_t)(t->shape[1] * size);
-        x.period = (uintptr_t)(t->strides[0] * size);
-    }
-    return x;
-}
-
-/* Whether two views may have memory in common: columns of one matrix have not. */
-static bool meet(const span *x, const span *y)
-{
-    if (x->low >= y->high || y->low >= x->high) return false;
-    if (x->period == 0 || x->period != y->period) return true;
-    const uintptr_t apart =
-        x->low <= y->low ? (y->low - x->low) % x->period : x->period - (x->low - y->low) % x->period;
-    return apart % x->period < x->width || apart + y->width > x->period;
-}
 
 /* Adds a step's views; false where there are too many. */
 static bool add_spans(spans *all, const op_step *step)
@@ -157,8 +125,7 @@ static bool add_spans(spans *all, const op_step *step)
             const quern_tensor *view = op_stage_view(op_step_args(step), &list[n], i);
             if (view->ndim == 0 || view_elements(view) == 0) continue;
             if (all->count == SPANS_MOST) return false;
-            all->of[all->count] = span_of(view);
-            all->of[all->count++].written = op_stage_writes(stage, &list[n], i);
+            all->of[all->count++] = op_span_of(view, op_stage_writes(stage, &list[n], i));
         }
     return true;
 }
@@ -167,10 +134,8 @@ static bool add_spans(spans *all, const op_step *step)
 static bool touch(const spans *all, int32_t k, int32_t i)
 {
     for (int32_t a = k > 0 ? all->end[k - 1] : 0; a < all->end[k]; a++)
-        for (int32_t b = all->end[i - 1]; b < all->end[i]; b++) {
-            const span *x = &all->of[a], *y = &all->of[b];
-            if ((x->written || y->written) && meet(x, y)) return true;
-        }
+        for (int32_t b = all->end[i - 1]; b < all->end[i]; b++)
+            if (op_spans_meet(&all->of[a], &all->of[b])) return true;
     return false;
 }
 

@@ -125,17 +125,19 @@ bool capture_point(const stage_exec *exec, backend_point *point)
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const cudaGraphNode_t *node = NULL;
+    unsigned long long id = 0;
     size_t count = 0;
     if (scope.code != cudaSuccess || takes_graphs(stream)) return false;
 #if CUDART_VERSION >= 13000
-    const cudaError_t code = cudaStreamGetCaptureInfo(stream, &status, NULL, NULL, &node, NULL, &count);
+    const cudaError_t code = cudaStreamGetCaptureInfo(stream, &status, &id, NULL, &node, NULL, &count);
 #else
-    const cudaError_t code = cudaStreamGetCaptureInfo_v2(stream, &status, NULL, NULL, &node, &count);
+    const cudaError_t code = cudaStreamGetCaptureInfo_v2(stream, &status, &id, NULL, &node, &count);
 #endif
     if (code != cudaSuccess) (void)cudaGetLastError();
     if (code != cudaSuccess || status != cudaStreamCaptureStatusActive || count > BACKEND_POINT_MOST)
         return false;
     point->count = (int32_t)count;
+    point->recording = id;
     for (size_t i = 0; i < count; i++) point->after[i] = (void *)node[i];
     return true;
 }

@@ -14,7 +14,7 @@ static const op_tensor tensors[] = {
     {"w_scales", "W_scales", OP_SCALE, OP_NONE, {LIN_GN, OP_SIXTEENTH + LIN_K}, {0}},
     {"w_global", "W_global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"bias", "bias", OP_WEIGHT, OP_NONE, {LIN_GN}, {0}},
-    {"y", "y", OP_ACTIVATION, OP_NONE, {LIN_T, LIN_GN}, {0}},
+    {"y", "y", OP_STORED, OP_NONE, {LIN_T, LIN_GN}, {0}},
     {"d_y", "d_out", OP_ACTIVATION, L(y), {LIN_T, LIN_GN}, {0}},
     {"d_x", "dx", OP_ACTIVATION, L(x), {LIN_T, LIN_GK}, {0}},
     {"d_w", "dW", OP_F32, L(w), {LIN_GN, LIN_K}, {0}},
@@ -120,6 +120,17 @@ static quern_status find_kind(linear_call *c)
     return QUERN_OK;
 }
 
+/* y has x's dtype, or f32 where W is in floats. */
+static quern_status check_result(const linear_call *c)
+{
+    const quern_tensor *x = c->head.given[L(x)], *y = c->head.given[L(y)];
+    if (c->head.operation == LINEAR_BACKWARD || y == NULL || y->dtype == x->dtype ||
+        (c->kind == LINEAR_FLOAT && y->dtype == QUERN_F32))
+        return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "y: dtype %s: %s is accepted, and f32 with w in floats",
+                     quern_dtype_name(y->dtype), quern_dtype_name(x->dtype));
+}
+
 static quern_status check_groups(const char *name, int64_t extent, int64_t groups)
 {
     if (extent % groups == 0) return QUERN_OK;
@@ -156,8 +167,10 @@ static quern_status derive(op_call *call)
     if (t[weight] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "w and w_codes are NULL: one of them is accepted");
     call->like = *t[L(x)];
+    call->stored = t[L(x)]->dtype;
     if ((status = op_check_activation(call, L(x), 2)) != QUERN_OK ||
-        (status = op_check_kind(call, weight, 2)) != QUERN_OK || (status = find_kind(c)) != QUERN_OK)
+        (status = op_check_kind(call, weight, 2)) != QUERN_OK || (status = find_kind(c)) != QUERN_OK ||
+        (status = check_result(c)) != QUERN_OK)
         return status;
     s[LIN_T] = t[L(x)]->shape[0];
     s[LIN_GK] = t[L(x)]->shape[1];

@@ -35,6 +35,8 @@ typedef enum moe_symbol {
 } moe_symbol;
 enum { ML_TOKENS = OP_LEAD, ML_UP_GLOBAL, ML_DOWN_GLOBAL, ML_SHARED_GLOBAL, ML_UP_INPUT, ML_DOWN_INPUT };
 
+enum { MOE_TOKENS_BESIDE = 512 /* of a forward whose shared expert runs beside the routed ones */ };
+
 /* The steps of a backward with a shared expert, which has most. */
 enum {
     MOE_PROGRAM_BYTES = 2 * OP_STEP_BYTES(route) + 9 * OP_STEP_BYTES(permute) + 2 * OP_STEP_BYTES(quantise) +

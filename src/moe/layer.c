@@ -31,6 +31,8 @@ static quern_dtype between_dtype(const moe_call *c)
 static void build_forward(op_build *b)
 {
     const moe_call *c = moe_call_of(b);
+    /* Few rows do not fill a GPU. */
+    if (moe_has_shared(&c->head) && c->head.symbol[MS_T] <= MOE_TOKENS_BESIDE) (void)op_beside(b);
     const quern_tensor x = op_rows(b, M(hidden));
     const moe_routing r = moe_route(b, &x);
     const moe_rows rows = moe_gather(b, &x, &r);

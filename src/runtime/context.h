@@ -5,6 +5,7 @@
 #define QUERN_RUNTIME_CONTEXT_H
 
 #include "backend.h"
+#include "core/op_recorded.h"
 #include "runtime/kept_calls.h"
 #include "runtime/replays.h"
 
@@ -20,6 +21,7 @@ struct quern_context {
     bool prefetch_l2; /* cpu_prefetches_into_l2() */
     void *kept;       /* the CPU backend's */
     replays replays;
+    op_recorded recorded;
     kept_calls calls;
 };
 

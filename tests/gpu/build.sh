@@ -1,9 +1,10 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# Builds the library, the command and the GPU's tests in build/gpu. Needs neither cmocka nor the example's packages.
+# Builds the library, the command, examples/v4 and the GPU's tests in build/gpu. Needs no cmocka; without jansson there is
+# neither command nor example.
 cd "$(dirname "$0")/../.." || exit 1
-cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DQUERN_GPU_TESTS=ON -DQUERN_EXAMPLES=OFF \
+cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DQUERN_GPU_TESTS=ON \
     -DCMAKE_CUDA_ARCHITECTURES="${CUDAARCHS:-90a-real}" >/dev/null || exit 1
 cmake --build build/gpu -j"$(nproc)" >build/gpu/build.log 2>&1 || {
     grep -n -A12 -e 'error[: ]' -e '\*\*\*' build/gpu/build.log | head -n 60

@@ -16,6 +16,7 @@
 #include "runtime/cuda_plugin.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -172,6 +173,7 @@ typedef struct recorded_stage {
 } recorded_stage;
 
 struct mock_recording {
+    uint64_t number; /* no two have one */
     int count;
     int waits, after[MOST_WAITS]; /* of the next stage */
     recorded_stage stage[MOST_STAGES];
@@ -182,8 +184,10 @@ static _Thread_local mock_recording *recorder;
 void mock_record(void)
 {
     if (recorder != NULL) fail_msg("a recording is under way");
+    static atomic_uint_fast64_t numbers;
     recorder = calloc(1, sizeof *recorder);
     if (recorder == NULL) fail_msg("the test is out of memory");
+    recorder->number = ++numbers;
 }
 
 mock_recording *mock_recorded(void)
@@ -310,22 +314,26 @@ static quern_status replay_run(void *kept, const stage_exec *exec, const void *a
     return status;
 }
 
-/* A point is the number of stages that have been recorded: what comes next waits for the last of them. */
+/* A point has the numbers of the stages, from 1 on, that what comes next waits for. */
 static bool point(const stage_exec *exec, backend_point *at)
 {
     (void)exec;
-    if (recorder == NULL) return false;
-    at->count = recorder->count;
+    if (recorder == NULL || recorder->waits > BACKEND_POINT_MOST) return false;
+    at->count = recorder->waits;
+    at->recording = recorder->number;
+    for (int i = 0; i < recorder->waits; i++) at->after[i] = (char *)NULL + 1 + recorder->after[i];
     return true;
 }
 
 static quern_status resume(const stage_exec *exec, const backend_point *const *points, int32_t count)
 {
     (void)exec;
-    if (count > MOST_WAITS) fail_msg("a stage waits for %d others", count);
     recorder->waits = 0;
     for (int32_t i = 0; i < count; i++)
-        if (points[i]->count > 0) recorder->after[recorder->waits++] = points[i]->count - 1;
+        for (int32_t k = 0; k < points[i]->count; k++) {
+            if (recorder->waits == MOST_WAITS) fail_msg("a stage waits for more than %d others", MOST_WAITS);
+            recorder->after[recorder->waits++] = (int)((char *)points[i]->after[k] - (char *)NULL) - 1;
+        }
     return QUERN_OK;
 }
 

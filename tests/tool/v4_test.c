@@ -232,9 +232,9 @@ static void another_device(void **state)
     v4_put("tokens", tokens[0], NULL, TOKENS);
     make_batch(tokens, lengths);
     v4_put("batch", tokens[0], lengths, 3);
-    v4_ends(0, NULL, "logits model tokens logits --chunk 9");
+    v4_ends(0, NULL, "logits model tokens logits --chunk 9 --activations bf16");
     v4_logits("logits", TOKENS, logits[0]);
-    v4_ends(0, here, "generate model --batch batch --max-new %d --json", NEW);
+    v4_ends(0, here, "generate model --batch batch --max-new %d --json --activations bf16", NEW);
     v4_command = V4_MOCK_COMMAND;
     v4_ends(0, NULL, "logits model tokens logits --chunk 9 --device cuda");
     v4_logits("logits", TOKENS, logits[1]);

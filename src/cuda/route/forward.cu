@@ -4,16 +4,16 @@
 #include "route/params.cuh"
 #include "variants.cuh"
 
-__global__ void __launch_bounds__(ROUTE_THREADS) route_logits(const __grid_constant__ route_params a)
+/* Adds to the sums of a tile of tokens and experts, over a share of the dimension. The shares' sums are added
+ * in their order, a lane's first, so their bits do not depend on which warp has a share. */
+__device__ __forceinline__ void add_share(const route_params &a, int64_t t0, int64_t e0, int share,
+                                          float (&sum)[ROUTE_TILE][ROUTE_TILE])
 {
     enum { ROWS = ROUTE_TILE };
-    const int lane = threadIdx.x % 32;
-    const int64_t warp = (int64_t)blockIdx.x * ROUTE_WARPS + threadIdx.x / 32,
-                  across = (a.experts + ROWS - 1) / ROWS;
-    const int64_t t0 = warp / across * ROWS, e0 = warp % across * ROWS;
-    float sum[ROWS][ROWS] = {};
-    if (t0 >= a.tokens) return;
-    for (int64_t d = lane; d < a.dim; d += 32) {
+    const int64_t each = (a.dim + ROUTE_WARPS - 1) / ROUTE_WARPS, end = min(a.dim, (share + 1) * each);
+    float own[ROWS][ROWS] = {};
+#pragma unroll 4
+    for (int64_t d = share * each + threadIdx.x % 32; d < end; d += 32) {
         float h[ROWS], w[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
@@ -23,8 +23,25 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_logits(const __grid_const
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
 #pragma unroll
-            for (int j = 0; j < ROWS; j++) sum[i][j] = fmaf(h[i], w[j], sum[i][j]);
+            for (int j = 0; j < ROWS; j++) own[i][j] = fmaf(h[i], w[j], own[i][j]);
     }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < ROWS; j++) sum[i][j] += own[i][j];
+}
+
+/* A warp a tile, all shares one after the other. */
+__global__ void __launch_bounds__(ROUTE_THREADS) route_logits(const __grid_constant__ route_params a)
+{
+    enum { ROWS = ROUTE_TILE };
+    const int lane = threadIdx.x % 32;
+    const int64_t warp = (int64_t)blockIdx.x * ROUTE_WARPS + threadIdx.x / 32,
+                  across = (a.experts + ROWS - 1) / ROWS;
+    const int64_t t0 = warp / across * ROWS, e0 = warp % across * ROWS;
+    float sum[ROWS][ROWS] = {};
+    if (t0 >= a.tokens) return;
+    for (int share = 0; share < ROUTE_WARPS; share++) add_share(a, t0, e0, share, sum);
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
 #pragma unroll
@@ -33,6 +50,30 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_logits(const __grid_const
             if (lane == 0 && t0 + i < a.tokens && e0 + j < a.experts)
                 a.computed[(t0 + i) * a.experts + e0 + j] = whole;
         }
+}
+
+/* A block a tile, a warp a share: of few tiles, which would not fill the device. */
+__global__ void __launch_bounds__(ROUTE_THREADS) route_few_logits(const __grid_constant__ route_params a)
+{
+    enum { ROWS = ROUTE_TILE, SUMS = ROWS * ROWS };
+    __shared__ float shares[ROUTE_WARPS][SUMS][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t across = (a.experts + ROWS - 1) / ROWS, t0 = blockIdx.x / across * ROWS,
+                  e0 = blockIdx.x % across * ROWS;
+    float sum[ROWS][ROWS] = {};
+    add_share(a, t0, e0, warp, sum);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < ROWS; j++) shares[warp][i * ROWS + j][lane] = sum[i][j];
+    __syncthreads();
+    for (int at = warp; at < SUMS; at += ROUTE_WARPS) {
+        float whole = 0.0f;
+        for (int share = 0; share < ROUTE_WARPS; share++) whole += shares[share][at][lane];
+        whole = warp_sum(whole);
+        const int64_t token = t0 + at / ROWS, e = e0 + at % ROWS;
+        if (lane == 0 && token < a.tokens && e < a.experts) a.computed[token * a.experts + e] = whole;
+    }
 }
 
 __device__ __forceinline__ int64_t index_at(const void *p, bool wide, int64_t at)
@@ -310,6 +351,9 @@ quern_status route_make_logits(const launcher &to, const route_params &a)
 {
     const int64_t tiles =
         (a.tokens + ROUTE_TILE - 1) / ROUTE_TILE * ((a.experts + ROUTE_TILE - 1) / ROUTE_TILE);
+    if (tiles <= ROUTE_FEW_TILES)
+        return launch_shared(to, route_few_logits, dim3((unsigned)tiles), ROUTE_THREADS, 0,
+                             "route, logits of few tokens", a);
     return launch_shared(to, route_logits, dim3(blocks_for(tiles, ROUTE_WARPS)), ROUTE_THREADS, 0,
                          "route, logits", a);
 }

@@ -4,7 +4,8 @@
  * params.cuh - the router's kernels: how they work, and their arguments. Slot t top_k + j is the j-th expert
  * of token t.
  *
- *   logits  a warp computes 4 tokens x 4 experts in f32. Its lanes divide the dimension in a fixed order.
+ *   logits  a warp computes 4 tokens x 4 experts in f32, of few tokens a block. Lanes, and shares of the
+ *           dimension, which are a block's warps, add in a fixed order.
  *   choose  a warp a token, scores in shared memory: it takes the best expert top_k times, and of equal ones
  *           the lowest.
  *   sort    a counting sort of the slots by expert, in chunks: count, scan, place. It is stable: a slot comes
@@ -28,7 +29,8 @@ enum {
     ROUTE_WARPS = ROUTE_THREADS / 32,
     ROUTE_TILE = 4,     /* tokens, and experts, of a warp that makes logits */
     ROUTE_CHUNK = 2048, /* slots */
-    ROUTE_FEW = 16,     /* tokens, and below slots, up to which one block routes */
+    ROUTE_FEW_TILES = 2048,
+    ROUTE_FEW = 16, /* tokens, and below slots, up to which one block routes */
     ROUTE_FEW_SLOTS = 256,
     ROUTE_MOST_EXPERTS = 1024
 };
