@@ -29,17 +29,25 @@ __device__ __forceinline__ uint32_t e4m3_bf16x2(uint32_t word, int i)
     return value | nan;
 }
 
+/* Codes 2 i and 2 i + 1 of a word of four e4m3 as f16: exact, NaN stays. */
+__device__ __forceinline__ uint32_t e4m3_f16x2(uint32_t word, int i)
+{
+    uint32_t halves;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)(word >> i * 16)));
+#else
+    const uint32_t both = e4m3_bf16x2(word, i);
+    const __half2 x = __floats2half2_rn(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000));
+    halves = *(const uint32_t *)&x;
+#endif
+    return halves;
+}
+
 /* Codes 2 i and 2 i + 1 of a word of four e4m3 as floats. */
 __device__ __forceinline__ float2 e4m3_floats(uint32_t word, int i)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)(word >> i * 16)));
+    const uint32_t halves = e4m3_f16x2(word, i);
     return __half22float2(*(const __half2 *)&halves);
-#else
-    const uint32_t both = e4m3_bf16x2(word, i);
-    return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000));
-#endif
 }
 
 /* Codes 2 i and 2 i + 1 of a word of eight e2m1. As bf16 a code's bits are its value over 2^126. */

@@ -45,7 +45,7 @@ __device__ __forceinline__ contest contest_of(const nsa_kernel &a, const nsa_que
 struct choose_room {
     team_room<THREADS> team;
     float mean[256];
-    uint32_t ranks[RANKS_MOST]; /* where there are no more candidates; each is read 33 times */
+    alignas(16) uint32_t ranks[RANKS_MOST]; /* where there are no more candidates; each is read 33 times */
     int32_t list[CHOSEN_MOST];
 };
 
@@ -125,7 +125,10 @@ __device__ __forceinline__ int choose_blocks(const nsa_kernel &a, const nsa_quer
         ranks[j] = c.forced(j) ? 0 : rank_of(block_score(a, q, scratch + a.at.entries, j));
     __syncthreads();
     if (c.g0 - c.f0 <= c.size) kth = 0; /* all others are chosen */
-    else if (c.size > 0)
+    else if (c.size > 0 && ranks == m.ranks) { /* by each warp, without barriers */
+        kth = warp_kth(m.ranks, c.candidates, c.size, 0, 32);
+        equal = c.size - warp_least(m.ranks, (c.candidates + 3) / 4 * 4, kth + 1);
+    } else if (c.size > 0)
         kth = team_kth(
             m.team, [&](int i) { return ranks[i]; }, c.candidates, c.size, &equal);
     for (int first = 0, set = 0; first < c.candidates; first += THREADS, set ^= 1) {

@@ -88,6 +88,12 @@ template <class W> struct chunk_rows {
     }
 };
 
+/* A branch's O of all rows, times the gates. */
+__device__ __forceinline__ float4 *branch_sums(const nsa_kernel &a, float *scratch, int branch)
+{
+    return (float4 *)(scratch + a.at.sum + (int64_t)branch * a.group * a.plane[SLC].dim_v);
+}
+
 template <class W>
 __device__ __forceinline__ void load_rows(const nsa_kernel &a, const nsa_query &q, nsa_memory<W> &m,
                                           const chunk_rows<W> &c)
@@ -99,11 +105,11 @@ __device__ __forceinline__ void load_rows(const nsa_kernel &a, const nsa_query &
     __syncthreads();
 }
 
-/* Adds a branch's O, times the gates, to the sum of rows [from, from + rows) of the chunk; of the entries
- * writes each row's lse, in powers of two. */
+/* Keeps a branch's O, times the gates, of rows [from, from + rows) of the chunk; of the entries writes each
+ * row's lse, in powers of two. */
 template <class W>
-__device__ __forceinline__ void add_sums(const nsa_kernel &a, const nsa_memory<W> &m, const chunk_rows<W> &c,
-                                         int branch, int from, int rows, float *scratch)
+__device__ __forceinline__ void keep_sums(const nsa_kernel &a, const nsa_memory<W> &m, const chunk_rows<W> &c,
+                                          int branch, int from, int rows, float *scratch)
 {
     const int fours = a.plane[SLC].dim_v / 4;
     const bool values = a.has(branch);
@@ -116,13 +122,8 @@ __device__ __forceinline__ void add_sums(const nsa_kernel &a, const nsa_memory<W
         if (!values) continue;
         const float by = factor_of(all.sum, 0.0f, NULL) * scratch[a.at.gates + (c.row0 + row) * 3 + branch];
         const float4 x = total_at(m.walk, all, row, column);
-        float4 *const sum = (float4 *)(scratch + a.at.sum) + (int64_t)c.row0 * fours + i;
-        float4 held = *sum;
-        held.x = fmaf(x.x, by, held.x);
-        held.y = fmaf(x.y, by, held.y);
-        held.z = fmaf(x.z, by, held.z);
-        held.w = fmaf(x.w, by, held.w);
-        *sum = held;
+        branch_sums(a, scratch, branch)[(int64_t)c.row0 * fours + i] =
+            make_float4(x.x * by, x.y * by, x.z * by, x.w * by);
     }
     __syncthreads();
 }
@@ -159,14 +160,18 @@ __device__ __forceinline__ branch_keys find_keys(const nsa_kernel &a, const nsa_
     return k;
 }
 
-/* The branches in their order: one text, as code that does not fit into the instruction cache is slow. */
+/* The branches: one text, as code that does not fit into the instruction cache is slow. Half of the blocks
+ * begin with the window, so that some read keys while others choose; as sums are added at the end, no bit
+ * depends on that. */
 template <class W>
 __device__ __forceinline__ void run_branches(const nsa_kernel &a, const nsa_query &q, nsa_memory<W> &m,
                                              float *scratch)
 {
     const bool scored = a.chooses() && !a.mean_logit;
     int loaded = -1; /* the chunk of rows that shared memory holds */
-    for (int branch = CMP; branch < BRANCHES; branch++) {
+    const bool late = blockIdx.x < (gridDim.x + 1) / 2;
+    for (int i = 0; i < BRANCHES; i++) {
+        const int branch = late ? i : (i + WIN) % BRANCHES;
         if (!a.has(branch) && !(branch == CMP && scored)) continue;
         const int lists = branch == SLC && a.by_head ? a.group : 1;
         for (int j = 0; j < lists; j++) {
@@ -185,20 +190,27 @@ __device__ __forceinline__ void run_branches(const nsa_kernel &a, const nsa_quer
                 __syncthreads();
                 w.store_sums(m.walk, c.rows);
                 __syncthreads();
-                add_sums(a, m, c, branch, lists > 1 ? j - row0 : 0, lists > 1 ? 1 : c.rows, scratch);
+                keep_sums(a, m, c, branch, lists > 1 ? j - row0 : 0, lists > 1 ? 1 : c.rows, scratch);
             }
         }
     }
 }
 
 template <typename T>
-__device__ __forceinline__ void store_sum(const nsa_kernel &a, const nsa_query &q, const float *scratch)
+__device__ __forceinline__ void store_sum(const nsa_kernel &a, const nsa_query &q, float *scratch)
 {
     const int fours = a.plane[SLC].dim_v / 4;
     for (int i = threadIdx.x; i < a.group * fours; i += THREADS) {
         const int row = i / fours, column = (i - row * fours) * 4;
         T *const to = (T *)a.o.p + q.t * a.o.s[1] + (q.kv * a.group + row) * a.o.s[2] + column;
-        store_four<T>(to, ((const float4 *)(scratch + a.at.sum))[i], a.o_wide);
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int branch = CMP; branch < BRANCHES; branch++) {
+            if (!a.has(branch)) continue;
+            const float4 x = branch_sums(a, scratch, branch)[i];
+            sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+        }
+        store_four<T>(to, sum, a.o_wide);
     }
 }
 
@@ -231,9 +243,6 @@ template <class W> __device__ __forceinline__ void take_queries(const nsa_kernel
         if (!find_query(a, task, &q)) continue;
         for (int row = threadIdx.x / 32; row < a.group; row += WARPS)
             find_gates<T>(a, q, row, scratch + a.at.gates + row * 3);
-        for (int i = threadIdx.x; i < a.group * a.plane[SLC].dim_v; i += THREADS)
-            scratch[a.at.sum + i] = 0.0f;
-        __syncthreads();
         run_branches(a, q, m, scratch);
         store_sum<T>(a, q, scratch);
         __syncthreads();

@@ -34,7 +34,7 @@ static scratch_layout layout_of(const nsa_kernel &a, int64_t capacity)
     at.lse = at.ranks + (selects ? four(mask_blocks(capacity, a.select_block)) : 0);
     at.gates = at.lse + four(a.group);
     at.sum = at.gates + four(3 * (int64_t)a.group);
-    at.floats = at.sum + (int64_t)a.group * a.plane[SLC].dim_v;
+    at.floats = at.sum + BRANCHES * (int64_t)a.group * a.plane[SLC].dim_v;
     return at;
 }
 

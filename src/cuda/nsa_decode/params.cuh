@@ -4,10 +4,10 @@
  * params.cuh - NSA's three branches, their selection and gate, of a step's tokens over pages, in one kernel.
  *
  * A block takes one query and one key/value head after another: it attends the entries and keeps their
- * scores, chooses blocks by them, attends these and the window, and adds each branch's O, times its gate, to
- * one sum. Scores, ranks and that sum stand in workspace of the block's own, which stays in L2. So a query
- * has the same bits in every batch. Limit: the read rate on Nc + k l' + W rows; of few queries, what a block
- * can read.
+ * scores, chooses blocks by them, attends these and the window, keeps each branch's O, times its gate, and
+ * adds them at the end. Scores, ranks and sums stand in workspace of the block's own, which stays in L2. So
+ * a query has the same bits in every batch. Limit: the read rate on Nc + k l' + W rows; of few queries, what
+ * a block can read.
  */
 #ifndef QUERN_CUDA_NSA_DECODE_PARAMS_CUH
 #define QUERN_CUDA_NSA_DECODE_PARAMS_CUH

@@ -13,8 +13,8 @@ namespace sm90_indexer
 /*
  * Stores eight channels of a query from c on, a multiple of 8. A thread's 32 codes of a key are channels
  * 32 j ... 32 j + 31 of lane j of four; in a step of 16 channels it has two at 2 j and two at 8 + 2 j. Those
- * are, in the order in which codes are widened: FP8, of each four codes, 0 and 2, then 1 and 3; FP4, of
- * eight, 0 and 4, 1 and 5; in the next step 2 and 6, 3 and 7.
+ * are, in the order in which codes are widened: FP8, four in a row; FP4, of eight, 0 and 4, 1 and 5; in the
+ * next step 2 and 6, 3 and 7.
  */
 template <key_kind KIND, int TILE>
 __device__ __forceinline__ void store_channels(char *tile, int row, int c, uint4 x)
@@ -23,19 +23,45 @@ __device__ __forceinline__ void store_channels(char *tile, int row, int c, uint4
         *(uint4 *)(tile + tile_at<TILE>(row, c / 8)) = x;
     } else {
         const int lane = c / 32, step = c % 32 / 4;
-        const uint32_t pair[4] = {KIND == FP8 ? __byte_perm(x.x, x.y, 0x5410) : __byte_perm(x.x, x.z, 0x5410),
-                                  KIND == FP8 ? __byte_perm(x.x, x.y, 0x7632) : __byte_perm(x.x, x.z, 0x7632),
-                                  KIND == FP8 ? __byte_perm(x.z, x.w, 0x5410) : __byte_perm(x.y, x.w, 0x5410),
-                                  KIND == FP8 ? __byte_perm(x.z, x.w, 0x7632)
-                                              : __byte_perm(x.y, x.w, 0x7632)};
+        const uint32_t pair[4] = {KIND == FP8 ? x.x : __byte_perm(x.x, x.z, 0x5410),
+                                  KIND == FP8 ? x.y : __byte_perm(x.x, x.z, 0x7632),
+                                  KIND == FP8 ? x.z : __byte_perm(x.y, x.w, 0x5410),
+                                  KIND == FP8 ? x.w : __byte_perm(x.y, x.w, 0x7632)};
 #pragma unroll
         for (int i = 0; i < 4; i++)
             *(uint32_t *)(tile + tile_at<TILE>(row, (step + i / 2) * 2 + i % 2) + lane * 4) = pair[i];
     }
 }
 
-/* The same of a query that is rounded: its codes, whose scale the head's weight takes. 16 lanes have a head.
- * In a step of 32 channels lane l of four has those at 4 l and at 16 + 4 l: eight of its 32. */
+/* The same of a head whose factors are f16; returns what the weight takes. 16 lanes have a head; row -1: none
+ * that is stored. */
+template <int TILE> __device__ __forceinline__ float store_halves(char *tile, int row, int c, uint4 x)
+{
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    uint32_t most = 0, halves[4]; /* most: of the finite, the bits of bf16 */
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint32_t size = words[i / 2] >> i % 2 * 16 & 0x7fff;
+        if (size < 0x7f80) most = max(most, size);
+    }
+#pragma unroll
+    for (int by = 1; by < 16; by *= 2) most = max(most, __shfl_xor_sync(~0u, most, by));
+    const uint32_t up = min(268 - (most >> 7), 253u); /* 141 - exponent, biased by 127 */
+    if (row < 0) return 0.0f;
+    const float times = __uint_as_float(up << 23);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float low = __uint_as_float(words[i] << 16) * times,
+                    high = __uint_as_float(words[i] & 0xffff0000) * times;
+        const __half2 two = __floats2half2_rn(low, high);
+        halves[i] = *(const uint32_t *)&two;
+    }
+    store_channels<FP8, TILE>(tile, row, c, make_uint4(halves[0], halves[1], halves[2], halves[3]));
+    return __uint_as_float((254 - up) << 23);
+}
+
+/* The same of a query that is rounded: its codes, whose scale the head's weight takes. In a step of 32
+ * channels lane l of four has those at 4 l and at 16 + 4 l: eight of its 32. */
 template <int TILE>
 __device__ __forceinline__ float store_codes(const index_kernel &a, char *tile, int row, int c, uint4 x)
 {
@@ -94,12 +120,12 @@ __device__ __forceinline__ void feed_queries(const index_kernel &a, const key_fe
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const int row = row0 + i * ROWS_AT_ONCE;
-                if constexpr (KIND == CODES) {
+                if constexpr (KIND == CODES || KIND == FP8) {
                     const bool is_row = row < Q * HEADS;
-                    const float scale =
-                        store_codes<S::TILE>(a, (char *)m.q[at.stage][is_row ? row / S::TILE : 0],
-                                             is_row ? row % S::TILE : -1, c, held[i]);
-                    const int query = row / HEADS;
+                    char *const tile = (char *)m.q[at.stage][is_row ? row / S::TILE : 0];
+                    const int to = is_row ? row % S::TILE : -1, query = row / HEADS;
+                    const float scale = KIND == FP8 ? store_halves<S::TILE>(tile, to, c, held[i])
+                                                    : store_codes<S::TILE>(a, tile, to, c, held[i]);
                     if (is_row && c == 0)
                         m.w[at.stage][query][row % HEADS] =
                             x.query + query < a.queries
@@ -110,7 +136,7 @@ __device__ __forceinline__ void feed_queries(const index_kernel &a, const key_fe
                                                   held[i]);
             }
         }
-        for (int i = t; KIND != CODES && i < Q * HEADS; i += Q_FILLERS) {
+        for (int i = t; KIND != CODES && KIND != FP8 && i < Q * HEADS; i += Q_FILLERS) {
             const int query = x.query + i / HEADS;
             m.w[at.stage][i / HEADS][i % HEADS] =
                 query < a.queries ? index_weight(a, x.b, query, i % HEADS) : 0.0f;

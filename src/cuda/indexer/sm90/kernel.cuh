@@ -16,8 +16,8 @@ template <key_kind KIND> constexpr int steps_of()
     return KIND == CODES ? STEPS / 2 : STEPS;
 }
 
-/* Begins the products of 64 keys with the heads of a tile. */
-template <typename T, int TILE>
+/* Begins the products of 64 keys with the heads of a tile; P: the type of the factors. */
+template <typename P, int TILE>
 __device__ __forceinline__ void multiply(float (&c)[TILE / 8][4], const uint32_t (&keys)[STEPS / 2][4],
                                          uint32_t tile)
 {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply(float (&c)[TILE / 8][4], const uint32_t
     for (int i = 1; i < STEPS / 2; i++) wgmma_rs_e4m3<TILE, true>(c, keys[i], wg_further(heads, i * 32));
     wg_commit();
 }
-template <typename T, int TILE>
+template <typename P, int TILE>
 __device__ __forceinline__ void multiply(float (&c)[TILE / 8][4], const uint32_t (&keys)[STEPS][4],
                                          uint32_t tile)
 {
@@ -37,8 +37,8 @@ __device__ __forceinline__ void multiply(float (&c)[TILE / 8][4], const uint32_t
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         const uint64_t step = wg_further(heads, i / 4 * (TILE * 128) + i % 4 * 32);
-        if (i == 0) wg_rs_wide<T, TILE, false, false>(c, keys[i], step);
-        else wg_rs_wide<T, TILE, true, false>(c, keys[i], step);
+        if (i == 0) wg_rs_wide<P, TILE, false, false>(c, keys[i], step);
+        else wg_rs_wide<P, TILE, true, false>(c, keys[i], step);
     }
     wg_commit();
 }
@@ -99,8 +99,8 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f,
             read_keys(keys, scale, a, f, m, at.stage, row0);
             give_back_keys(m, at);
             at.advance();
-            multiply<T, 2 * HEADS>(first, keys, smem_address(m.q[0][0]));
-            multiply<T, 2 * HEADS>(second, keys, smem_address(m.q[0][1]));
+            multiply<factor<T, KIND>, 2 * HEADS>(first, keys, smem_address(m.q[0][0]));
+            multiply<factor<T, KIND>, 2 * HEADS>(second, keys, smem_address(m.q[0][1]));
             m.scores.wait_free(out);
             wg_wait<1>(first);
             weigh<2 * HEADS>(first, &m.w[0][0], scale,
@@ -109,7 +109,7 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f,
             weigh<2 * HEADS>(second, &m.w[0][2], scale, [&](int query, int h, float x) {
                 m.score[out.stage][2 + query][key + h * 8] = x;
             });
-            m.scores.give(out);
+            if (threadIdx.x % 4 == 0) m.scores.give(out);
             out.advance();
         }
         m.queries.give_back(q);
@@ -117,7 +117,8 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f,
     }
 }
 
-/* One query: this warpgroup has half of the keys of every second stage. */
+/* One query: this warpgroup has half of the keys of every second stage. Beside the scores it writes the rank
+ * of the best of each RANKED keys, a warp's. */
 template <typename T, key_kind KIND, int STAGES>
 __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f, shared<T, KIND, 1, STAGES> &m,
                                       int items, int own)
@@ -130,7 +131,9 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f, 
         if (x.stages == 0) continue;
         m.queries.wait_full(q);
         const uint32_t heads = smem_address(m.q[q.stage]);
+        const int seen = index_seen(a, x.b, 0);
         float *const to = f.raw + x.b * f.raw_row + x.key + key;
+        uint32_t *const ranks = f.best + x.b * best_row(f) + (x.key + row0) / RANKED;
         for (int s = (own / 2) ^ (met & 1); s < x.stages; s += 2) {
             const ring_place<STAGES> at = ring_place<STAGES>::of(met + s);
             float sums[8][4], scale[2];
@@ -138,11 +141,16 @@ __device__ __forceinline__ void score(const index_kernel &a, const key_feed &f, 
             m.keys.wait_full(at);
             read_keys(keys, scale, a, f, m, at.stage, row0);
             give_back_keys(m, at);
-            multiply<T, HEADS>(sums, keys, heads);
+            multiply<factor<T, KIND>, HEADS>(sums, keys, heads);
             wg_wait<0>(sums);
+            float best = NAN;
             weigh<HEADS>(sums, m.w[q.stage], scale, [&](int, int h, float score) {
-                if (x.key + s * KEYS + key + h * 8 < f.raw_row) to[s * KEYS + h * 8] = score;
+                const int at = x.key + s * KEYS + key + h * 8;
+                if (at < f.raw_row) to[s * KEYS + h * 8] = score;
+                if (at < seen) best = fmaxf(best, score);
             });
+            const uint32_t rank = __reduce_max_sync(~0u, rank_of(best));
+            if (threadIdx.x % 32 == 0 && x.key + s * KEYS + row0 < seen) ranks[s * (KEYS / RANKED)] = rank;
         }
         met += x.stages;
         m.queries.give_back(q);
@@ -209,7 +217,7 @@ __global__ void __launch_bounds__(crew<Q>::THREADS, 1)
     if (threadIdx.x == 0) {
         m.keys.init(1, KEY_USERS);
         m.queries.init(Q_FILLERS, crew<Q>::SCORERS * 128);
-        if constexpr (Q > 1) m.scores.init(256, CHOOSERS);
+        if constexpr (Q > 1) m.scores.init(SCORE_GIVERS, CHOOSERS);
         mbar_init_done();
     }
     __syncthreads();
@@ -235,9 +243,14 @@ static quern_status launch(const stage_exec *exec, const index_kernel &a, const 
     const unsigned grid = (unsigned)(items < exec->multiprocessors ? items : exec->multiprocessors);
     static_assert(sizeof(shared<T, KIND, Q, STAGES>) <= 227 * 1024, "a block has room");
     static_assert(Q > 1 || STAGES % 2 == 0, "the same warpgroups use a stage in every turn");
-    const quern_status status =
-        launch_shared({(cudaStream_t)exec->stream, NULL}, indexer_sm90<T, KIND, Q, STAGES>, dim3(grid),
-                      crew<Q>::THREADS, sizeof(shared<T, KIND, Q, STAGES>), "indexer", a, f, map, (int)items);
+    typedef crew<Q> by; /* a block begins with as many registers a thread as all can have, by eights */
+    static_assert((by::OTHERS * by::FEW + by::SCORERS * by::SCORE) * 128 <=
+                      65536 / by::THREADS / 8 * 8 * by::THREADS,
+                  "each warpgroup gets the registers that it asks for");
+    const quern_status status = launch_shared({(cudaStream_t)exec->stream, NULL},
+                                              indexer_sm90<T, KIND, Q, STAGES>, dim3(grid),
+                                              by::THREADS, sizeof(shared<T, KIND, Q, STAGES>),
+                                              "indexer", a, f, map, (int)items);
     if (status != QUERN_OK) return status;
     return Q == 1 ? pick_best(exec, a, f) : f.shares > 1 ? merge_shares(exec, a, f) : status;
 }

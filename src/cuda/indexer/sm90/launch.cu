@@ -111,13 +111,20 @@ static int64_t slice_of(const indexer_args *args)
     return present(args->cu) && most < all ? most : all;
 }
 
+/* Single queries' scores, in floats, and behind them the ranks of the best. */
+static int64_t raw_floats(const indexer_args *args)
+{
+    return (slice_of(args) * raw_row_of(args) + 3) / 4 * 4;
+}
+
 /* What a varlen batch is spread to, and lists of shares or single queries' scores. */
 static size_t indexer_sm90_bytes(const stage_exec *exec, const indexer_args *args)
 {
     if (exec->compute != 90 || args->q.shape[2] != HEADS || args->q.shape[3] != WIDTH) return 0;
     if (queries_of(args) == 1)
         return room_for(index_spread_bytes(args) +
-                        (size_t)(slice_of(args) * raw_row_of(args)) * sizeof(float));
+                        (size_t)(raw_floats(args) + slice_of(args) * (raw_row_of(args) / RANKED + 1)) *
+                            sizeof(float));
     const int shares = shares_of(exec, args);
     return shares > 1 ? room_for(2 * list_bytes(args, shares)) : 0;
 }
@@ -169,6 +176,7 @@ static quern_status indexer_sm90_run(const stage_exec *exec, const indexer_args 
     if (one) {
         f.raw = (float *)(memory + index_spread_bytes(args));
         f.raw_row = raw_row_of(args);
+        f.best = (uint32_t *)(f.raw + raw_floats(args));
     } else if (f.shares > 1) {
         f.rank = (uint32_t *)memory;
         f.index = (int32_t *)((char *)f.rank + list_bytes(args, f.shares));

@@ -65,24 +65,23 @@ __device__ __forceinline__ uint32_t widened(uint32_t signs, uint32_t sizes, uint
     return times_bf16x2((signs & 0x80008000) | (sizes & mask), times);
 }
 
-/* FP8: what multiplies the score goes to `scale`; a negative scale's sign goes to the codes, NaN of a code to
- * the scale. */
-__device__ __forceinline__ void widen(uint32_t (&to)[STEPS][4], float (&scale)[2], const key_words<FP8> &x)
+/* FP8, as f16: what multiplies the score goes to `scale`, a negative scale's sign, which is rare, to the
+ * codes. NaN of a code stays. */
+__device__ __forceinline__ void widen(uint32_t (&to)[STEPS][4], float (&scale)[2], key_words<FP8> &x)
 {
-    const int lane = threadIdx.x % 32;
+    if (__any_sync(~0u, ((x.scale[0] | x.scale[1]) & 0x80000000) != 0)) {
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; i++)
+            x.code[i % 2][i / 2] ^= (uint32_t)((int32_t)x.scale[i % 2] >> 31) & 0x80808080;
+    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        uint32_t nan = 0;
-        const uint32_t times = 0x7b807b80 | ((x.scale[h] & 0x80000000) != 0 ? 0x80008000 : 0);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            const uint32_t word = x.code[h][i];
-            nan |= (word & 0x7f7f7f7f) + 0x01010101;
-            to[i][h] = widened(word << 8, word << 4, 0x07f007f0, times);
-            to[i][h + 2] = widened(word, word >> 4, 0x07f007f0, times);
+            to[i][h] = e4m3_f16x2(x.code[h][i], 0);
+            to[i][h + 2] = e4m3_f16x2(x.code[h][i], 1);
         }
-        const unsigned lanes = __ballot_sync(~0u, (nan & 0x80808080) != 0);
-        scale[h] = (lanes >> (lane & 28) & 15) != 0 ? NAN : __uint_as_float(x.scale[h] & 0x7fffffff);
+        scale[h] = __uint_as_float(x.scale[h] & 0x7fffffff);
     }
 }
 

@@ -5,10 +5,12 @@
  *
  * Each thread's scores are two sets, and the greatest of each go to shared memory: the k-th best of those, of
  * which the first bits do, is a bound that the k-th best of all does not come below, and few scores pass it.
- * They are kept with their keys, and the k-th best is found among them by one warp: a barrier of the block
- * costs more than what a bit of the search does. A bit for each key that is chosen puts these in order. Where
- * those that pass have no room, or keys no bit, the k-th best is found among all, and the scores are read
- * twice more. It may start while the scores run. Limit: reading the scores twice, from L2.
+ * Of long rows the sets are made of the ranks that the scorers left, one of each RANKED keys, and only the
+ * keys whose rank passes are read. Those that pass are kept with their keys, and the k-th best is found among
+ * them by one warp: a barrier of the block costs more than what a bit of the search does. A bit for each key
+ * that is chosen puts these in order. Where those that pass have no room, or keys no bit, the k-th best is
+ * found among all, and the scores are read twice more. It may start while the scores run. Limit: the steps
+ * that follow one another; of short rows, reading the scores twice, from L2.
  */
 #include "indexer/sm90/shared.cuh"
 
@@ -32,8 +34,9 @@ struct pick_shared {
     uint32_t chosen[KEY_BITS / 32], same[KEY_BITS / 32]; /* keys that beat the k-th best, and its equals */
     uint32_t sums[WARPS];
     uint32_t found;
-    int32_t passed, equal;
+    int32_t passed, equal, groups;
 };
+static_assert(KEY_BITS / RANKED <= KEY_BITS / 32 * 2, "bits of the chosen have room for groups in 16 bits");
 
 /* Calls `use(rank, key, here)` for a warp's keys, in their order, by whole warps. */
 template <typename Use>
@@ -77,64 +80,82 @@ static __device__ __forceinline__ void sweep(const float *raw, int seen, bool wi
     }
 }
 
-/* How many of n ranks, a multiple of 4, are at least v; by one warp. */
-static __device__ __forceinline__ int warp_least(const uint32_t *rank, int n, uint32_t v)
+/* Of a warp's lanes those that pass, as numbers from *count on, which grows; -1: the others. */
+static __device__ __forceinline__ int place_of(bool passes, int32_t *count)
 {
-    int count = 0;
-#pragma unroll 4
-    for (int i = (int)threadIdx.x % 32 * 4; i < n; i += 128) {
-        const uint4 x = *(const uint4 *)(rank + i);
-        count += (x.x >= v) + (x.y >= v) + (x.z >= v) + (x.w >= v);
-    }
-    return __reduce_add_sync(~0u, count);
+    const int lane = (int)threadIdx.x % 32;
+    const unsigned lanes = __ballot_sync(~0u, passes);
+    int at = 0;
+    if (lanes == 0) return -1;
+    if (lane == 0) at = atomicAdd(count, __popc(lanes));
+    at = __shfl_sync(~0u, at, 0) + __popc(lanes & ((1u << lane) - 1));
+    return passes ? at : -1;
+}
+static __device__ __forceinline__ void pass(pick_shared &m, bool passes, uint32_t rank, int key)
+{
+    const int at = place_of(passes, &m.passed);
+    if (at < 0 || at >= PASSED) return;
+    m.rank[at] = rank;
+    m.key[at] = (uint32_t)key;
 }
 
-/* By one warp: the k-th best of n ranks from `low` on, or `bits` of it below those that all have in common,
- * the rest 0. There is room behind them up to a multiple of 4. */
-static __device__ __forceinline__ uint32_t warp_kth(uint32_t *rank, int n, int k, uint32_t low, int bits)
-{
-    const int lane = (int)threadIdx.x % 32, whole = (n + 3) / 4 * 4;
-    uint32_t high = 0;
-    if (n + lane < whole) rank[n + lane] = 0;
-    __syncwarp();
-    for (int i = lane; i < n; i += 32) high = max(high, rank[i]);
-    high = __reduce_max_sync(~0u, high);
-    const int same = low == high ? 32 : __clz((int)(low ^ high));
-    uint32_t found = same == 0 ? 0 : same == 32 ? high : high & ~(~0u >> same);
-    for (int bit = 31 - same, left = bits; bit >= 0 && left > 0; bit--, left--)
-        if (warp_least(rank, whole, found | 1u << bit) >= k) found |= 1u << bit;
-    return found;
-}
-
-/* Keeps the scores that no bound excludes; false where they are too many. */
-static __device__ __forceinline__ bool pass_bound(pick_shared &m, const float *raw, int seen, bool wide,
-                                                  int k)
+/* The bound of the sets whose greatest are this thread's two. */
+static __device__ __forceinline__ uint32_t bound_of(pick_shared &m, const uint32_t (&set)[2], int k)
 {
     const int t = threadIdx.x;
-    uint32_t set[2] = {0, 0};
-    sweep(raw, seen, wide, [&](uint32_t rank, int, bool, int which) { set[which] = max(set[which], rank); });
     m.most[t] = set[0];
     m.most[TEAM + t] = set[1];
-    if (t == 0) m.passed = 0;
+    if (t == 0) m.passed = m.groups = 0;
     __syncthreads();
     if (t < 32) {
         const uint32_t bound = warp_kth(m.most, 2 * TEAM, k, 0, BOUND_BITS);
         if (t == 0) m.found = bound;
     }
     __syncthreads();
-    const uint32_t bound = m.found;
-    sweep(raw, seen, wide, [&](uint32_t rank, int key, bool here, int) {
-        const bool passes = here && rank >= bound;
-        const unsigned lanes = __ballot_sync(~0u, passes);
-        int at = 0;
-        if (lanes == 0) return;
-        if (t % 32 == 0) at = atomicAdd(&m.passed, __popc(lanes));
-        at = __shfl_sync(~0u, at, 0) + __popc(lanes & ((1u << t % 32) - 1));
-        if (passes && at < PASSED) {
-            m.rank[at] = rank;
-            m.key[at] = (uint32_t)key;
+    return m.found;
+}
+
+/* Keeps the scores that no bound excludes; false where they are too many. */
+static __device__ __forceinline__ bool pass_bound(pick_shared &m, const float *raw, int seen, bool wide,
+                                                  int k)
+{
+    uint32_t set[2] = {0, 0};
+    sweep(raw, seen, wide, [&](uint32_t rank, int, bool, int which) { set[which] = max(set[which], rank); });
+    const uint32_t bound = bound_of(m, set, k);
+    sweep(raw, seen, wide,
+          [&](uint32_t rank, int key, bool here, int) { pass(m, here && rank >= bound, rank, key); });
+    __syncthreads();
+    return m.passed <= PASSED;
+}
+
+/* The same by the ranks of groups of RANKED keys. */
+static __device__ __forceinline__ bool pass_groups(pick_shared &m, const float *raw, const uint32_t *best,
+                                                   int seen, int k)
+{
+    const int t = threadIdx.x, groups = (seen + RANKED - 1) / RANKED;
+    uint16_t *const passed = (uint16_t *)m.chosen;
+    uint32_t set[2] = {0, 0};
+#pragma unroll 2
+    for (int g0 = 0; g0 < groups; g0 += 2 * TEAM)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int g = g0 + i * TEAM + t;
+            if (g < groups) set[i] = max(set[i], __ldcg(best + g));
         }
-    });
+    const uint32_t bound = bound_of(m, set, k);
+#pragma unroll 4
+    for (int g0 = 0; g0 < groups; g0 += TEAM) {
+        const int g = g0 + t, at = place_of(g < groups && __ldcg(best + g) >= bound, &m.groups);
+        if (at >= 0) passed[at] = (uint16_t)g;
+    }
+    __syncthreads();
+    const int keys = m.groups * RANKED;
+#pragma unroll 4
+    for (int i0 = 0; i0 < keys; i0 += TEAM) {
+        const int i = i0 + t, key = i < keys ? passed[i / RANKED] * RANKED + i % RANKED : seen;
+        const uint32_t rank = key < seen ? rank_of(__ldcg(raw + key)) : 0;
+        pass(m, key < seen && rank >= bound, rank, key);
+    }
     __syncthreads();
     return m.passed <= PASSED;
 }
@@ -250,7 +271,11 @@ static __global__ void __launch_bounds__(TEAM, 1)
         for (int i = t; i < seen; i += TEAM) idx[i] = i;
         return;
     }
-    if (seen <= KEY_BITS && pass_bound(m, raw, seen, wide, a.k)) choose_passed(m, seen, a.k, idx);
+    const bool by_groups = seen >= 2 * RANKED * a.k; /* of fewer, many groups would pass */
+    if (seen > KEY_BITS) choose_among_all(m, raw, seen, a.k, idx);
+    else if (by_groups ? pass_groups(m, raw, f.best + b * best_row(f), seen, a.k)
+                       : pass_bound(m, raw, seen, wide, a.k))
+        choose_passed(m, seen, a.k, idx);
     else choose_among_all(m, raw, seen, a.k, idx);
 }
 

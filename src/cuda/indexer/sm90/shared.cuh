@@ -7,14 +7,17 @@
  * in shared memory, keys stream past them by bulk copies, rows of bytes as they are.
  *
  *   feed     one warp copies 128 keys a stage, three bring the queries and weights
- *   score    keys are the products' rows, in registers, where codes are widened to bf16; heads are their
- *            columns, so a score is a sum along a row. A warpgroup has 64 keys of a stage. Four queries: two
+ *   score    keys are the products' rows, in registers, where codes are widened; heads are their columns,
+ *            so a score is a sum along a row. A warpgroup has 64 keys of a stage. Four queries: two
  *            warpgroups, two accumulators of two queries; while ReLU, weight and sum of one run, the products
  *            of the other do. One query: two warpgroups a stage and two for the next
  *   choose   four queries: a warp each appends the scores that beat its k-th best (topk.cuh). One query:
  *            its scores go to memory, where pick.cu finds the best
  *
- * Where queries are rounded to FP8, its codes are multiplied by the keys' codes as they are.
+ * Codes of FP8 become f16 in one instruction a pair. So do the queries: a head times the power of two that
+ * brings its largest channel to 2^14 and above, its weight over that. A channel below 2^-31 of the largest
+ * loses bits, less than 2^-39 of the largest; all others are exact. Where queries are rounded to FP8, its
+ * codes are multiplied by the keys' codes as they are.
  *
  * The order of channels within the products is that in which a thread finds its codes (feed.cuh).
  *
@@ -48,6 +51,15 @@ enum {
     PANEL_BYTES = KEYS * 128
 };
 
+/* What is multiplied, of queries of T. */
+template <typename T, key_kind KIND> struct factor_of {
+    typedef T type;
+};
+template <typename T> struct factor_of<T, FP8> {
+    typedef __half type;
+};
+template <typename T, key_kind KIND> using factor = typename factor_of<T, KIND>::type;
+
 /* Warpgroups that score, threads, and the registers of those that score and of the others. */
 template <int Q> struct crew {
     enum { OTHERS = 2, SCORERS = 2, THREADS = 512, FEW = 64, SCORE = 192 };
@@ -76,7 +88,13 @@ struct key_feed {
     int32_t *index;
     float *raw; /* of one query: all scores, [B, raw_row] */
     int64_t raw_row;
+    uint32_t *best; /* and the best rank of each RANKED of them, [B, best_row] */
 };
+enum { RANKED = 16 };
+static inline __host__ __device__ int64_t best_row(const key_feed &f)
+{
+    return (f.raw_row + RANKED - 1) / RANKED;
+}
 
 enum { SHARE_LEAST = 1024 };
 __device__ __forceinline__ int share_keys(int seen, int shares)
@@ -127,7 +145,12 @@ template <typename T, key_kind KIND, int Q, int STAGES> struct shared : fed<T, K
 };
 template <typename T, key_kind KIND, int STAGES> struct shared<T, KIND, 1, STAGES> : fed<T, KIND, 1, STAGES> {
 };
-enum { Q_FILLERS = 96, CHOOSERS = 128, KEY_USERS = KEYS / 16 /* warps that read a stage */ };
+enum {
+    Q_FILLERS = 96,
+    CHOOSERS = 128,
+    KEY_USERS = KEYS / 16,   /* warps that score a stage */
+    SCORE_GIVERS = KEYS / 2, /* threads that have two scores of each query: one of four */
+};
 
 /* A tile of queries and a share of its keys, from `key` on; stages 0: there are none. The last queries, which
  * see the most, come first. */
