@@ -14,7 +14,7 @@ enum { MOVER_STREAMS = 5 };
 
 /* Streams of `bytes` bytes each, a multiple of 512, walked side by side; all at multiples of 64. */
 typedef struct mover {
-    int reads, writes; /* 4 and none, 4 and 1, or 5 and 4 */
+    int reads, writes; /* 1 or 4 and none, 4 and 1, or 5 and 4 */
     const char *read[MOVER_STREAMS];
     char *write[MOVER_STREAMS]; /* by non-temporal stores */
     size_t bytes;

@@ -62,7 +62,8 @@ static inline __attribute__((always_inline)) void move_all(const mover *m, size_
 
 void MOVER_NAME(const mover *m, size_t from, size_t to)
 {
-    if (m->writes == 0) move_all(m, from, to, 4, 0);
+    if (m->writes == 0 && m->reads == 1) move_all(m, from, to, 1, 0);
+    else if (m->writes == 0) move_all(m, from, to, 4, 0);
     else if (m->reads == 4) move_all(m, from, to, 4, 1);
     else move_all(m, from, to, 5, 4);
 }

@@ -285,6 +285,8 @@ int bench_open_layer(bench_run *r, quern_context *ctx);
 json_t *bench_workspace(const bench_run *r, const bench_case *c, quern_context *ctx);
 double bench_mover_ms(const job *j, bool backward, int threads);
 double bench_quantise_mover_ms(const job *j, bool backward, int threads);
+double bench_fused_mover_ms(const job *j, bool backward, int threads);
+double bench_weights_mover_ms(const job *j, bool backward, int threads);
 extern const bench_peer peer_dense, peer_attention, peer_experts, peer_projection, peer_products;
 
 #endif

@@ -4,7 +4,8 @@
  * bench_mover.c - the lines of nsa-gate with gate weights: forward Q and the branches' outputs are read, O
  * streamed, the gates written; backward dO, the branches' outputs, Q and the gates are read, the branches'
  * gradients and dQ streamed. Those of nvfp4-quantize of 16-bit values: X is read for the global, and again
- * while codes, a quarter of its bytes, are streamed and scales written.
+ * while codes, a quarter of its bytes, are streamed and scales written. Of nvfp4-fused-quantize: X is read,
+ * codes are written. Of nvfp4-gemm: the repacked weights are read, a stream a thread.
  */
 #include "bench.h"
 
@@ -76,4 +77,31 @@ double bench_quantise_mover_ms(const job *j, bool backward, int threads)
     pass.write_few = scales->data;
     pass.few_bytes = (size_t)value_count(scales);
     return first + mover_run(&pass, threads);
+}
+
+/* The same of nvfp4-fused-quantize. */
+double bench_fused_mover_ms(const job *j, bool backward, int threads)
+{
+    const quern_tensor *x = tensor_of(j, "X"), *codes = tensor_of(j, "gate_codes");
+    if (backward || j->device != QUERN_CPU || x == NULL || codes == NULL) return 0;
+    const size_t bytes = (size_t)value_count(x) * quern_dtype_size(x->dtype) / 4;
+    mover pass = {.reads = 4, .bytes = bytes, .write_few = codes->data};
+    for (int i = 0; i < 4; i++) pass.read[i] = (const char *)x->data + (size_t)i * bytes;
+    pass.few_bytes = (size_t)value_count(codes);
+    if (bytes == 0 || bytes % 512 != 0 || pass.few_bytes > bytes || (uintptr_t)x->data % 64 != 0 ||
+        (uintptr_t)codes->data % 64 != 0 || openmp_team(threads) != threads)
+        return 0;
+    return mover_run(&pass, threads);
+}
+
+/* The same of nvfp4-gemm by repacked weights. */
+double bench_weights_mover_ms(const job *j, bool backward, int threads)
+{
+    const quern_tensor *b = tensor_of(j, "B_repacked");
+    if (backward || j->device != QUERN_CPU || b == NULL) return 0;
+    mover pass = {.reads = 1, .read = {b->data}, .bytes = (size_t)value_count(b)};
+    if (pass.bytes == 0 || pass.bytes % 512 != 0 || (uintptr_t)b->data % 64 != 0 ||
+        openmp_team(threads) != threads)
+        return 0;
+    return mover_run(&pass, threads);
 }

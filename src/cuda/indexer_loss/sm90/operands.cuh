@@ -96,11 +96,12 @@ __device__ __forceinline__ void turn_bits(uint32_t (&a)[4], const uint8_t *bits,
 }
 
 /* Row h of a thread's two, times `by`, to where it begins; a lane stores eight columns of four tiles. */
-__device__ __forceinline__ void store_row(bf16 *to, const float (&x)[COLUMN_TILES][4], int h, float by,
+template <int TILES>
+__device__ __forceinline__ void store_row(bf16 *to, const float (&x)[TILES][4], int h, float by,
                                           int width, bool here, bool wide)
 {
 #pragma unroll
-    for (int i = 0; i < COLUMN_TILES; i += 4) {
+    for (int i = 0; i < TILES; i += 4) {
         uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) words[j] = pack2<bf16>(x[i + j][h * 2] * by, x[i + j][h * 2 + 1] * by);

@@ -1,9 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* lists.cu - pairs of lists, in bf16. */
-#include "indexer_loss/sm90/kernel.cuh"
+#include "indexer_loss/sm90/lists.cuh"
+
+static const int64_t list_blocks = 132; /* of which a multiprocessor runs one */
 
 quern_status sm90_loss::pairs_of_lists(const slice &s, cudaStream_t stream)
 {
-    return launch<true, 1, 2>(stream, s);
+    if (s.tiles > LIST_TILES || s.of.dim > WIDTH) return launch<true, 1, 2>(stream, s);
+    const bool gradients = s.of.d_q_index.p != NULL || s.of.d_w.p != NULL || s.sums != NULL;
+    return launch_shared({stream, NULL}, indexer_loss_lists,
+                         dim3((unsigned)(s.count < list_blocks ? s.count : list_blocks)), LISTS_THREADS,
+                         sizeof(lists_shared), "indexer_loss_lists", s, gradients, s.d_q_wide);
 }
