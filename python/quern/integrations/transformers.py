@@ -9,7 +9,8 @@ Causal attention with padding on the left or right, sliding windows, sinks, list
 and packed sequences (cu_seq_lens_q and _k, or positions that start again). What it cannot do as the model
 asks is refused with a sentence. Experts in floats, whose gate is SiLU(gate) · up, the same with a limit, or
 with alpha and beta; those whose weights require gradients are computed eagerly. accelerate() does this for a
-model and replaces what these functions do not reach: MiniMax-M3's indexer and DeepSeek-V4's attention.
+model and replaces what these functions do not reach: MiniMax-M3's indexer, DeepSeek-V4's attention and
+hyper-connections.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def _replace(name: str, modules: list[Any], model: Any, ours: Any, together: boo
 _NEEDED = "DeepseekV4Attention"
 _REPLACED = {
     _NEEDED: ("deepseek_v4.modeling_deepseek_v4", "._deepseek_v4"),
+    "DeepseekV4DecoderLayer": ("deepseek_v4.modeling_deepseek_v4", "._hyper"),
     "MiniMaxM3VLIndexer": ("minimax_m3_vl.modeling_minimax_m3_vl", "._minimax_m3"),
 }
 
@@ -185,11 +187,12 @@ def accelerate(model: Any, *, experts: str | None = None) -> Any:
 
     attn_implementation becomes "quern" (that of a model's text alone). Of MiniMax-M3 the indexer is replaced:
     blocks are chosen and attended without a mask, and count from each sequence's first token. Of DeepSeek-V4
-    the attention is: whole layers of quern.dsv4, which keep caches of their own in cache.layers. Modules keep
-    their names, parameters and state_dict. experts_implementation becomes "quern" where the experts function
-    takes the model's; experts="nvfp4" also rounds their weights to NVFP4, in place and for good: state_dict
-    then has codes, scales and globals. One line a kind says how many were replaced, and why others were not:
-    of DeepSeek-V4's attention layers all are or none, and attn_implementation stays. On the CPU so far.
+    the attention is, by whole layers of quern.dsv4, which keep caches of their own in cache.layers, and the
+    hyper-connections. Modules keep their names, parameters and state_dict. experts_implementation becomes
+    "quern" where the experts function takes the model's; experts="nvfp4" also rounds their weights to NVFP4,
+    in place and for good: state_dict then has codes, scales and globals. One line a kind says how many were
+    replaced, and why others were not: of DeepSeek-V4's attention layers all are or none, and
+    attn_implementation stays. On the CPU so far.
     """
     if experts not in (None, "nvfp4"):
         raise ValueError(f"accelerate: experts is {experts!r}: None and 'nvfp4' are accepted")
