@@ -15,7 +15,7 @@
 
 /* ---- stages beside each other ---- */
 
-enum { STEPS_MOST = OP_BESIDE_MOST };
+enum { STEPS_MOST = OP_BESIDE_MOST + 2 };
 
 /* What each step waited for: bit i of behind[s], of step i; bit 31: of the start. */
 static struct {
@@ -29,7 +29,7 @@ static bool note_point(const stage_exec *exec, backend_point *point)
     (void)exec;
     if (!seen.records) return false;
     /* The address of an element tells the point: [0] is the start, [1 + i] follows step i. */
-    static char places[1 + STEPS_MOST];
+    static char places[3 + STEPS_MOST];
     point->count = 1;
     point->after[0] = &places[seen.points++];
     return true;
@@ -39,7 +39,8 @@ static quern_status note_resume(const stage_exec *exec, const backend_point *con
 {
     (void)exec;
     static const char *first;
-    if (seen.steps == 0) first = points[0]->after[0]; /* the first step waits for the start alone */
+    /* The call itself resumes first and last; its first step waits for the start alone. */
+    if (seen.steps <= 1) first = points[0]->after[0];
     uint32_t behind = 0;
     for (int32_t i = 0; i < count; i++) {
         const ptrdiff_t at = (const char *)points[i]->after[0] - first;
@@ -127,10 +128,10 @@ static void expect_behind(forward *f, const uint32_t *behind, int steps)
     test_tensor alone = test_tensor_copy(&f->o);
     forward_run(f, true);
     assert_true(test_tensor_same_bits(&alone, &f->o));
-    assert_int_equal(seen.steps, steps);
+    assert_int_equal(seen.steps, steps + 2);
     for (int i = 0; i < steps; i++)
-        if (seen.behind[i] != behind[i])
-            fail_msg("step %d waits for %#x: %#x is expected", i, seen.behind[i], behind[i]);
+        if (seen.behind[i + 1] != behind[i])
+            fail_msg("step %d waits for %#x: %#x is expected", i, seen.behind[i + 1], behind[i]);
     test_tensor_free(&alone);
     forward_free(f);
 }
