@@ -99,6 +99,11 @@ bool op_beside(op_build *b)
     return b->program->beside = b->call->backend->point != NULL;
 }
 
+void op_after_all(op_build *b)
+{
+    if (b->last != NULL) b->last->after_all = true;
+}
+
 void op_drop(op_build *b)
 {
     if (b->last == NULL) return;

@@ -30,6 +30,7 @@ typedef struct op_step {
     uint8_t stage;
     bool asked;          /* runs only where the caller has a status word */
     uint8_t made_for;    /* op_made_for(): the tensor's number and 1; 0: none */
+    bool after_all;      /* op_after_all() */
     const void *scratch; /* symbolic, or NULL */
 } op_step;
 static inline void *op_step_args(const op_step *step)
@@ -87,6 +88,8 @@ void op_when_asked(op_build *b);
 void op_made_for(op_build *b, int32_t tensor);
 /* Steps may run beside each other, each with its own scratch; false where the backend cannot do that. */
 bool op_beside(op_build *b);
+/* The last step, where steps run beside each other, waits for all before it, whether it needs them or not. */
+void op_after_all(op_build *b);
 /* Takes the last step back. */
 void op_drop(op_build *b);
 /* Whether the backend has a stage, which may be an optional one. */

@@ -139,8 +139,8 @@ static bool touch(const spans *all, int32_t k, int32_t i)
     return false;
 }
 
-/* The steps that each waits for, a bit each, without those that another of them waits for; the last one waits
- * for all. `first` steps have run. False where there are too many views. */
+/* The steps that each waits for, a bit each, without those that another of them waits for; the last one, and
+ * those that are to, wait for all. `first` steps have run. False where there are too many views. */
 static bool order_steps(const op_call *call, const op_step *step, int32_t first,
                         uint64_t behind[OP_BESIDE_MOST])
 {
@@ -154,7 +154,7 @@ static bool order_steps(const op_call *call, const op_step *step, int32_t first,
         behind[i] = before[i] = 0;
         for (int32_t k = i - 1; k >= first; k--) {
             if (before[i] >> k & 1) continue;
-            if (i < steps - 1 && !touch(&all, k, i)) continue;
+            if (i < steps - 1 && !step->after_all && !touch(&all, k, i)) continue;
             behind[i] |= (uint64_t)1 << k;
             before[i] |= before[k] | (uint64_t)1 << k;
         }

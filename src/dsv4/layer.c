@@ -65,7 +65,8 @@ attend_mqa_args layer_states_core(const op_build *b, const layer_states *states)
 
 static void build_forward(op_build *b)
 {
-    const layer_parts parts = layer_project(b);
+    layer_parts parts = layer_project(b);
+    layer_project_q(b, &parts);
     const layer_states states = layer_compute(b, &parts, false);
     const quern_tensor o_a_out = layer_project_groups(b, &states.core);
     layer_project_out(b, &o_a_out);

@@ -167,7 +167,9 @@ typedef struct layer_parts {
 
 /* Converts [batch, rows, heads, width] to another dtype. */
 void layer_change(op_build *b, const quern_tensor *from, const quern_tensor *to);
+/* All projections of x, and the indexer's of the residual; q's is a step of its own. */
 layer_parts layer_project(op_build *b);
+void layer_project_q(op_build *b, layer_parts *parts);
 /* Rotates rows of `heads` heads. Before that it norms them where `norm` is set, by a weight or OP_NONE. `at`:
  * positions, as in norm_rope_args; NULL: sequences begin at 0. */
 void layer_rotate(op_build *b, const quern_tensor *in, const quern_tensor *out, int64_t batch, int64_t heads,

@@ -130,7 +130,8 @@ static void give_d_x(op_build *b, const quern_tensor *d_x, int64_t batch)
 void layer_build_backward(op_build *b)
 {
     const int64_t *s = b->call->symbol;
-    const layer_parts parts = layer_project(b);
+    layer_parts parts = layer_project(b);
+    layer_project_q(b, &parts);
     const layer_states states = layer_compute(b, &parts, true);
     const int64_t rows = parts.x.shape[0], batch = states.batch;
     const quern_tensor d_core = output_backward(b, &states), d_q = op_matrix(b, QUERN_F32, rows, s[LS_HD]),

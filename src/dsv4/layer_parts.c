@@ -155,9 +155,7 @@ layer_parts layer_project(op_build *b)
                                                      .x = layer_heads(&parts.residual_in, 1, 1),
                                                      .weight = layer_view(b, DL(q_a_norm)),
                                                      .out = layer_heads(&parts.residual, 1, 1)};
-    /* First, as the choice of entries waits for these queries, and only the core for q. */
     if (kind == QUERN_DSV4_LAYER_CSA) parts.index_q_in = f32_product(b, &parts.residual, DL(indexer_q_b));
-    parts.q_in = f32_product(b, &parts.residual, DL(q_b));
     parts.kv_in = f32_product(b, &parts.x, DL(kv));
     for (int i = 0; i < 2; i++) c->weights[i] = dsv4_weight_views(b->call, &layer_weights(b->call)[i]);
     if (kind != QUERN_DSV4_LAYER_SWA)
@@ -166,6 +164,11 @@ layer_parts layer_project(op_build *b)
     parts.index = project_series(b, &parts.x, DL(indexer_bias), &c->weights[1], s[LS_CI], NULL);
     parts.heads = f32_product(b, &parts.x, DL(indexer_heads));
     return parts;
+}
+
+void layer_project_q(op_build *b, layer_parts *parts)
+{
+    parts->q_in = f32_product(b, &parts->residual, DL(q_b));
 }
 
 void layer_biases(const quern_tensor *bias, int64_t width, quern_tensor *a, quern_tensor *second)

@@ -288,15 +288,17 @@ static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, q
     op_give(b, DL(idx_topk), idx);
 }
 
-/* The core to [T, H D]. */
-static quern_tensor attend(op_build *b, const step_rooms *r, const layer_parts *parts,
-                           const quern_tensor *raw)
+/* The core to [T, H D]. Where entries are chosen q's product comes beside the choice, once the step's rows are
+ * stored: only the core needs q, and the small steps before would wait behind what so large a weight reads. */
+static quern_tensor attend(op_build *b, const step_rooms *r, layer_parts *parts, const quern_tensor *raw)
 {
     const quern_tensor kv = view_with_batch(raw), unrotated = layer_view(b, DL(core)),
                        entries = layer_view(b, DLS(entries));
     const int64_t tokens = parts->x.shape[0], *s = b->call->symbol;
     layer_states states = {.batch = 1, .sinks = parts->sinks};
     quern_tensor to = {0};
+    layer_project_q(b, parts);
+    if (parts->index.ndim > 0) op_after_all(b);
     if (parts->index.ndim > 0) choose(b, r, parts, &states.idx, &states.count);
     states.q = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
     states.core = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
@@ -371,7 +373,7 @@ void layer_step_build(op_build *b)
     if (s[LS_T] <= LAYER_TOKENS_BESIDE) (void)op_beside(b);
     add_copies(b);
     add_tokens(b, &r);
-    const layer_parts parts = layer_project(b);
+    layer_parts parts = layer_project(b);
     const quern_tensor pool = layer_view(b, DLS(raw)), entries = layer_view(b, DLS(entries)),
                        keys = layer_view(b, DLS(keys)), kv = op_matrix(b, QUERN_F32, s[LS_T], s[LS_D]),
                        raw = op_matrix(b, pool.dtype, s[LS_T] + s[LS_B] * window, extent[2]);

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * dsv4_append_wide_test.c - both compressors at the released models' widths, from bf16 projections, in the
- * formats of their caches and in rows: entries of steps of 0 to 5 tokens are those of one call over the whole
- * sequence, to the bit, whichever kernels these widths have.
+ * dsv4_append_wide_test.c - both compressors at the released models' widths, in the formats of their caches,
+ * also in pages, and in rows: entries of steps of 0 to 5 tokens, or of mostly one, are those of one call over
+ * the whole sequence, to the bit, whichever kernels these widths have.
  */
 #include "cmocka_c11.h"
 #include "context.h"
@@ -23,12 +23,16 @@ enum {
     ROPE = 64,
     MOST = 5,
     PARTS = 2,
-    ENTRIES = TOKENS / RATIO
+    ENTRIES = TOKENS / RATIO,
+    PAGE = 4,
+    COLUMNS = (ENTRIES + PAGE - 1) / PAGE
 };
 
 typedef struct part {
     int64_t width, row; /* bytes of a stored row */
     quern_dsv4_format format;
+    quern_dtype dtype; /* of proj, and of entries that are rows */
+    quern_tensor pool, table; /* pages of entries, or absent */
     quern_tensor proj, bias_a, bias_b, norm, states,
         merged;                  /* proj: of all sequences, [BATCH, TOKENS, 4 width] */
     unsigned char *made, *whole; /* [BATCH, ENTRIES, row] */
@@ -50,13 +54,41 @@ static quern_tensor made_of(test_random *random, quern_dtype dtype, int32_t ndim
     return t;
 }
 
-static part part_make(test_random *random, int64_t width, quern_dsv4_format format)
+/* Bytes of a slot that stand before the page's scales. */
+static size_t codes_of(const part *p)
+{
+    return p->format == QUERN_DSV4_ROW584 ? 576 : (size_t)p->width;
+}
+
+/* A pool whose pages stand in another order than the sequences need them. */
+static void part_take_pages(part *p)
+{
+    const int64_t table[] = {BATCH, COLUMNS}, pool[] = {BATCH * COLUMNS, PAGE * p->row};
+    p->table = made_of(NULL, QUERN_I32, 2, table);
+    p->pool = made_of(NULL, QUERN_U8, 2, pool);
+    for (int i = 0; i < BATCH * COLUMNS; i++)
+        ((int32_t *)p->table.data)[i] = (i * 4 + 1) % (BATCH * COLUMNS);
+}
+
+/* Entry e of sequence b from its page. */
+static void copy_from_page(const part *p, int b, int e, unsigned char *to)
+{
+    const size_t codes = codes_of(p), scale = (size_t)p->row - codes, slot = (size_t)(e % PAGE);
+    const int32_t page = ((const int32_t *)p->table.data)[b * COLUMNS + e / PAGE];
+    const unsigned char *from = (const unsigned char *)p->pool.data + (size_t)(page * PAGE * p->row);
+    memcpy(to, from + slot * codes, codes);
+    memcpy(to + codes, from + PAGE * codes + slot * scale, scale);
+}
+
+static part part_make(test_random *random, int64_t width, quern_dsv4_format format, quern_dtype dtype)
 {
     const int64_t proj[] = {BATCH, TOKENS, 4 * width}, bias[] = {RATIO, width},
                   states[] = {BATCH, (6 + 4 * RING) * width}, merged[] = {BATCH};
-    part p = {.width = width, .format = format};
-    p.row = format == QUERN_DSV4_ROW584 ? 584 : format == QUERN_DSV4_FP8 ? width + 4 : 2 * width;
-    p.proj = made_of(random, QUERN_BF16, 3, proj);
+    part p = {.width = width, .format = format, .dtype = dtype};
+    p.row = format == QUERN_DSV4_ROW584 ? 584
+            : format == QUERN_DSV4_FP8  ? width + 4
+                                        : width * (int64_t)quern_dtype_size(dtype);
+    p.proj = made_of(random, dtype, 3, proj);
     p.bias_a = made_of(random, QUERN_F32, 2, bias);
     p.bias_b = made_of(random, QUERN_F32, 2, bias);
     p.norm = made_of(random, QUERN_BF16, 1, bias + 1);
@@ -71,7 +103,8 @@ static part part_make(test_random *random, int64_t width, quern_dsv4_format form
 static void part_free(part *p)
 {
     void *const all[] = {p->proj.data,   p->bias_a.data, p->bias_b.data, p->norm.data,
-                         p->states.data, p->merged.data, p->made,        p->whole};
+                         p->states.data, p->merged.data, p->made,        p->whole,
+                         p->pool.data,   p->table.data};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
@@ -79,7 +112,7 @@ static quern_tensor stored(const part *p, int32_t ndim, int64_t batch, int64_t n
 {
     const bool bytes = p->format != QUERN_DSV4_ROWS;
     const int64_t shape[] = {batch, n, bytes ? p->row : p->width};
-    return quern_tensor_contiguous(data, bytes ? QUERN_U8 : QUERN_BF16, ndim, ndim == 3 ? shape : shape + 1);
+    return quern_tensor_contiguous(data, bytes ? QUERN_U8 : p->dtype, ndim, ndim == 3 ? shape : shape + 1);
 }
 
 static void run_whole(const quern_dsv4_compress_params *given, part *p, const quern_tensor *cos_sin,
@@ -108,8 +141,8 @@ static void run_whole(const quern_dsv4_compress_params *given, part *p, const qu
 static quern_tensor rows_of(const part *p, const int32_t *from, const int32_t *cu)
 {
     const int64_t shape[] = {cu[BATCH], 4 * p->width};
-    const size_t row = (size_t)(4 * p->width) * sizeof(uint16_t);
-    quern_tensor t = made_of(NULL, QUERN_BF16, 2, shape);
+    const size_t row = (size_t)(4 * p->width) * quern_dtype_size(p->dtype);
+    quern_tensor t = made_of(NULL, p->dtype, 2, shape);
     for (int b = 0; b < BATCH; b++)
         memcpy((char *)t.data + (size_t)cu[b] * row,
                (const char *)p->proj.data + (size_t)(b * TOKENS + from[b]) * row,
@@ -130,8 +163,11 @@ static void run_step(const quern_dsv4_compress_params *params, part *parts, cons
     size_t bytes;
     for (int i = 0; i < PARTS; i++) {
         proj[i] = rows_of(&parts[i], positions, cu);
-        out[i] = stored(&parts[i], 2, 1, n, calloc((size_t)n + 1, (size_t)parts[i].row));
+        out[i] = parts[i].pool.ndim > 0
+                     ? parts[i].pool
+                     : stored(&parts[i], 2, 1, n, calloc((size_t)n + 1, (size_t)parts[i].row));
     }
+    if (parts[0].pool.ndim > 0) t.table = &parts[0].table, t.index_table = &parts[1].table;
     t.slots = &at[0], t.positions = &at[1], t.cu = &at[2], t.cos_sin = cos_sin;
     t.proj = &proj[0], t.b_a = &parts[0].bias_a, t.b_b = &parts[0].bias_b, t.norm_weight = &parts[0].norm;
     t.out = &out[0], t.states = &parts[0].states, t.merged = &parts[0].merged;
@@ -147,11 +183,13 @@ static void run_step(const quern_dsv4_compress_params *params, part *parts, cons
         const unsigned char *row = out[i].data;
         for (int b = 0; b < BATCH; b++)
             for (int e = positions[b] / RATIO; e < (positions[b] + cu[b + 1] - cu[b]) / RATIO; e++) {
-                memcpy(parts[i].made + (b * ENTRIES + e) * parts[i].row, row, (size_t)parts[i].row);
+                unsigned char *to = parts[i].made + (b * ENTRIES + e) * parts[i].row;
+                if (parts[i].pool.ndim > 0) copy_from_page(&parts[i], b, e, to);
+                else memcpy(to, row, (size_t)parts[i].row);
                 row += parts[i].row;
             }
         free(proj[i].data);
-        free(out[i].data);
+        if (parts[i].pool.ndim == 0) free(out[i].data);
     }
 }
 
@@ -160,10 +198,14 @@ static void entries_are_those_of_one_call(void **state)
     static const struct {
         int64_t width[PARTS];
         quern_dsv4_format format[PARTS];
-    } cases[] = {{{512, 128}, {QUERN_DSV4_ROWS, QUERN_DSV4_ROWS}},
-                 {{512, 128}, {QUERN_DSV4_ROW584, QUERN_DSV4_FP8}},
-                 {{256, 64}, {QUERN_DSV4_ROWS, QUERN_DSV4_ROWS}},
-                 {{640, 256}, {QUERN_DSV4_ROWS, QUERN_DSV4_ROWS}}};
+        quern_dtype dtype;
+        int32_t most; /* tokens of a step */
+        bool pages;
+    } cases[] = {{{512, 128}, {QUERN_DSV4_ROWS, QUERN_DSV4_ROWS}, QUERN_BF16, MOST, false},
+                 {{512, 128}, {QUERN_DSV4_ROW584, QUERN_DSV4_FP8}, QUERN_BF16, MOST, false},
+                 {{256, 64}, {QUERN_DSV4_ROWS, QUERN_DSV4_ROWS}, QUERN_BF16, MOST, false},
+                 {{640, 256}, {QUERN_DSV4_ROWS, QUERN_DSV4_ROWS}, QUERN_BF16, MOST, false},
+                 {{512, 128}, {QUERN_DSV4_ROW584, QUERN_DSV4_FP8}, QUERN_BF16, 2, true}};
     test_random random = {17};
     (void)state;
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
@@ -176,14 +218,15 @@ static void entries_are_those_of_one_call(void **state)
         params.index_format = cases[c].format[1];
         params.index_hadamard = c % 2 == 1;
         for (int i = 0; i < PARTS; i++) {
-            parts[i] = part_make(&random, cases[c].width[i], cases[c].format[i]);
+            parts[i] = part_make(&random, cases[c].width[i], cases[c].format[i], cases[c].dtype);
+            if (cases[c].pages) part_take_pages(&parts[i]);
             run_whole(&params, &parts[i], &cos_sin, i > 0);
         }
         for (bool more = true; more;) {
             int32_t cu[BATCH + 1] = {0};
             more = false;
             for (int b = 0; b < BATCH; b++) {
-                const int32_t count = (int32_t)test_random_int(&random, 0, MOST),
+                const int32_t count = (int32_t)test_random_int(&random, 0, cases[c].most),
                               left = TOKENS - positions[b];
                 cu[b + 1] = cu[b] + (count < left ? count : left);
             }
