@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* round.cu - rows rounded to e4m3, a warp a run of 128: s = amax / 448, or 1 where that is 0, and x becomes
- * s e4m3(x / s), or the two factors. Rows of 16 bits to codes, of sixteen values a load: eight lanes a run,
- * each with runs of two rows. Limit: copy rate. */
+ * s e4m3(x / s), or the code and s. Aligned rows of 16 bits that become codes take loads of sixteen values:
+ * eight lanes a run, each with runs of two rows. Limit: copy rate. */
 #include "common/quotient.cuh"
 #include "e4m3_gemm/params.cuh"
 
@@ -91,8 +91,7 @@ __device__ __forceinline__ uint32_t largest_magnitude(const uint32_t (&word)[MAN
 #pragma unroll
     for (int i = 1; i < MANY / 2; i++) most = __vmaxu2(most, word[i] & 0x7fff7fff);
 #pragma unroll
-    for (int apart = LANES / 2; apart > 0; apart /= 2)
-        most = __vmaxu2(most, __shfl_xor_sync(~0u, most, apart));
+    for (int mask = LANES / 2; mask > 0; mask /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, mask));
     return max(most & 0xffff, most >> 16);
 }
 

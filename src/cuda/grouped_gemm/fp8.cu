@@ -83,7 +83,7 @@ __device__ __forceinline__ uint32_t largest_of(const float (&x)[EACH])
 #pragma unroll
     for (int i = 0; i < EACH; i++) most = max(most, __float_as_uint(fabsf(x[i])));
 #pragma unroll
-    for (int apart = LANES / 2; apart > 0; apart /= 2) most = max(most, __shfl_xor_sync(~0u, most, apart));
+    for (int mask = LANES / 2; mask > 0; mask /= 2) most = max(most, __shfl_xor_sync(~0u, most, mask));
     return most;
 }
 

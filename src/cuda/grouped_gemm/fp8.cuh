@@ -1,13 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * fp8.cuh - the grouped product of e4m3 operands: how they stand in the workspace.
+ * fp8.cuh - the layout of the grouped product's e4m3 operands in the workspace.
  *
  * A's rows are rounded by 128 of K, the last group padded with zeros. On Hopper a value is a byte, and
- * each 16 bytes hold 4 L + b of K's 16 as {2 L, 2 L + 8, 2 L + 1, 2 L + 9}[b], as weights are decoded from
- * the layout of weights.cuh. Elsewhere a value is a bf16 number, in K's order.
+ * of each 16 of K byte 4 L + b holds number {2 L, 2 L + 8, 2 L + 1, 2 L + 9}[b], the order in which weights
+ * are decoded (weights.cuh). Elsewhere a value is a bf16 number, in K's order.
  *
- * Scales of A stand by group, then by row. An expert's first row is at a multiple of 4, so that 16-byte
+ * Scales of A are [groups][rows]. An expert's first row is at a multiple of 4, so that 16-byte
  * copies can read tiles: row r of expert e, whose rows begin at f, is at r - f + (f + 3) / 4 * 4 + 4 e.
  *
  * A column's power of two is a float, [experts][panels of 64].
@@ -45,7 +45,7 @@ __device__ __forceinline__ float e4m3_rounded(float x)
 }
 
 fp8_params fp8_params_of(const gemm_plan &plan);
-/* Launches what makes both operands: rows and scales of A (`bytes`: as bytes), powers of B's columns. */
+/* Computes both operands: rows and scales of A (`bytes`: as bytes), powers of B's columns. */
 quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan,
                        bool bytes);
 

@@ -26,10 +26,10 @@ struct gemm_params {
     int64_t tokens;
     expert_ends ends;
     weight_source b;
-    /* What is summed is `units` of 64, the results are `panels` of 64, of which `width` columns are real: K
-     * and N of B, or under `turned`, where B's columns are summed, N and K. */
+    /* The product sums over `units` of 64 and has `panels` of 64 columns, of which `width` are real: K and N
+     * of B, or under `transposed` N and K. */
     int32_t units, panels, width;
-    bool turned;
+    bool transposed;
     const void *a; /* [tokens][a_stride], bf16 or f16; `parts` of them, each units * 64 columns, for f32 */
     int64_t a_stride;
     int32_t parts;
@@ -50,9 +50,9 @@ struct gemm_params {
     bool c_wide; /* rows of c allow 16-byte stores */
 };
 
-/* A tile is TOKENS rows of an expert and PANELS panels. Tiles of whole PANELS come first, then, where panels
- * are left over, each expert's tiles of these: they take less time, so that blocks end together. first: the
- * first whole tile of each expert. All threads of a block call. */
+/* A tile is TOKENS rows of an expert and PANELS panels. Tiles of PANELS panels come first, then each expert's
+ * tiles of fewer: those take less time, so that blocks end together. first: the first whole tile of each
+ * expert. All threads of a block call. */
 struct tile_list {
     int32_t first[GEMM_MOST_EXPERTS + 1];
     int32_t across, count; /* whole tiles side by side; all tiles */
@@ -74,9 +74,9 @@ __device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p
             if ((rows < 0 || out) && blockIdx.x == 0) raise_status(p.b.status, QUERN_STATUS_BAD_OFFSETS);
             const int32_t own = rows > 0 ? (int32_t)((rows + tokens - 1) / tokens) * across : 0;
             int32_t sum = own;
-            for (int apart = 1; apart < 32; apart *= 2) {
-                const int32_t lower = __shfl_up_sync(~0u, sum, apart);
-                if (lane >= apart) sum += lower;
+            for (int delta = 1; delta < 32; delta *= 2) {
+                const int32_t lower = __shfl_up_sync(~0u, sum, delta);
+                if (lane >= delta) sum += lower;
             }
             if (e + lane < p.ends.experts) list.first[e + lane] = before + sum - own;
             before += __shfl_sync(~0u, sum, 31);
@@ -158,7 +158,7 @@ __device__ __forceinline__ column_terms column_terms_of(const gemm_params &p, in
     return t;
 }
 
-/* A sum times what its operands stand for. */
+/* A sum times the factors of its operands. */
 __device__ __forceinline__ float scaled(float sum, float unit, float a_global, float b_global)
 {
     return __fmul_rn(__fmul_rn(sum, unit), __fmul_rn(a_global, b_global));
@@ -181,7 +181,7 @@ __device__ __forceinline__ void finish_tail(const gemm_params &p)
         store_any(p.c, p.c_dtype, (first + i / width) * p.c_stride + i % width, 0.0f);
 }
 
-/* How a call is run: its operand A made ready, its output made by the product or by stages behind it. */
+/* How a call is run: whether A is converted first, and whether the product or stages behind it write C. */
 struct gemm_plan {
     gemm_params p;
     bool f16_product; /* else bf16 */
@@ -197,10 +197,10 @@ struct gemm_plan {
 /* `direct`: whether the kernel reads 16-bit rows as they are, which then have this alignment. */
 gemm_plan gemm_plan_of(const stage_exec *exec, const grouped_gemm_args *args, int64_t alignment,
                        void *workspace);
-/* Takes the room of e4m3 operands, and sets p.a and its stride. */
+/* Takes workspace for e4m3 operands, and sets p.a and its stride. */
 void fp8_room(gemm_plan &plan, arena *room);
 bool gemm_takes(const grouped_gemm_args *args, char why[STAGE_WHY_BYTES]);
-/* What comes before the product, and behind it. */
+/* The launches before the product, and behind it. */
 quern_status gemm_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan);
 quern_status gemm_finish(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan);
 

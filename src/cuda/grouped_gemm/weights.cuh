@@ -170,7 +170,7 @@ __device__ __forceinline__ unit_part load_part(const weight_source &w, int64_t e
 
 /* A step's four registers from its word, and its rows' scales from theirs. bf16 holds weights over 2^8, f16
  * over 2^7: so scales and products stay within their range, exactly. */
-template <typename T> constexpr float weight_unit()
+template <typename T> constexpr float weight_scale()
 {
     return __is_same(T, bf16) ? 0x1p8f : 0x1p7f;
 }

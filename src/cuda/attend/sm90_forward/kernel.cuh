@@ -28,6 +28,8 @@
 #include "attend/sm90_forward/feed.cuh"
 #include "common/launch.cuh"
 
+#include <type_traits>
+
 namespace sm90_forward
 {
 
@@ -51,24 +53,48 @@ __device__ __forceinline__ bool send_rows(const float (&o)[OT][4], const attend_
     return true;
 }
 
-/* A computing warpgroup. */
+/* An arrival as one predicated instruction: among products a branch would make ptxas wait for them. */
+__device__ __forceinline__ void arrive_if(bool here, uint32_t bar)
+{
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(bar),
+        "r"((uint32_t)here)
+        : "memory");
+}
+
+/* Lane 0 frees a stage. */
+template <bool PREDICATED, typename RING> __device__ __forceinline__ void free_stage(RING &of, int stage)
+{
+    const bool first = (threadIdx.x & 31) == 0;
+    if constexpr (PREDICATED) arrive_if(first, smem_address(of.free) + stage * 8);
+    else if (first) of.give_back({stage, 0});
+}
+
+/* After a tile's softmax: its P as an operand, and O rescaled. */
+template <typename T, int NT, int OT>
+__device__ __forceinline__ void end_tile(const float (&s)[NT][4], uint32_t (&p)[NT / 2][4], float (&o)[OT][4],
+                                         const float (&shrink)[2])
+{
+    pack_rows<T>(s, p);
+    if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) shrink_rows(o, shrink);
+}
+
+/* A computing warpgroup. A tile is `whole` where all rows see all of it and of the tile before: its products
+ * then have no branch among them. V of a tile that some row does not see whole is searched. */
 template <typename T, int DK, int DV, bool LISTED>
 __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan &plan, const maps &m,
                                         shared<DK, DV, LISTED> &sm, int group)
 {
     typedef shape<DK, DV, LISTED> sh;
     typedef ring_place<STAGES> place_of;
-    constexpr int KEYS = sh::KEYS, GROUPS = sh::GROUPS, M = sh::M, NT = KEYS / 8, OT = DV / 8,
-                  QS = sh::Q_STAGES;
+    constexpr int KEYS = sh::KEYS, M = sh::M, NT = KEYS / 8, OT = DV / 8, QS = sh::Q_STAGES;
     const int lane = threadIdx.x & 31, row0 = group * 64 + (threadIdx.x >> 5 & 3) * 16, own = 1 + group,
-              next = 1 + (group + 1) % GROUPS;
+              next = 1 + (group + 1) % sh::GROUPS;
     const int place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
     int step = 0, used = 0, owed = -1; /* owed: the stage of Q where a copy may still read O */
     uint32_t searched = 0;             /* the parity of each stage's barrier */
-    auto give_back = [&](auto &of, int stage) {
-        if (lane == 0) of.give_back({stage, 0});
-    };
-    if (sh::TURNS && group == GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
+    auto give_back = [&](auto &of, int stage) { free_stage<sh::WHOLES>(of, stage); };
+    if (sh::TURNS && group == sh::GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
     for (int n = 0;; n++) {
         const work &w = sm.wait_plan(n);
         if (w.queries < 0) break;
@@ -80,7 +106,6 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan 
         row_state r = begin_rows(a, w, place);
         float o[OT][4] = {}, s[NT][4], shrink[2];
         uint32_t p[NT / 2][4], held[sh::HELD ? DK / 16 : 1][4];
-        /* Whether all rows see all of a tile; V of the others is searched. */
         auto sees = [&](int t) {
             return tile_seen<KEYS, LISTED>(a, w, DV > 128 ? find_seen<KEYS, LISTED>(w) : seen, list, t);
         };
@@ -88,22 +113,23 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan 
             multiply_queries<T, DK, M, KEYS>(part, held, q_tile + group * 64 * 128,
                                              stage_address(sm.k, stage));
         };
-        auto weigh = [&](auto &part, int t) {
+        auto weigh = [&](auto whole, auto &part, int t) {
             give_back(sm.keys, step % STAGES);
-            if (!sees(t)) hide_unseen<sizeof part / sizeof *part, LISTED>(part, a, w, list, r, t * KEYS);
+            if (!whole && !sees(t))
+                hide_unseen<sizeof part / sizeof *part, LISTED>(part, a, w, list, r, t * KEYS);
             softmax(part, r, shrink, a.scale_log2);
         };
         auto begin = [&](auto &part, auto &packed) {
             wg_start();
             scores(part, step % STAGES);
             wg_wait<0>(part);
-            weigh(part, tiles - 1);
+            weigh(std::false_type(), part, tiles - 1);
             pack_rows<T>(part, packed);
         };
-        auto values = [&](int at_step, int t) {
+        auto values = [&](auto whole, int at_step, int t) {
             const auto at = place_of::of(at_step);
-            sm.values.wait_full(at);
-            if (!sees(t) && sm.wait_searched(at.stage, &searched))
+            if (!whole) sm.values.wait_full(at);
+            if (!whole && !sees(t) && sm.wait_searched(at.stage, &searched))
                 add_nonfinite<T, KEYS, OT, LISTED>(o, a, w, list, r, t * KEYS);
             multiply_values<T, DV, KEYS>(o, p, stage_address(sm.v, at.stage));
         };
@@ -120,23 +146,31 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan 
             if (owed >= 0 && lane == 0) tma_wait_read();
             if (owed >= 0) give_back(sm.queries, owed);
             owed = -1;
-            for (int t = tiles - 2; t >= 0; t--) {
+            auto next_tile = [&](auto whole, int t) {
                 step++;
                 sm.keys.wait_full(place_of::of(step));
+                if (whole) sm.values.wait_full(place_of::of(step - 1));
                 if (sh::TURNS) named_sync(own, 256);
                 wg_start();
                 scores(s, step % STAGES);
-                values(step - 1, t + 1);
+                values(whole, step - 1, t + 1);
                 if (sh::TURNS) named_arrive(next, 256);
                 wg_wait<1>(s);
-                weigh(s, t);
+                weigh(whole, s, t);
                 wg_wait<0>(o);
                 give_back(sm.values, (step - 1) % STAGES);
-                pack_rows<T>(s, p);
-                if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) shrink_rows(o, shrink);
+                end_tile<T>(s, p, o, shrink);
+            };
+            for (int t = tiles - 2; t >= 0; t--) {
+                if constexpr (sh::WHOLES) {
+                    const seen_tiles all = DV > 128 ? find_seen<KEYS, LISTED>(w) : seen;
+                    if (t + 1 < all.to)
+                        for (; t >= all.from; t--) next_tile(std::true_type(), t);
+                }
+                if (!sh::WHOLES || t >= 0) next_tile(std::false_type(), t);
             }
             if (!sh::BULK) give_back(sm.queries, used % QS);
-            values(step, 0);
+            values(std::false_type(), step, 0);
             wg_wait<0>(o);
             give_back(sm.values, step % STAGES);
             step++;

@@ -34,6 +34,9 @@ template <int DK, int DV, bool LISTED> struct shape {
     /* Whether warpgroups take turns at the tensor cores. Above 128 a tile's products take so much longer than
      * its softmax that these overlap anyway, and barriers cost 2%. */
     static constexpr bool TURNS = DK <= 128 || LISTED;
+    /* Whether tiles that all rows see whole have a loop of their own, without a branch among the products:
+     * ptxas then begins the softmax before P V has ended. At D 64 it has too few registers for that. */
+    static constexpr bool WHOLES = !LISTED && DK > 64;
     /* Of ranges, Q stays in registers, which saves a fifth of what the products read of shared memory, and
      * the first tile of a piece may be half a tile. With lists the registers do not suffice: ptxas would let
      * no products overlap. The copy engine stores O from its rows' place of Q. */

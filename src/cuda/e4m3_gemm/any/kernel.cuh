@@ -3,11 +3,11 @@
 /*
  * kernel.cuh - products with e4m3 weights on the f32 cores, of any dtype at any address.
  *
- *   along a row of W   A warp has 4 rows of W and up to 8 rows of a. A lane takes 16 codes of each row, every
- *                      512th, sums their products on its own, and adds the sum times the codes' scale; the
- *                      lanes meet at the end. So each code is read once for 8 rows of a, 16 bytes at a time.
- *   across its rows    A lane has four columns of W, a warp every eighth run of four of its rows; the block's
- *                      warps are added in order.
+ *   K along rows of W    A warp has 4 rows of W and up to 8 rows of a. A lane reads 16 of each row's 512
+ *                        codes at a time, sums their products, and adds that sum times the codes' scale. The
+ *                        lanes' sums are added last. Each code is read once for 8 rows of a.
+ *   K across rows of W   A lane has four columns of W, a warp every eighth group of four rows. The warps'
+ *                        sums are added in order.
  *
  * No sum depends on how many rows a has. Limits: with few rows of a reads of W, with many f32 multiply-adds.
  */

@@ -20,7 +20,7 @@
 #define QUERN_CUDA_E4M3_GEMM_SM90_LARGE_KERNEL_CUH
 
 #include "e4m3_gemm/sm90/tiles.cuh"
-#include "hopper/tma_more.cuh"
+#include "hopper/cluster.cuh"
 
 namespace sm90_e4m3_large
 {

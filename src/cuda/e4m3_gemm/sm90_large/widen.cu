@@ -20,10 +20,10 @@ template <typename T> __device__ __forceinline__ uint32_t two_of(uint32_t word, 
 template <typename T>
 __global__ void __launch_bounds__(THREADS) e4m3_widen(const __grid_constant__ widen_params p)
 {
-    const int64_t pieces = p.out_row / WIDEN_EACH;
-    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < p.rows * pieces;
+    const int64_t chunks = p.out_row / WIDEN_EACH;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < p.rows * chunks;
          i += (int64_t)gridDim.x * THREADS) {
-        const int64_t row = i / pieces, k = (i - row * pieces) * WIDEN_EACH;
+        const int64_t row = i / chunks, k = (i - row * chunks) * WIDEN_EACH;
         const uint8_t *const from = p.codes + row * p.code_row + k;
         alignas(16) uint32_t codes[4] = {};
         if (k + WIDEN_EACH <= p.k) *(uint4 *)codes = __ldcs((const uint4 *)from);

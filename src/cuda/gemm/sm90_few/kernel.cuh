@@ -21,7 +21,8 @@
 
 #include "common/launch.cuh"
 #include "hopper/ring.cuh"
-#include "hopper/tma_more.cuh"
+#include "hopper/cluster.cuh"
+#include "hopper/epilogue.cuh"
 #include "hopper/wgmma.cuh"
 
 namespace sm90_few
@@ -83,14 +84,6 @@ __device__ __forceinline__ void feed(const few_params &q, const CUtensorMap &a, 
     }
 }
 
-/* Tells both blocks of the cluster that this warp has read a stage. */
-__device__ __forceinline__ void free_stage(shared &m, const ring_place<STAGES> &at)
-{
-    const int lane = threadIdx.x % 32;
-    if (lane < CLUSTER)
-        cluster_arrive_read(cluster_address(smem_address(m.stages.free) + at.stage * 8, (uint32_t)lane));
-}
-
 template <typename T>
 __device__ __forceinline__ void start_stage(float (&c)[COLUMNS / 8][4], shared &m,
                                             const ring_place<STAGES> &at)
@@ -111,22 +104,19 @@ __device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS
                                          ring_place<STAGES> &at)
 {
     ring_place<STAGES> before;
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) c[n][e] = 0.0f;
+    clear_sums(c);
     for (int32_t d = 0; d < q.depths; d++) {
         m.stages.wait_full(at);
         start_stage<T>(c, m, at);
         if (d > 0) {
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            free_stage(m, before);
+            give_back_to_cluster<CLUSTER>(m.stages, before);
         }
         before = at;
         at.advance();
     }
     wg_wait<0>(c);
-    free_stage(m, before);
+    give_back_to_cluster<CLUSTER>(m.stages, before);
 }
 
 template <typename T>

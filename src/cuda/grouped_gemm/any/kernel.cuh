@@ -4,8 +4,9 @@
  * kernel.cuh - the grouped product for every GPU since sm_80.
  *
  * A block of four warps owns 64 columns of B and 64 tokens of an expert; a warp has 16 of the columns. Tokens
- * come by cp.async, two stages of 64 of K; a lane's weights of a stage are 16 bytes, loaded a stage ahead and
- * decoded in registers. Blocks walk the tiles that the offsets make. Accumulators 32 registers, weights 6.
+ * are copied by cp.async, two stages of 64 of K; a lane's weights of a stage are 16 bytes, loaded a stage
+ * ahead and decoded in registers. Blocks walk the tiles that follow from the offsets. Registers: 32
+ * accumulators, 6 for weights.
  *
  * Limit: with few tokens, reading the weights; with many, the tensor cores.
  */
@@ -58,7 +59,7 @@ __device__ __forceinline__ void multiply(float (&c)[TOKEN_TILES][4], const unit_
     }
 }
 
-/* low_unit, high_unit: what the sums of a lane's two columns stand for. */
+/* low_unit, high_unit: the factors of the sums of a lane's two columns. */
 __device__ __forceinline__ void store(const gemm_params &p, const float (&c)[TOKEN_TILES][4],
                                       const tile_place &t, float low_unit, float high_unit)
 {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any(const __grid_constan
             __syncthreads();
             w = next;
         }
-        store(p, c, t, weight_unit<T>(), weight_unit<T>());
+        store(p, c, t, weight_scale<T>(), weight_scale<T>());
     }
     finish_tail(p);
 }

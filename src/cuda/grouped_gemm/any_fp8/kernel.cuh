@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any_fp8(const __grid_con
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, 1);
         const int column = t.panel * UNIT + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
         const float power[2] = {power_at(f, t.expert, column), power_at(f, t.expert, column + 8)},
-                    by[2] = {weight_unit<bf16>() / power[0], weight_unit<bf16>() / power[1]};
+                    by[2] = {weight_scale<bf16>() / power[0], weight_scale<bf16>() / power[1]};
         float c[TOKEN_TILES][4] = {}, part[TOKEN_TILES][4] = {};
         unit_part w = {};
         if (p.units > 0) {

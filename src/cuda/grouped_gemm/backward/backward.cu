@@ -55,7 +55,7 @@ struct backward_shared {
 };
 
 /* The unit as [64 of K][64 columns] in bf16, over 2^8. */
-__device__ __forceinline__ void decode_turned(char *to, const unit_part &w)
+__device__ __forceinline__ void decode_transposed(char *to, const unit_part &w)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_gradient(const backward_params &a, const f
         if (token >= t.rows || to >= a.b.k) continue;
         const int64_t row = t.row0 + token;
         store_any(a.d_a, a.d_a_dtype, row * a.d_a_stride + to,
-                  c[i / 4][i % 4] * weight_unit<bf16>() * (a_global_of(p, t.expert, row) * larger));
+                  c[i / 4][i % 4] * weight_scale<bf16>() * (a_global_of(p, t.expert, row) * larger));
     }
 }
 
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int step = 0; step < steps; step++) {
             const int panel = step % a.b.panels;
             load_gradient(a, m.d, t, (int64_t)step * UNIT);
-            decode_turned(m.w, load_part(p.b, t.expert, panel, t.panel));
+            decode_transposed(m.w, load_part(p.b, t.expert, panel, t.panel));
             cp_async_wait<0>();
             __syncthreads();
 #pragma unroll

@@ -33,13 +33,13 @@ __device__ __forceinline__ void copy_tokens(const CUtensorMap &a, shared<TOKENS>
         tma_load(smem_address(m.a[stage][i]), a, bar, u.column + i * UNIT, 0, (int)t.row0, 0);
 }
 
-/* A panel's units of a stage, which follow one another unless the weights are turned. */
+/* A panel's units of a stage, which follow one another unless the weights are transposed. */
 template <int UNITS>
 __device__ __forceinline__ void copy_weights(const gemm_params &p, char (&to)[UNITS][UNIT_BYTES],
                                              int32_t expert, int panel, const stage_units &u, uint32_t bar)
 {
     const uint8_t *from = p.b.repacked + expert * p.b.repacked_expert;
-    if (!p.turned) {
+    if (!p.transposed) {
         bulk_load(smem_address(to), from + ((int64_t)panel * p.units + u.unit) * UNIT_BYTES,
                   (uint32_t)(u.count * UNIT_BYTES), bar);
         return;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtens
 #pragma unroll 1
                 for (int i = 0; i < u.count; i++) {
                     const int panel = t.panel + g, unit = u.unit + i;
-                    put_part(m.b[at.stage][g][i], gather_unit(p.b, t.expert, p.turned ? unit : panel,
-                                                              p.turned ? panel : unit, warp, lane));
+                    put_part(m.b[at.stage][g][i], gather_unit(p.b, t.expert, p.transposed ? unit : panel,
+                                                              p.transposed ? panel : unit, warp, lane));
                 }
             if (threadIdx.x != 0) m.stages.give(at);
             else mbar_arrive(bar);

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gradient.cu - the gradient of A on Hopper: the grouped product of d_c by turned weights. d_c in bf16 with
- * one global an expert is read as it is; else the workspace holds what every GPU's kernel reads. */
+/* gradient.cu - the gradient of A on Hopper: the grouped product of d_c by transposed weights. d_c in bf16
+ * with one global an expert is read as it is; else backward.cu writes its parts to the workspace first. */
 #include "grouped_gemm/backward/params.cuh"
 #include "grouped_gemm/sm90/shared.cuh"
 #include "variants.cuh"
@@ -29,7 +29,7 @@ static gemm_params product_of(const stage_exec *exec, const grouped_gemm_args *a
                               bool ready)
 {
     gemm_params p = gradient_terms(exec, args, a);
-    p.turned = true;
+    p.transposed = true;
     p.units = a.b.panels;
     p.panels = a.b.units;
     p.width = a.b.k;

@@ -5,6 +5,7 @@
 #define QUERN_CUDA_SM90_GROUPED_GEMM_KERNEL_CUH
 
 #include "grouped_gemm/sm90/feed.cuh"
+#include "hopper/epilogue.cuh"
 
 namespace sm90_gemm
 {
@@ -14,17 +15,17 @@ struct unit_operand {
     uint32_t step[UNIT_STEPS][4];
 };
 
-/* Eight rows of eight 16-bit numbers, two a lane, become columns. */
-__device__ __forceinline__ uint32_t turned(uint32_t x)
+/* Transposes a matrix of 8 x 8 16-bit numbers, two a lane. */
+__device__ __forceinline__ uint32_t transposed(uint32_t x)
 {
     uint32_t y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 
-/* The unit with its rows of K as the operand's: step j sums over columns 16 j on, of which a warp takes its
- * own 16 of K. So it reads one word in four of all lanes, and of their scales. */
-template <typename T> __device__ __forceinline__ void decode_turned(unit_operand &w, const char *unit)
+/* Decodes the transpose of a unit: the operand's rows are 64 of K, of which a warp has 16, and step j sums
+ * over columns 16 j on. So a warp reads one word in four of all lanes', and of their scales. */
+template <typename T> __device__ __forceinline__ void decode_transposed(unit_operand &w, const char *unit)
 {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const char *codes = unit + lane * 16 + warp * 4,
@@ -33,19 +34,19 @@ template <typename T> __device__ __forceinline__ void decode_turned(unit_operand
     for (int j = 0; j < UNIT_STEPS; j++) {
         uint32_t x[4];
         decode_step<T>(x, *(const uint32_t *)(codes + j * 512), *(const uint32_t *)(scales + j * 64), warp);
-        w.step[j][0] = turned(x[0]);
-        w.step[j][1] = turned(x[2]);
-        w.step[j][2] = turned(x[1]);
-        w.step[j][3] = turned(x[3]);
+        w.step[j][0] = transposed(x[0]);
+        w.step[j][1] = transposed(x[2]);
+        w.step[j][2] = transposed(x[1]);
+        w.step[j][3] = transposed(x[3]);
     }
 }
 
-template <typename T, bool TURNED>
+template <typename T, bool TRANSPOSED>
 __device__ __forceinline__ void decode_unit(unit_operand &w, const char *unit)
 {
     const int thread = threadIdx.x % 128;
-    if constexpr (TURNED) {
-        decode_turned<T>(w, unit);
+    if constexpr (TRANSPOSED) {
+        decode_transposed<T>(w, unit);
         return;
     }
     const uint4 codes = *(const uint4 *)(unit + thread * 16);
@@ -67,8 +68,8 @@ __device__ __forceinline__ void multiply_unit(float (&c)[TOKENS / 8][4], const u
     wg_commit();
 }
 
-/* Where a warpgroup stands in the stages: the one to come, and the one that is given back once the products
- * of its last unit have ended. */
+/* A warpgroup's place in the stages: the next one, and the one before it, which it gives back once the
+ * products of its last unit have ended. */
 template <int TOKENS> struct stage_walk {
     ring_place<form<TOKENS>::STAGES> at, before;
     bool any; /* of this tile */
@@ -84,26 +85,23 @@ template <int TOKENS> struct stage_walk {
     }
 };
 
-/* Sums of a tile. The products of a unit run while the next is decoded, so two operands take turns; the units
- * that are left over where a part of K ends wait for each other. */
-template <typename T, int TOKENS, bool TURNED>
+/* Sums of a tile. The products of a unit run while the next is decoded into the other of two operands. The
+ * last units of a part of K, fewer than EACH, are decoded and multiplied one after the other. */
+template <typename T, int TOKENS, bool TRANSPOSED>
 __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_params &p, shared<TOKENS> &m,
                                          stage_walk<TOKENS> &walk, int group)
 {
-    enum { UNITS = form<TOKENS>::UNITS, TURN = UNITS > 1 ? UNITS : 2 };
-    const int turns = p.units / TURN, rest = p.units % TURN;
+    enum { UNITS = form<TOKENS>::UNITS, EACH = UNITS > 1 ? UNITS : 2 };
+    const int rounds = p.units / EACH, rest = p.units % EACH;
     unit_operand w[2];
-#pragma unroll
-    for (int i = 0; i < TOKENS / 8; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) c[i][e] = 0.0f;
+    clear_sums(c);
     walk.any = false;
     for (int part = 0; part < p.parts; part++) {
-        for (int turn = 0; turn < turns; turn++) {
+        for (int round = 0; round < rounds; round++) {
 #pragma unroll
-            for (int i = 0; i < TURN; i++) {
+            for (int i = 0; i < EACH; i++) {
                 if (i % UNITS == 0) m.stages.wait_full(walk.at);
-                decode_unit<T, TURNED>(w[i % 2], m.b[walk.at.stage][group][i % UNITS]);
+                decode_unit<T, TRANSPOSED>(w[i % 2], m.b[walk.at.stage][group][i % UNITS]);
                 multiply_unit<T, TOKENS>(c, w[i % 2], m.a[walk.at.stage][i % UNITS]);
                 wg_wait<1>(c);
                 if (i % UNITS == 0) walk.begun(m);
@@ -112,7 +110,7 @@ __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_p
         }
         for (int i = 0; i < rest; i++) {
             if (i == 0) m.stages.wait_full(walk.at);
-            decode_unit<T, TURNED>(w[0], m.b[walk.at.stage][group][i]);
+            decode_unit<T, TRANSPOSED>(w[0], m.b[walk.at.stage][group][i]);
             multiply_unit<T, TOKENS>(c, w[0], m.a[walk.at.stage][i]);
             wg_wait<0>(c);
             if (i == 0) walk.begun(m);
@@ -131,8 +129,8 @@ struct warp_place {
     int column, width; /* of C, the warp's first, and how many there are */
 };
 
-/* What the sums of a thread's two columns stand for. */
-struct column_units {
+/* The factors of the sums of a thread's two columns. */
+struct column_scales {
     float low, high;
 };
 
@@ -144,12 +142,13 @@ __device__ __forceinline__ float2 row_globals(const gemm_params &p, const warp_p
                        token + 1 < w.rows ? a_global_of(p, 0, w.row0 + token + 1) : 1.0f);
 }
 
-/* Sums become results: each thread's columns are lane / 4 and that + 8, which under SwiGLU are a gate and its
- * up, so that the first two of four hold the result. What a call has none of takes one branch a tile: with
- * one a token its code would not stay in the instruction cache. PLAIN: there is neither bias nor SwiGLU. */
+/* Turns sums into results. A thread's columns are lane / 4 and that + 8, under SwiGLU a gate and its up: the
+ * first two of four elements then hold the result. The branches on what a call has stand outside the loops
+ * over tokens: the code of one a token would not stay in the instruction cache. PLAIN: neither bias nor
+ * SwiGLU. */
 template <int TOKENS, bool PLAIN>
 __device__ __forceinline__ void finish_sums(float (&c)[TOKENS / 8][4], const gemm_params &p,
-                                            const warp_place &w, int first, column_units unit)
+                                            const warp_place &w, int first, column_scales unit)
 {
     const int lane = threadIdx.x % 32;
     const column_terms low = column_terms_of(p, w.expert, first + lane / 4),
@@ -204,40 +203,41 @@ __device__ __forceinline__ void store_elements(const float (&c)[TOKENS / 8][4], 
         }
 }
 
-/* 16-bit results through shared memory, which transposes them: of a token 32 bytes a warp, under SwiGLU 16,
- * where the last two of four tiles are written to no use. */
+/* Stores 16-bit results through shared memory, which transposes them: 32 bytes a token and warp, under SwiGLU
+ * 16, where the last two of four matrices are not used. */
 template <typename T, int TOKENS, bool SWIGLU>
 __device__ __forceinline__ void store_rows(const float (&c)[TOKENS / 8][4], const gemm_params &p,
-                                           const warp_place &w, char *room)
+                                           const warp_place &w, char *staged)
 {
     const int lane = threadIdx.x % 32, token = SWIGLU ? lane : lane / 2, part = SWIGLU ? 0 : lane % 2 * 16;
     const uint32_t to =
-        smem_address(room) + (SWIGLU ? lane * 16 : (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16);
+        smem_address(staged) + (SWIGLU ? lane * 16 : (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16);
     char *row = (char *)p.c + ((w.row0 + token) * p.c_stride + w.column) * 2 + part;
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; n += 2, row += 32 * p.c_stride) {
-        const int turn = n / 2 % 2 * (STORE_BYTES / 2);
+        const int buffer = n / 2 % 2 * (STORE_BYTES / 2);
         const uint32_t low[2] = {pack2<T>(c[n][0], c[n][1]), pack2<T>(c[n + 1][0], c[n + 1][1])};
         uint32_t packed[4] = {low[0], low[1], low[1], low[1]};
         if constexpr (!SWIGLU) {
             packed[1] = pack2<T>(c[n][2], c[n][3]);
             packed[3] = pack2<T>(c[n + 1][2], c[n + 1][3]);
         }
-        stmatrix4_trans(to + turn, packed);
+        stmatrix4_trans(to + buffer, packed);
         __syncwarp();
-        if (n * 8 + token < w.rows && token < 16) *(uint4 *)row = *(const uint4 *)(room + turn + lane * 16);
+        if (n * 8 + token < w.rows && token < 16)
+            *(uint4 *)row = *(const uint4 *)(staged + buffer + lane * 16);
     }
     __syncwarp();
 }
 
-/* Results to C in its dtype, as rows where whole warps of aligned ones are there. */
+/* Stores results in C's dtype, as rows where a warp's 16 columns are all there and rows are aligned. */
 template <typename T, int TOKENS, bool PLAIN>
 __device__ __forceinline__ void store_as(const float (&c)[TOKENS / 8][4], const gemm_params &p,
-                                         const warp_place &w, bool whole, char *room)
+                                         const warp_place &w, bool whole, char *staged)
 {
     if constexpr (TOKENS > 8 && sizeof(T) == 2) {
-        if (whole && !PLAIN && p.swiglu) store_rows<T, TOKENS, true>(c, p, w, room);
-        else if (whole) store_rows<T, TOKENS, false>(c, p, w, room);
+        if (whole && !PLAIN && p.swiglu) store_rows<T, TOKENS, true>(c, p, w, staged);
+        else if (whole) store_rows<T, TOKENS, false>(c, p, w, staged);
         if (whole) return;
     }
     store_elements<T, TOKENS>(c, p, w);
@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_as(const float (&c)[TOKENS / 8][4], const 
 
 template <int TOKENS, bool PLAIN = false>
 __device__ __forceinline__ void store_tile(float (&c)[TOKENS / 8][4], const gemm_params &p,
-                                           const tile_place &t, int group, char *room, column_units unit)
+                                           const tile_place &t, int group, char *staged, column_scales unit)
 {
     const int first = (t.panel + group) * UNIT + threadIdx.x / 32 % 4 * 16;
     if (first >= p.width) return;
@@ -253,25 +253,25 @@ __device__ __forceinline__ void store_tile(float (&c)[TOKENS / 8][4], const gemm
     const warp_place w = {t.expert, t.rows, t.row0, first / half, p.width / half};
     const bool whole = first + 16 <= p.width && p.c_wide;
     finish_sums<TOKENS, PLAIN>(c, p, w, first, unit);
-    if (p.c_dtype == QUERN_BF16) store_as<bf16, TOKENS, PLAIN>(c, p, w, whole, room);
-    else if (p.c_dtype == QUERN_F16) store_as<f16, TOKENS, PLAIN>(c, p, w, whole, room);
-    else store_as<float, TOKENS, PLAIN>(c, p, w, whole, room);
+    if (p.c_dtype == QUERN_BF16) store_as<bf16, TOKENS, PLAIN>(c, p, w, whole, staged);
+    else if (p.c_dtype == QUERN_F16) store_as<f16, TOKENS, PLAIN>(c, p, w, whole, staged);
+    else store_as<float, TOKENS, PLAIN>(c, p, w, whole, staged);
 }
 
-template <typename T, int TOKENS, bool TURNED>
+template <typename T, int TOKENS, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m, int group)
 {
     const int32_t tiles = m.tiles.count;
     stage_walk<TOKENS> walk;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[TOKENS / 8][4];
-        sum_tile<T, TOKENS, TURNED>(c, p, m, walk, group);
-        store_tile<TOKENS, TURNED>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
-                                   m.out[threadIdx.x / 32 - 4], {weight_unit<T>(), weight_unit<T>()});
+        sum_tile<T, TOKENS, TRANSPOSED>(c, p, m, walk, group);
+        store_tile<TOKENS, TRANSPOSED>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
+                                       m.out[threadIdx.x / 32 - 4], {weight_scale<T>(), weight_scale<T>()});
     }
 }
 
-template <typename T, int TOKENS, bool TURNED>
+template <typename T, int TOKENS, bool TRANSPOSED>
 __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
     grouped_gemm_sm90(const __grid_constant__ gemm_params p, const __grid_constant__ CUtensorMap a)
 {
@@ -295,19 +295,19 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
         else if (threadIdx.x == 0) feed_repacked(p, a, m);
     } else {
         if constexpr (TOKENS >= 128) registers_up<MANY_REGISTERS>();
-        multiply<T, TOKENS, TURNED>(p, m, role - 1);
+        multiply<T, TOKENS, TRANSPOSED>(p, m, role - 1);
     }
 #endif
 }
 
-template <typename T, int TOKENS, bool TURNED = false>
+template <typename T, int TOKENS, bool TRANSPOSED = false>
 static quern_status launch_kernel(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a)
 {
     const dim3 grid((unsigned)exec->multiprocessors * form<TOKENS>::BLOCKS);
     if (TOKENS == FEW_TOKENS)
-        return launch_behind((cudaStream_t)exec->stream, grouped_gemm_sm90<T, TOKENS, TURNED>, grid,
+        return launch_behind((cudaStream_t)exec->stream, grouped_gemm_sm90<T, TOKENS, TRANSPOSED>, grid,
                              form<TOKENS>::THREADS, sizeof(shared<TOKENS>), "grouped_gemm", p, a);
-    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS, TURNED>, grid,
+    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90<T, TOKENS, TRANSPOSED>, grid,
                          form<TOKENS>::THREADS, sizeof(shared<TOKENS>), "grouped_gemm", p, a);
 }
 

@@ -10,8 +10,8 @@
  *   multiply  warpgroups of 64 columns each: a lane reads its 16 bytes of codes and 8 of scales of a unit,
  *             decodes them into the products' first operand while the products of the unit before run
  *
- * The gradient of A is the same product by turned weights: B's columns are summed, a warpgroup has 64 of K,
- * and fragments are transposed once they are decoded.
+ * The gradient of A is the same product by transposed weights: it sums over B's columns, a warpgroup has 64
+ * of K, and fragments are transposed once they are decoded.
  *
  * TOKENS, 8 to 256, is the width of the products. Decoding a unit takes 90 instructions a warp; products of
  * TOKENS / 2 clocks for each 16 of K run beside it. Up to 64 tokens four warpgroups a multiprocessor hide the
@@ -37,7 +37,7 @@ enum {
     FEW_REGISTERS = 56,
     MANY_REGISTERS = 224,
     STORE_BYTES = 1024,
-    FEW_TOKENS = 8, /* of products between which launches would take a good part of the time */
+    FEW_TOKENS = 8, /* up to which calls are so short that kernels are launched behind each other */
     WIDE_PANELS = 5,
     WIDE_TOKENS = 128 /* of tiles of WIDE_PANELS (wide.cuh) */
 };
@@ -52,8 +52,8 @@ template <int TOKENS> struct form {
                 : TOKENS <= 128 ? 2
                                 : 1, /* of a stage */
         UNIT_STAGE = TOKENS * 128 + GROUPS * UNIT_BYTES,
-        ROOM = (BLOCKS == 2 ? 100 : 200) * 1024,
-        STAGES = ROOM / (UNITS * UNIT_STAGE)
+        STAGE_BYTES = (BLOCKS == 2 ? 100 : 200) * 1024, /* of all stages */
+        STAGES = STAGE_BYTES / (UNITS * UNIT_STAGE)
     };
 };
 
@@ -61,12 +61,12 @@ template <int TOKENS> struct shared {
     typedef form<TOKENS> f;
     char a[f::STAGES][f::UNITS][TOKENS * 128]; /* first: tiles are aligned to 1024 bytes */
     char b[f::STAGES][f::GROUPS][f::UNITS][UNIT_BYTES];
-    char out[f::GROUPS * 4][STORE_BYTES]; /* a warp's results on their way to C */
+    char out[f::GROUPS * 4][STORE_BYTES]; /* a warp's results, staged for C */
     ring<f::STAGES> stages;
     tile_list tiles;
 };
 
-/* A specialisation an instance; wide: tiles of WIDE_PANELS; of the gradient, turned weights. */
+/* A specialisation an instance; wide: tiles of WIDE_PANELS; of the gradient, transposed weights. */
 template <typename T, int TOKENS>
 quern_status launch(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
 template <typename T>

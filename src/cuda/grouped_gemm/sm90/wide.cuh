@@ -2,13 +2,13 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * wide.cuh - the grouped product of many tokens by repacked weights: tiles of 128 tokens and PANELS panels,
- * for weights that pairs of panels divide badly: N 288 has five panels, 2880 nine times as many.
+ * for widths that pairs of panels divide badly: N 288 has five panels, 2880 has 45.
  *
  * The two warpgroups that multiply have three and two panels. A stage is a unit of 64 of K. Weights are
  * decoded twice as often as for 256 tokens: 90 instructions a panel and unit beside 256 clocks of products.
  *
- * Registers: 64 accumulators a panel, and operands of two products each that take turns: one is decoded while
- * the products of the other run.
+ * Registers: 64 accumulators a panel, and two operands of two products each: one is decoded while the
+ * products of the other run.
  */
 #ifndef QUERN_CUDA_SM90_GROUPED_GEMM_WIDE_CUH
 #define QUERN_CUDA_SM90_GROUPED_GEMM_WIDE_CUH
@@ -49,8 +49,7 @@ __device__ __forceinline__ void feed_wide(const gemm_params &p, const CUtensorMa
         for (int part = 0, column = 0; part < p.parts; part++)
             for (int unit = 0; unit < p.units; unit++, column += UNIT) {
                 m.stages.wait_free(at);
-                const uint32_t bar =
-                    m.stages.expect(at, (uint32_t)(WIDE_TOKENS * 128 + panels * UNIT_BYTES));
+                const uint32_t bar = m.stages.expect(at, (uint32_t)(WIDE_TOKENS * 128 + panels * UNIT_BYTES));
                 for (int g = 0; g < panels; g++)
                     copy_weights(p, m.b[at.stage][g], t.expert, t.panel + g, {unit, 1, column}, bar);
                 tma_load(smem_address(m.a[at.stage]), a, bar, column, 0, (int)t.row0, 0);
@@ -88,11 +87,7 @@ __device__ __forceinline__ void sum_wide(float (&c)[EACH][WIDE_TOKENS / 8][4], c
     ring_place<wide_form<PANELS>::STAGES> before = at;
     uint32_t w[2][2][4];
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-#pragma unroll
-        for (int i = 0; i < WIDE_TOKENS / 8; i++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) c[e][i][j] = 0.0f;
+    for (int e = 0; e < EACH; e++) clear_sums(c[e]);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         m.stages.wait_full(at);
@@ -127,12 +122,12 @@ __device__ __forceinline__ void multiply_wide(const gemm_params &p, wide_shared<
     ring_place<wide_form<PANELS>::STAGES> at;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[EACH][WIDE_TOKENS / 8][4];
-        char *room = m.out[threadIdx.x / 32 - 4];
+        char *staged = m.out[threadIdx.x / 32 - 4];
         const tile_place t = tile_at(m.tiles, p, tile, WIDE_TOKENS, PANELS);
         sum_wide<T, PANELS, EACH>(c, p, m, first, at);
 #pragma unroll
         for (int e = 0; e < EACH; e++)
-            store_tile<WIDE_TOKENS>(c[e], p, t, first + e, room, {weight_unit<T>(), weight_unit<T>()});
+            store_tile<WIDE_TOKENS>(c[e], p, t, first + e, staged, {weight_scale<T>(), weight_scale<T>()});
     }
 }
 

@@ -119,8 +119,8 @@ __device__ __forceinline__ uint32_t pick(const uint2 &table, uint32_t picks)
 }
 
 /* What a thread that decodes reads and writes of its panel: of columns `column` and that + 8 the 16 of K
- * number `block` of each unit. Their codes are in the words `block` of four lanes; in turn j a thread
- * takes that of lane j ^ first, so that loads and stores meet no bank twice. */
+ * number `block` of each unit. Their codes are in the words `block` of four lanes; in step j a thread
+ * takes that of lane j ^ first, so that neither loads nor stores have bank conflicts. */
 struct decode_place {
     int codes, scales, shift, rows; /* bytes into a unit, two times; bits; bytes into the rows */
 };
@@ -179,9 +179,9 @@ __device__ __forceinline__ int column_here()
     return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 }
 
-/* What the sums of this thread's columns stand for. */
-__device__ __forceinline__ sm90_gemm::column_units powers_of(const fp8_params &f, const tile_place &t,
-                                                             int group)
+/* The factors of the sums of this thread's columns. */
+__device__ __forceinline__ sm90_gemm::column_scales powers_of(const fp8_params &f, const tile_place &t,
+                                                              int group)
 {
     const int column = min(t.panel + group, f.p.panels - 1) * UNIT + column_here();
     return {power_at(f, t.expert, column), power_at(f, t.expert, column + 8)};
@@ -194,10 +194,10 @@ __device__ __forceinline__ bool arrives()
     return threadIdx.x % 32 == 0;
 }
 
-/* Of the tile's panels those from `first` on, DECODERS apart. */
+/* Decodes every DECODERS-th of a tile's panels, from `first` on. */
 template <int PARTS> __device__ __forceinline__ void decode(const fp8_params &f, shared<PARTS> &m, int first)
 {
-    enum { APART = form<PARTS>::DECODERS, PANELS = GROUPS / APART };
+    enum { STRIDE = form<PARTS>::DECODERS, PANELS = GROUPS / STRIDE };
     const gemm_params &p = f.p;
     const int32_t tiles = m.tiles.count;
     const decode_place here = decode_place_here();
@@ -208,7 +208,7 @@ template <int PARTS> __device__ __forceinline__ void decode(const fp8_params &f,
         uint32_t low[PANELS], high[PANELS];
 #pragma unroll
         for (int i = 0; i < PANELS; i++) {
-            const sm90_gemm::column_units power = powers_of(f, t, first + i * APART);
+            const sm90_gemm::column_scales power = powers_of(f, t, first + i * STRIDE);
             low[i] = table_of(smem_address(m.weights), power.low);
             high[i] = table_of(smem_address(m.weights), power.high);
         }
@@ -218,16 +218,16 @@ template <int PARTS> __device__ __forceinline__ void decode(const fp8_params &f,
             m.decoded.wait_free(to);
 #pragma unroll
             for (int i = 0; i < PANELS * UNITS; i++)
-                load_codes(x[i / UNITS][i % UNITS], m.units[from.stage][first + i / UNITS * APART][i % UNITS],
-                           here);
+                load_codes(x[i / UNITS][i % UNITS],
+                           m.units[from.stage][first + i / UNITS * STRIDE][i % UNITS], here);
 #pragma unroll
             for (int i = 0; i < PANELS * UNITS; i++)
                 load_tables(x[i / UNITS][i % UNITS], low[i / UNITS], high[i / UNITS],
                             i % UNITS == 0 || step * UNITS + 1 < p.units);
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
-                decode_unit<0>(m.b[to.stage][first + i * APART], x[i][0], here);
-                decode_unit<1>(m.b[to.stage][first + i * APART], x[i][1], here);
+                decode_unit<0>(m.b[to.stage][first + i * STRIDE], x[i][0], here);
+                decode_unit<1>(m.b[to.stage][first + i * STRIDE], x[i][1], here);
             }
             wg_show();
             if (arrives()) {
@@ -270,7 +270,7 @@ __device__ __forceinline__ void add_group(float (&c)[PART / 8][4], const float (
     }
 }
 
-/* The parts of a tile follow one another: they share weights and the sums that leave the tensor cores. Tokens
+/* Multiplies the parts of a tile one after the other, with the same weights and registers of `part`. Tokens
  * and weights have as many stages, and one place. */
 template <int PARTS>
 __device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS> &m, int group)
@@ -281,9 +281,7 @@ __device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS> &m, 
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[PARTS][PART / 8][4];
 #pragma unroll
-        for (int i = 0; i < PARTS * PART / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) c[i / (PART / 8)][i % (PART / 8)][e] = 0.0f;
+        for (int i = 0; i < PARTS; i++) clear_sums(c[i]);
         for (int step = 0; step < f.groups; step++) {
             m.tokens.wait_full(at);
             m.decoded.wait_full(at);
@@ -298,7 +296,7 @@ __device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS> &m, 
             at.advance();
         }
         const tile_place t = tile_at(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
-        const sm90_gemm::column_units power = powers_of(f, t, group);
+        const sm90_gemm::column_scales power = powers_of(f, t, group);
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
             sm90_gemm::store_tile<PART>(c[i], p, {t.expert, t.panel, t.rows - i * PART, t.row0 + i * PART},

@@ -14,10 +14,11 @@
  * Weights. Of e4m3(code scale 2^-e) there are eight magnitudes a block of 16: a table in shared memory holds
  * their bytes for each scale byte and each e, 19 KB. A thread has blocks of two columns: two entries, by
  * which a byte permutation decodes four codes whose selectors are shifts and masks of a word: 65
- * instructions for 32 codes. Tokens have K in the order that comes of it (fp8.cuh).
+ * instructions for 32 codes. Tokens have K in the order of the decoded codes (fp8.cuh).
  *
- * Sums leave the tensor cores each 128 of K, whose products are truncated to 14 bits: 64 fused multiply-adds
- * a thread and 128 tokens by the tokens' scales. A row's bits do not depend on the tile.
+ * The tensor core keeps 14 bits of a sum of e4m3 products, so each 128 of K are summed from zero and added in
+ * f32 times the tokens' scales: 64 fused multiply-adds a thread and 128 tokens. A row's bits do not depend on
+ * the tile.
  *
  * Registers of a multiplying thread: 128 accumulators and 64 of the 128 of K. Limit: a step of 256 tokens
  * takes 1024 clocks of products, 1300 of shared memory (the first operand is read for each 128 tokens), 600

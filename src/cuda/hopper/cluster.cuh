@@ -1,9 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* tma_more.cuh - bulk copies of boxes to all blocks of a cluster. */
-#ifndef QUERN_CUDA_HOPPER_TMA_MORE_CUH
-#define QUERN_CUDA_HOPPER_TMA_MORE_CUH
+/* cluster.cuh - stages that the blocks of a cluster fill for each other: bulk copies of boxes to all of them,
+ * and the arrivals that free a stage in all of them. */
+#ifndef QUERN_CUDA_HOPPER_CLUSTER_CUH
+#define QUERN_CUDA_HOPPER_CLUSTER_CUH
 
+#include "hopper/ring.cuh"
 #include "hopper/tma.cuh"
 
 /* As tma_load(), to that place in each block of the cluster whose bit is set in `blocks`: that block's
@@ -21,6 +23,15 @@ __device__ __forceinline__ void tma_load_all(uint16_t blocks, uint32_t to, const
 __device__ __forceinline__ void cluster_arrive_read(uint32_t bar)
 {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+/* Gives a stage back to all blocks of a cluster; a warp that has read it calls. */
+template <int BLOCKS, int STAGES>
+__device__ __forceinline__ void give_back_to_cluster(ring<STAGES> &stages, const ring_place<STAGES> &at)
+{
+    const int lane = threadIdx.x % 32;
+    if (lane < BLOCKS)
+        cluster_arrive_read(cluster_address(smem_address(stages.free) + at.stage * 8, (uint32_t)lane));
 }
 
 #endif
