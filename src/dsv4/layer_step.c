@@ -288,8 +288,9 @@ static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, q
     op_give(b, DL(idx_topk), idx);
 }
 
-/* The core to [T, H D]. Where entries are chosen q's product comes beside the choice, once the step's rows are
- * stored: only the core needs q, and the small steps before would wait behind what so large a weight reads. */
+/* The core to [T, H D]. Where entries are chosen q's product comes beside the choice, once the step's rows
+ * are stored: only the core needs q, and the small steps before would wait behind what so large a weight
+ * reads. */
 static quern_tensor attend(op_build *b, const step_rooms *r, layer_parts *parts, const quern_tensor *raw)
 {
     const quern_tensor kv = view_with_batch(raw), unrotated = layer_view(b, DL(core)),
