@@ -62,10 +62,10 @@ __device__ __forceinline__ void arrive_if(bool here, uint32_t bar)
         : "memory");
 }
 
-/* Lane 0 frees a stage. */
-template <bool PREDICATED, typename RING> __device__ __forceinline__ void free_stage(RING &of, int stage)
+/* One lane frees a stage. */
+template <bool PREDICATED, typename RING>
+__device__ __forceinline__ void free_stage(RING &of, int stage, bool first)
 {
-    const bool first = (threadIdx.x & 31) == 0;
     if constexpr (PREDICATED) arrive_if(first, smem_address(of.free) + stage * 8);
     else if (first) of.give_back({stage, 0});
 }
@@ -93,7 +93,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan 
     const int place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
     int step = 0, used = 0, owed = -1; /* owed: the stage of Q where a copy may still read O */
     uint32_t searched = 0;             /* the parity of each stage's barrier */
-    auto give_back = [&](auto &of, int stage) { free_stage<sh::WHOLES>(of, stage); };
+    auto give_back = [&](auto &of, int stage) { free_stage<sh::WHOLES>(of, stage, lane == 0); };
     if (sh::TURNS && group == sh::GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
     for (int n = 0;; n++) {
         const work &w = sm.wait_plan(n);
