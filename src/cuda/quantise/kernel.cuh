@@ -22,7 +22,7 @@
 #ifndef QUERN_CUDA_QUANTISE_KERNEL_CUH
 #define QUERN_CUDA_QUANTISE_KERNEL_CUH
 
-#include "common/fp4.cuh"
+#include "common/fp4_bf16.cuh"
 #include "common/launch.cuh"
 #include "common/rows.cuh"
 
@@ -98,6 +98,39 @@ __device__ __forceinline__ fp4_block checked_block(const quantise_params &a, flo
     return {{0, 0}, 0};
 }
 
+/* The same from memory. Where few blocks take it, a call keeps its registers from all of them. */
+template <fp4_kind KIND, typename T>
+__device__ __noinline__ fp4_block block_alone(const quantise_params &a, float global, raw_block<T> raw)
+{
+    float x[FP4_BLOCK];
+    raw.values(x);
+    return checked_block<KIND, sizeof(T) == 4>(a, global, x);
+}
+
+/* The same; of bf16 by the rule of its global, if that has one. */
+template <fp4_kind KIND, typename T>
+__device__ __forceinline__ fp4_block ruled_block(const quantise_params &a, const bf16_rule &rule,
+                                                 const raw_block<T> &raw)
+{
+    if constexpr (has_bf16_rule<T, KIND>()) {
+        fp4_block b;
+        const uint32_t pair[8] = {raw.words[0].x, raw.words[0].y, raw.words[0].z, raw.words[0].w,
+                                  raw.words[1].x, raw.words[1].y, raw.words[1].z, raw.words[1].w};
+        if (bf16_block<KIND>(b, rule, pair)) return b;
+        return block_alone<KIND, T>(a, rule.global, raw);
+    }
+    float x[FP4_BLOCK];
+    raw.values(x);
+    return checked_block<KIND, sizeof(T) == 4>(a, rule.global, x);
+}
+
+/* The rule of a global; all lanes of a warp call. */
+template <fp4_kind KIND, typename T> __device__ __forceinline__ bf16_rule rule_of(float global)
+{
+    if constexpr (has_bf16_rule<T, KIND>()) return bf16_rule_of<KIND>(global);
+    return {global, 0.0f, 0.0f, 0, false};
+}
+
 /* The largest of a group of threads' numbers; all of them get it. A group is a warp or the block. */
 template <int GROUP> __device__ __forceinline__ uint32_t group_largest(uint32_t x)
 {
@@ -164,13 +197,12 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_flat(const __grid_c
     raw_block<T> next;
     if (i < all) next.load((const T *)a.x.p, item_of(a, i, all) * FP4_BLOCK, INT64_MAX, true);
     if (a.parts > 0) wait_for_before();
-    const float g = a.parts > 0 ? global_of_parts(a) : *(const float *)a.given.p;
+    const bf16_rule rule = rule_of<KIND, T>(a.parts > 0 ? global_of_parts(a) : *(const float *)a.given.p);
     for (; i < all; i += step) {
-        float x[FP4_BLOCK];
-        next.values(x);
+        const raw_block<T> raw = next;
         if (i + step < all)
             next.load((const T *)a.x.p, item_of(a, i + step, all) * FP4_BLOCK, INT64_MAX, true);
-        const fp4_block b = checked_block<KIND, sizeof(T) == 4>(a, g, x);
+        const fp4_block b = ruled_block<KIND, T>(a, rule, raw);
         const int64_t item = item_of(a, i, all);
         __stcs((uint2 *)a.codes.p + item, make_uint2(b.codes[0], b.codes[1]));
         ((uint8_t *)a.scales.p)[item] = (uint8_t)b.scale;
@@ -212,26 +244,21 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
         most = max(most, __float_as_uint(largest_finite(x, &bad)));
     }
     const float g = global_from_largest(a.profile, __uint_as_float(group_largest<GROUP>(most)));
+    const bf16_rule rule = rule_of<KIND, T>(g);
     if (lane == 0 && used) *a.global.row<float>(row) = g;
 #pragma unroll
     for (int h = 0; h < QUANTISE_HELD; h++) {
         fp4_block b = {{0, 0}, 0};
         if (lane + h * GROUP >= a.blocks) break;
-        if (used) {
-            float x[FP4_BLOCK];
-            held[h].values(x);
-            b = checked_block<KIND, sizeof(T) == 4>(a, g, x);
-        }
+        if (used) b = ruled_block<KIND, T>(a, rule, held[h]);
         store_block(a, row, lane + h * GROUP, b);
     }
     for (int64_t block = lane + QUANTISE_HELD * GROUP; block < a.blocks; block += GROUP) {
         fp4_block b = {{0, 0}, 0};
         if (used) {
             raw_block<T> raw;
-            float x[FP4_BLOCK];
             raw.load(values, block * FP4_BLOCK, a.columns, a.wide);
-            raw.values(x);
-            b = checked_block<KIND, sizeof(T) == 4>(a, g, x);
+            b = ruled_block<KIND, T>(a, rule, raw);
         }
         store_block(a, row, block, b);
     }
@@ -409,7 +436,7 @@ template <typename T, fp4_kind KIND>
 static void launch_kind(const quantise_params &a, bool columns, bool pairs, bool whole, int64_t all, int sms,
                         cudaStream_t stream)
 {
-    enum { THREADS = QUANTISE_THREADS, RESIDENT = 5 };
+    enum { THREADS = QUANTISE_THREADS, RESIDENT = 5, EACH = 8 /* blocks of a thread of a flat call */ };
     if (whole && a.rows > 0) {
         if (a.blocks <= 32 * QUANTISE_HELD)
             quantise_whole_rows<T, KIND, 32><<<blocks_for(a.rows, THREADS / 32), THREADS, 0, stream>>>(a);
@@ -422,7 +449,9 @@ static void launch_kind(const quantise_params &a, bool columns, bool pairs, bool
         quantise_columns<T, KIND, 1><<<blocks_for(all, THREADS), THREADS, 0, stream>>>(a);
     } else if (all > 0 || a.parts > 0) {
         const int64_t most = (int64_t)sms * RESIDENT, need = (all + THREADS - 1) / THREADS;
-        const int64_t grid = need < 1 ? 1 : need < most || a.parts == 0 ? need : most;
+        const int64_t turns = a.flat ? (need + EACH - 1) / EACH : need,
+                      given = need < most ? need : turns < most ? most : turns,
+                      grid = a.parts == 0 ? given : need < 1 ? 1 : need < most ? need : most;
         const auto kernel = a.flat ? quantise_flat<T, KIND> : quantise_rows<T, KIND>;
         if (a.parts > 0) launch_behind(stream, kernel, dim3((unsigned)grid), THREADS, 0, "quantise", a);
         else kernel<<<(unsigned)grid, THREADS, 0, stream>>>(a);
