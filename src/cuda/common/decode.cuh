@@ -72,25 +72,32 @@ __device__ __forceinline__ uint4 e2m1_bf16x8(uint32_t codes, uint32_t scale)
                       times_bf16x2(e2m1_bf16x2(codes, 2), scale), times_bf16x2(e2m1_bf16x2(codes, 3), scale));
 }
 
-/* Bits 0x80808080 of the sum of such numbers are set where a byte of four e4m3 is NaN. */
-__device__ __forceinline__ uint32_t e4m3_nan_bits(const uint4 &codes)
+/* Codes 2 i and 2 i + 1 of a word of four e4m3, no NaN, as bf16 over 2^120. */
+__device__ __forceinline__ uint32_t e4m3_spread(uint32_t word, int i)
 {
-    const uint32_t rest = 0x7f7f7f7f, one = 0x01010101;
-    return ((codes.x & rest) + one) | ((codes.y & rest) + one) | ((codes.z & rest) + one) |
-           ((codes.w & rest) + one);
+    uint32_t wide; /* both with their sign in all bits above */
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(wide) : "r"(word), "r"(i == 0 ? 0x9180 : 0xb3a2));
+    return wide << 4 & 0x87f087f0;
 }
 
-/* Eight e4m3, no NaN, times 2^(byte - 127), byte < 128, as eight bf16: one product each. */
-__device__ __forceinline__ uint4 e4m3_finite_bf16x8(uint2 codes, uint32_t byte)
+/* Eight e4m3, no NaN, times a power of two over 2^-120, twice, as eight bf16: one product each. */
+__device__ __forceinline__ uint4 e4m3_finite_bf16x8(uint32_t low, uint32_t high, uint32_t times)
 {
-    const uint32_t times = (byte + 120) * 0x00800080;
-    uint32_t x[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t high = __byte_perm(i < 2 ? codes.x : codes.y, 0, i % 2 == 0 ? 0x1404 : 0x3424);
-        x[i] = times_bf16x2((high & 0x80008000) | (high >> 4 & 0x07f007f0), times);
-    }
-    return make_uint4(x[0], x[1], x[2], x[3]);
+    return make_uint4(times_bf16x2(e4m3_spread(low, 0), times), times_bf16x2(e4m3_spread(low, 1), times),
+                      times_bf16x2(e4m3_spread(high, 0), times), times_bf16x2(e4m3_spread(high, 1), times));
+}
+
+/* 2^(byte - 127) over 2^-120, twice, of byte i < 128 of a word. */
+__device__ __forceinline__ uint32_t e8m0_for_finite(uint32_t word, int i)
+{
+    return __byte_perm(word, 0, 0x4040 | i * 0x0101) * 128 + 0x3c003c00;
+}
+
+/* Bits 0x80808080 of the sum of such numbers are set where a byte of four e4m3 is NaN: then one more changes
+ * its sign bit, and otherwise none without a NaN. */
+__device__ __forceinline__ uint32_t e4m3_nan_bits(uint32_t codes)
+{
+    return (codes + 0x01010101) ^ codes;
 }
 
 #endif

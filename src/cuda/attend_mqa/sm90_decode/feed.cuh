@@ -2,8 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* feed.cuh - the warpgroup that plans and gathers. Four lanes copy a row, so a thread has its part of two
  * rows of a tile. A warp's first 16 lanes each find one of its 16 rows, a tile ahead, ask for it in L2, and
- * hand the address to the lanes that copy. Rows of bytes are decoded on the way: a lane's codes come into
- * places of its own, so that no other lane has to be waited for. */
+ * hand the address to the lanes that copy. Rows of bytes are decoded on the way: a lane's bytes of eight rows
+ * come into places of its own, so that no other lane has to be waited for, and from there into registers,
+ * where they are decoded while those of the next eight come. */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_DECODE_FEED_CUH
 #define QUERN_CUDA_ATTEND_MQA_SM90_DECODE_FEED_CUH
 
@@ -14,24 +15,29 @@ namespace sm90_mqa_decode
 
 enum { PLAN_BARRIER = 1, ROWS_A_THREAD = 2, ROW_LINES = 5 };
 
-/* The row of a tile that this lane of 16 finds; the thread's i-th row, and who has found it. Eight lanes that
- * store together reach all banks: of rows of bytes two follow one another, of others they are four apart. */
+/* The row of a tile that this lane of 16 finds. */
 __device__ __forceinline__ int found_row()
 {
     return threadIdx.x % 16 / 8 * 32 + threadIdx.x / 32 * 8 + threadIdx.x % 8;
 }
-template <bool BYTES> __device__ __forceinline__ int row_of_warp()
+/* The thread's i-th row of elements, and who has found it: eight lanes that store together reach all banks
+ * where their two rows are four apart. */
+__device__ __forceinline__ int row_of_warp()
 {
     const int i = threadIdx.x % 32 / 4;
-    return BYTES ? i : i / 2 + i % 2 * 4;
+    return i / 2 + i % 2 * 4;
 }
-template <bool BYTES> __device__ __forceinline__ int copied_row(int i)
+__device__ __forceinline__ int copied_row(int i)
 {
-    return i * 32 + threadIdx.x / 32 * 8 + row_of_warp<BYTES>();
+    return i * 32 + threadIdx.x / 32 * 8 + row_of_warp();
 }
-template <bool BYTES> __device__ __forceinline__ const char *handed(const char *p, int i)
+__device__ __forceinline__ const char *passed(const char *p, int lane)
 {
-    return (const char *)__shfl_sync(~0u, (unsigned long long)p, i * 8 + row_of_warp<BYTES>());
+    return (const char *)__shfl_sync(~0u, (unsigned long long)p, lane);
+}
+__device__ __forceinline__ const char *handed(const char *p, int i)
+{
+    return passed(p, i * 8 + row_of_warp());
 }
 
 /* Copies four panels of the thread's rows, from byte `column` on; a row without an address becomes zeros. */
@@ -41,8 +47,8 @@ __device__ __forceinline__ void copy_rows(char *to, const char *found, int colum
     const uint32_t tile = smem_address(to);
 #pragma unroll 1
     for (int i = 0; i < ROWS_A_THREAD; i++) {
-        const char *const row = handed<false>(found, i), *const from = row + column + threadIdx.x % 4 * 16;
-        const int at_row = copied_row<false>(i);
+        const char *const row = handed(found, i), *const from = row + column + threadIdx.x % 4 * 16;
+        const int at_row = copied_row(i);
         if (wide) {
             const uint32_t at[2] = {tile + tile_at<64>(at_row, threadIdx.x % 4),
                                     tile + tile_at<64>(at_row, threadIdx.x % 4 + 4)};
@@ -68,104 +74,72 @@ __device__ __forceinline__ void decode_narrow(char *to, const row_place &row, in
                              : make_uint4(0, 0, 0, 0);
 }
 
-/* This lane's parts of its two rows of bytes: every fourth chunk of 16 bytes. `there` false: zeros in their
- * place, also of rows that cannot be read so. */
-struct lane_rows {
-    const char *from[ROWS_A_THREAD];
-    bool there[ROWS_A_THREAD];
-};
-__device__ __forceinline__ lane_rows rows_of_lane(const char *found, bool widest)
-{
-    lane_rows rows;
-#pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD; i++) {
-        const char *const data = handed<true>(found, i);
-        rows.from[i] = data + threadIdx.x % 4 * 16;
-        rows.there[i] = data != NULL && widest;
-    }
-    return rows;
-}
+/* A lane's part of a row: every fourth chunk of 16 bytes, seven of codes and two of bf16. */
+enum { CODE_CHUNKS = 7, LANE_CHUNKS = 9 };
 
-/* Asks for the lane's codes of the first half of columns. */
-template <typename T> __device__ __forceinline__ void ask_first_half(shared<T> &m, const lane_rows &rows)
+/* Asks for the lane's chunks of its row of a group; zeros where there is none, or it cannot be read so. */
+template <typename T>
+__device__ __forceinline__ void ask_rows(shared<T> &m, const row_place &found, int group, bool widest)
 {
-    const uint32_t to = smem_address(&m.codes[0][threadIdx.x]);
+    const int lane = threadIdx.x % 32;
+    const char *const row = passed(found.data, group * ROWS_AT_ONCE + lane / 4);
+    const char *const from = row + lane % 4 * 16;
+    const uint32_t to = smem_address(m.rows[threadIdx.x / 32][lane / 4]) + lane % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD; i++)
-#pragma unroll
-        for (int j = 0; j < HALF; j++)
-            cp_async16(to + (i * HALF + j) * (uint32_t)sizeof m.codes[0], rows.from[i] + j * 64,
-                       rows.there[i]);
-}
-
-/* And for what it has of the second one, where it is used: 16 codes stand in the first of the two chunks that
- * the lane makes of them, bf16 where they belong. */
-__device__ __forceinline__ void ask_second_half(char *stage, const lane_rows &rows)
-{
-    const int lane = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD; i++) {
-        const char *const from = rows.from[i] + HALF * 64;
-        const uint32_t to = smem_address(stage), last = to + (HALF - 1) * PANEL_BYTES,
-                       at = to + tile_at<64>(copied_row<true>(i), lane * 2);
-#pragma unroll
-        for (int j = 0; j < HALF - 1; j++) cp_async16(at + j * PANEL_BYTES, from + j * 64, rows.there[i]);
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-            cp_async16(last + tile_at<64>(copied_row<true>(i), lane + j * 4), from + (HALF - 1 + j) * 64,
-                       rows.there[i]);
-    }
+    for (int j = 0; j < LANE_CHUNKS; j++) cp_async16(to + j * 64, from + j * 64, row != NULL && widest);
+    cp_async_commit();
 }
 
 /* Of shared memory, in its place among other accesses. */
-__device__ __forceinline__ uint4 load_sixteen(const char *p)
+__device__ __forceinline__ uint4 load_sixteen(uint32_t at)
 {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(smem_address(p))
+                 : "r"(at)
                  : "memory");
     return x;
 }
 
-/* Decodes a half of the lane's rows, once their codes have come; scales: of each row and four panels. A half
- * with NaN or large scales, and rows that cannot be read so, are decoded anew. `here`: the finder's. */
+/* The lane's chunks of its row of the group that has come. */
 template <typename T>
-__device__ __forceinline__ void decode_half(shared<T> &m, char *to, int half,
-                                            const uint32_t (&scales)[ROWS_A_THREAD], const row_place &here,
-                                            bool wide, bool widest)
+__device__ __forceinline__ void take_rows(uint4 (&x)[LANE_CHUNKS], shared<T> &m)
+{
+    const int lane = threadIdx.x % 32;
+    const uint32_t from = smem_address(m.rows[threadIdx.x / 32][lane / 4]) + lane % 4 * 16;
+#pragma unroll
+    for (int j = 0; j < LANE_CHUNKS; j++) x[j] = load_sixteen(from + j * 64);
+}
+
+/* Whether one of the warp's codes is NaN, or a scale large. All of them have been loaded then. */
+__device__ __forceinline__ bool some_odd(const uint4 (&x)[LANE_CHUNKS], const uint2 &scales)
+{
+    uint32_t nan_bits = scales.x | (scales.y & 0x00ffffff);
+#pragma unroll
+    for (int j = 0; j < CODE_CHUNKS; j++) {
+        nan_bits |= e4m3_nan_bits(x[j].x);
+        nan_bits |= e4m3_nan_bits(x[j].y);
+        nan_bits |= e4m3_nan_bits(x[j].z);
+        nan_bits |= e4m3_nan_bits(x[j].w);
+    }
+    return __any_sync(~0u, (nan_bits & 0x80808080) != 0);
+}
+
+/* Decodes the lane's chunks into row at_row of a tile. */
+__device__ __forceinline__ void decode_rows(char *tile, int at_row, const uint4 (&x)[LANE_CHUNKS],
+                                            const uint2 &scales)
 {
     const int lane = threadIdx.x % 4;
-    uint32_t nan_bits = 0;
+    const uint32_t first = tile_at<64>(at_row, lane * 2), second = first ^ 16,
+                   end = tile_at<64>(at_row, lane) + CODE_CHUNKS * PANEL_BYTES;
 #pragma unroll
-    for (int i = 0; i < ROWS_A_THREAD; i++) {
-        const int at_row = copied_row<true>(i);
-        char *const at[2] = {to + tile_at<64>(at_row, lane * 2), to + tile_at<64>(at_row, lane * 2 + 1)};
-        const char *const from = half == 0 ? (const char *)&m.codes[i * HALF][threadIdx.x] : at[0];
-        const int apart = half == 0 ? (int)sizeof m.codes[0] : (int)PANEL_BYTES;
-        const uint32_t by = i == 0 ? scales[0] : scales[1];
-        uint4 x[HALF]; /* all of them before anything is stored, so that none waits for a store */
-#pragma unroll
-        for (int j = 0; j < HALF; j++)
-            if (j < HALF - 1 || half == 0) x[j] = load_sixteen(from + j * apart);
-        nan_bits |= by;
-#pragma unroll
-        for (int j = 0; j < HALF; j++) {
-            if (j == HALF - 1 && half == 1) continue;
-            const uint32_t scale = by >> j * 8 & 255;
-            nan_bits |= e4m3_nan_bits(x[j]);
-            *(uint4 *)(at[0] + j * PANEL_BYTES) = e4m3_finite_bf16x8(make_uint2(x[j].x, x[j].y), scale);
-            *(uint4 *)(at[1] + j * PANEL_BYTES) = e4m3_finite_bf16x8(make_uint2(x[j].z, x[j].w), scale);
-        }
+    for (int j = 0; j < CODE_CHUNKS; j++) {
+        const uint32_t times = e8m0_for_finite(j < 4 ? scales.x : scales.y, j % 4);
+        *(uint4 *)(tile + first + j * PANEL_BYTES) = e4m3_finite_bf16x8(x[j].x, x[j].y, times);
+        *(uint4 *)(tile + second + j * PANEL_BYTES) = e4m3_finite_bf16x8(x[j].z, x[j].w, times);
     }
-    if (!widest || __any_sync(~0u, (nan_bits & 0x80808080) != 0)) {
-#pragma unroll 1
-        for (int i = 0; i < ROWS_A_THREAD; i++) {
-            const row_place row = {handed<true>(here.data, i), handed<true>(here.scales, i)};
-            __syncwarp(); /* a row's lanes have stored other chunks than they do now */
-            decode_narrow(to, row, copied_row<true>(i), half, wide);
-        }
-    }
+    *(uint4 *)(tile + end) = x[CODE_CHUNKS];
+    *(uint4 *)(tile + (end ^ 64)) = x[CODE_CHUNKS + 1];
 }
 
 template <typename T>
@@ -189,11 +163,19 @@ __device__ __forceinline__ void feed_heads(const decode_kernel &w, shared<T> &m,
  * page, and what stands there. */
 struct row_finder {
     const mqa_kernel &a;
-    const mqa_query &q;
     const int32_t *list;
+    int raw0, raw, entry0, entries, sequence, b; /* the query's */
     int raw_tiles, first, last;
     int key, page, key_in_page; /* of the tile after next, and of the next one */
 
+    __device__ __forceinline__ row_finder(const mqa_kernel &a, const mqa::plan_room &room, int first,
+                                          int last)
+        : a(a), list(room.list), raw0(room.query.raw0), raw(room.query.raw), entry0(room.query.entry0),
+          entries(room.query.entries), sequence(room.query.sequence), b(room.query.b),
+          raw_tiles((raw + KEYS - 1) / KEYS), first(first), last(last), page(0), key_in_page(0)
+    {
+        find_key(first);
+    }
     __device__ __forceinline__ const row_source &source(int t) const
     {
         return t < raw_tiles ? a.raw : a.entries;
@@ -205,20 +187,30 @@ struct row_finder {
     }
     __device__ __forceinline__ bool here(int t) const
     {
-        return t >= first && t < last && index(t) < (t < raw_tiles ? q.raw : q.entries);
+        return t >= first && t < last && index(t) < (t < raw_tiles ? raw : entries);
+    }
+    __device__ __forceinline__ void find_key(int t)
+    {
+        key = index(t);
+        if (list != NULL && t >= raw_tiles && here(t)) key = list[key];
     }
     /* The place in tile t; begins with those after it. Nothing that is loaded here is looked at before the
-     * next call. */
+     * next call. The first one is of the tile before the first. */
     __device__ __forceinline__ row_place next(int t)
     {
         row_place found = {NULL, NULL};
         if (here(t)) found = row_in_page(source(t), page, key_in_page);
-        key_in_page = key + (t + 1 < raw_tiles ? q.raw0 : q.entry0);
+        key_in_page = key + (t + 1 < raw_tiles ? raw0 : entry0);
         if (here(t + 1))
-            page = row_page(source(t + 1), source(t + 1).table != NULL ? q.b : q.sequence, key_in_page);
-        key = index(t + 2);
-        if (list != NULL && t + 2 >= raw_tiles && here(t + 2)) key = list[key];
+            page = row_page(source(t + 1), source(t + 1).table != NULL ? b : sequence, key_in_page);
+        find_key(t + 2);
         return found;
+    }
+    /* How many keys tile t has. */
+    __device__ __forceinline__ int keys(int t) const
+    {
+        const int left = t < raw_tiles ? raw - t * KEYS : entries - (t - raw_tiles) * KEYS;
+        return left < KEYS ? left : (int)KEYS;
     }
 };
 
@@ -265,98 +257,123 @@ __device__ __forceinline__ void prefetch_first_rows(const decode_kernel &w)
     }
 }
 
-/* Publishes a stage that has been filled; with BYTES by ordinary stores: copies under way are of other
- * rows. */
-template <typename T, bool BYTES>
-__device__ __forceinline__ void publish(shared<T> &m, ring_place<STAGES> &at, const tile_info &info)
-{
-    if (threadIdx.x == 0) m.info[at.stage] = info;
-    if constexpr (BYTES) m.keys.give(at);
-    else m.keys.give_copies(at);
-    m.keys.give(at);
-    at.advance();
-}
-
 /* The scales of a row of bytes; zeros where there is none, or they cannot be read so. */
 __device__ __forceinline__ uint2 load_scales(const row_place &row, bool widest)
 {
     return row.scales != NULL && widest ? __ldg((const uint2 *)row.scales) : make_uint2(0, 0);
 }
 
+/* What follows tile t of [first, last) of a query's; in_share: of its share's tiles, those before it. */
+__device__ __forceinline__ int ends_of(const decode_kernel &w, int raw_tiles, int t, int last, int tiles,
+                                       int per, int &in_share)
+{
+    in_share++;
+    const bool ends_share = in_share == per || t + 1 == tiles;
+    if (ends_share) in_share = 0;
+    return (t < raw_tiles && (t + 1 == raw_tiles || t + 1 == last) ? ENDS_RAW : 0) |
+           (t + 1 == last ? ENDS_ITEM : 0) | (w.whole && per > 1 && ends_share ? ENDS_SHARE : 0) |
+           (w.whole && per > 1 && t >= per ? LATER_SHARE : 0);
+}
+
 /* Tiles [first, last) of the query that m.room has, and its heads; info: the item's. Two turns before the
- * first tile find its rows, a third one asks for its first part. */
-template <typename T, bool BYTES>
+ * first tile find its rows. */
+template <typename T>
 __device__ __forceinline__ void feed_tiles(const decode_kernel &w, shared<T> &m, ring_place<STAGES> &at,
                                            ring_place<1> &heads, int first, int last, int tiles,
                                            tile_info info)
 {
     const mqa_query &q = m.room.query;
-    const int raw_tiles = (q.raw + KEYS - 1) / KEYS, per = share_of(tiles);
+    const int per = share_of(tiles);
     int in_share = 0;
-    row_finder rows = {w.a, q, m.room.list, raw_tiles, first, last, 0, 0, 0};
-    lane_rows lane = {};
-    uint2 scales = make_uint2(0, 0);
+    row_finder rows(w.a, m.room, first, last);
     row_place here = {NULL, NULL};
 #pragma unroll 1
-    for (int t = first - 3; t < last; t++) {
+    for (int t = first - 2; t < last; t++) {
         const row_place next = rows.next(t + 1);
-        const bool raw = t < raw_tiles, some = t >= first, next_widest = rows.source(t + 1).widest;
-        const row_source &source = raw ? w.a.raw : w.a.entries;
-        uint2 next_scales;
-        if constexpr (BYTES) {
-            if (threadIdx.x % 32 < 16) prefetch_row(next, 0, ROW_LINES);
-            next_scales = load_scales(next, next_widest);
-        }
-        if (t + 1 < first) continue;
-        if (some) {
-            const int left = raw ? q.raw - t * KEYS : q.entries - (t - raw_tiles) * KEYS;
-            info.keys = left < KEYS ? left : (int)KEYS;
-            in_share++;
-            const bool ends_share = in_share == per || t + 1 == tiles;
-            if (ends_share) in_share = 0;
-            info.ends = (raw && (t + 1 == raw_tiles || t + 1 == last) ? ENDS_RAW : 0) |
-                        (t + 1 == last ? ENDS_ITEM : 0) |
-                        (w.whole && per > 1 && ends_share ? ENDS_SHARE : 0) |
-                        (w.whole && per > 1 && t >= per ? LATER_SHARE : 0);
-        }
-        if constexpr (BYTES) {
-            if (!some) {
-                lane = rows_of_lane(next.data, next_widest);
-                ask_first_half(m, lane);
-                cp_async_commit();
-            }
+        if (t >= first) {
+            info.keys = rows.keys(t);
+            info.ends = ends_of(w, rows.raw_tiles, t, last, tiles, per, in_share);
 #pragma unroll 1
-            for (int half = 0; half < 2 && some; half++) {
-                uint32_t by[ROWS_A_THREAD];
-#pragma unroll
-                for (int i = 0; i < ROWS_A_THREAD; i++)
-                    by[i] = __shfl_sync(~0u, half == 0 ? scales.x : scales.y, i * 8 + row_of_warp<true>());
-                if (half == 0) {
+            for (int half = 0; half < 2; half++) {
+                m.keys.wait_free(at);
+                copy_rows<T>((char *)m.k[at.stage], here.data, half * HALF * 128, rows.source(t).wide);
+                if (threadIdx.x == 0) m.info[at.stage] = info;
+                m.keys.give_copies(at);
+                m.keys.give(at);
+                at.advance();
+            }
+        } else if (t + 1 == first) {
+            feed_heads(w, m, heads, q, info.head0);
+        }
+        here = next;
+    }
+}
+
+/* The same of rows of bytes. A warp's rows come in two groups; each is asked for when the one before it has
+ * been taken into registers, where it is decoded while the next one comes. */
+template <typename T>
+__device__ __forceinline__ void feed_bytes(const decode_kernel &w, shared<T> &m, ring_place<STAGES> &at,
+                                           ring_place<1> &heads, int first, int last, int tiles,
+                                           tile_info info)
+{
+    const mqa_query &q = m.room.query;
+    const int per = share_of(tiles), warp = threadIdx.x / 32;
+    int in_share = 0;
+    row_finder rows(w.a, m.room, first, last);
+    row_place here = {NULL, NULL};
+    uint2 scales = make_uint2(0, 0);
+#pragma unroll 1
+    for (int t = first - 2; t < last; t++) {
+        const row_place next = rows.next(t + 1);
+        const bool next_widest = rows.source(t + 1).widest;
+        if (threadIdx.x % 32 < 16) prefetch_row(next, 0, ROW_LINES);
+        const uint2 next_scales = load_scales(next, next_widest);
+        if (t + 1 == first) {
+            ask_rows(m, next, 0, next_widest);
+            feed_heads(w, m, heads, q, info.head0);
+        }
+        if (t >= first) {
+            const row_source &source = rows.source(t);
+            info.keys = rows.keys(t);
+            info.ends = ends_of(w, rows.raw_tiles, t, last, tiles, per, in_share);
+            char *const tile = (char *)m.k[at.stage];
+#pragma unroll 1
+            for (int group = 0; group < 2; group++) {
+                const int finder = group * ROWS_AT_ONCE + threadIdx.x % 32 / 4,
+                          at_row = group * 32 + warp * ROWS_AT_ONCE + threadIdx.x % 32 / 4;
+                const uint2 by = {__shfl_sync(~0u, scales.x, finder), __shfl_sync(~0u, scales.y, finder)};
+                uint4 x[LANE_CHUNKS];
+                cp_async_wait<0>();
+                take_rows(x, m);
+                const bool odd = some_odd(x, by);
+                if (group == 0) ask_rows(m, here, 1, source.widest);
+                else if (t + 1 < last) ask_rows(m, next, 0, next_widest);
+                if (group == 0) {
                     ring_place<STAGES> second = at;
                     second.advance();
                     m.keys.wait_free(at);
                     m.keys.wait_free(second);
-                    ask_second_half((char *)m.k[second.stage], lane);
-                } else {
-                    lane = rows_of_lane(next.data, next_widest);
-                    if (t + 1 < last) ask_first_half(m, lane);
                 }
-                cp_async_commit();
-                cp_async_wait<1>();
-                decode_half(m, (char *)m.k[at.stage], half, by, here, source.wide, source.widest);
-                publish<T, BYTES>(m, at, info);
-            }
-            scales = next_scales;
-        } else {
+                decode_rows(tile, at_row, x, by);
+                if (odd || !source.widest) {
+                    const row_place row = {passed(here.data, finder), passed(here.scales, finder)};
 #pragma unroll 1
-            for (int half = 0; half < 2 && some; half++) {
-                m.keys.wait_free(at);
-                copy_rows<T>((char *)m.k[at.stage], here.data, half * HALF * 128, source.wide);
-                publish<T, BYTES>(m, at, info);
+                    for (int half = 0; half < 2; half++) {
+                        __syncwarp(); /* a row's lanes have stored other chunks than they do now */
+                        decode_narrow((char *)m.k[at.stage + half], row, at_row, half, source.wide);
+                    }
+                }
+            }
+            wg_show();
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (threadIdx.x == 0) m.info[at.stage] = info;
+                m.keys.give(at);
+                at.advance();
             }
         }
-        if (!some) feed_heads(w, m, heads, q, info.head0);
         here = next;
+        scales = next_scales;
     }
 }
 
@@ -403,16 +420,17 @@ template <typename T, bool BYTES> __device__ __forceinline__ void feed(const dec
                   first = w.whole ? 0 : share * per,
                   last = w.whole || tiles - first < per ? tiles : first + per;
         if (first >= last) continue;
-        feed_tiles<T, BYTES>(
-            w, m, at, heads, first, last, tiles,
-            {0, 0, q.sequence, q.row, q.position, head0, rest * w.shares + share, (tiles + per - 1) / per});
+        const tile_info info = {0,          0,     q.sequence,              q.row,
+                                q.position, head0, rest * w.shares + share, (tiles + per - 1) / per};
+        if constexpr (BYTES) feed_bytes(w, m, at, heads, first, last, tiles, info);
+        else feed_tiles(w, m, at, heads, first, last, tiles, info);
     }
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
         m.keys.wait_free(at);
         if (threadIdx.x == 0) m.info[at.stage] = {0, NO_ITEM, 0, 0, 0, 0, 0, 0};
         m.keys.give(at);
-        m.keys.give(at);
+        if (!BYTES) m.keys.give(at);
         at.advance();
     }
 }

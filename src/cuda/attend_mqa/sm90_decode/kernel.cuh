@@ -11,14 +11,14 @@ namespace sm90_mqa_decode
 {
 
 /* S = Q K^T of a tile's two stages. */
-template <typename T>
+template <typename T, bool BYTES>
 __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 8][4], shared<T> &m, ring_place<STAGES> at)
 {
     const uint64_t heads = wg_fresh(wg_tile(smem_address(m.q), 0));
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         m.keys.wait_full(at);
-        wg_show();
+        if (!BYTES) wg_show();
         const uint64_t keys = wg_fresh(wg_tile(smem_address(m.k[at.stage]), 0));
         wg_start();
 #pragma unroll
@@ -118,7 +118,8 @@ __device__ __forceinline__ void end_tile(const decode_kernel &w, shared<T> &m, c
     }
 }
 
-template <typename T> __device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
+template <typename T, bool BYTES>
+__device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
 {
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16;
     ring_place<STAGES> at;
@@ -135,10 +136,11 @@ template <typename T> __device__ __forceinline__ void score(const decode_kernel 
         if (!w.whole && item.part % w.shares == 0 && threadIdx.x % 128 == 0)
             w.places[item.part / w.shares] = make_int4(item.sequence, item.row, item.position, item.shares);
         m.queries.wait_full(heads);
+        if (BYTES) wg_show(); /* the keys are shown by who decodes them */
         for (int ends = 0; !(ends & ENDS_ITEM);) {
             float s[KEYS / 8][4];
             row_sums tile[2];
-            multiply_keys(s, m, at);
+            multiply_keys<T, BYTES>(s, m, at);
             const int2 here = *(const int2 *)&m.info[at.stage]; /* keys, ends */
             ends = here.y;
 #pragma unroll
@@ -291,7 +293,8 @@ __device__ __forceinline__ void store_share(const decode_kernel &w, const tile_i
     }
 }
 
-template <typename T> __device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int half)
+template <typename T, bool BYTES>
+__device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int half)
 {
     const int row0 = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     ring_place<STAGES> at; /* of the stages with its half */
@@ -308,7 +311,7 @@ template <typename T> __device__ __forceinline__ void values(const decode_kernel
             for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
         for (int ends = 0; !(ends & ENDS_ITEM);) {
             m.weights.wait_full(in);
-            wg_show();
+            if (!BYTES) wg_show();
             ends = m.info[at.stage].ends;
             add_tile(o, m, at.stage, row0);
             m.keys.give_back(at);
@@ -338,7 +341,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_mqa_sm90_decode(const __gri
     shared<T> &m = *(shared<T> *)memory;
     let_next_start();
     if (threadIdx.x == 0) {
-        m.keys.init(KEY_FILLERS, KEY_USERS);
+        m.keys.init(BYTES ? KEY_FILLERS / 2 : KEY_FILLERS, KEY_USERS);
         m.weights.init(WEIGHT_FILLERS, WEIGHT_USERS);
         m.queries.init(QUERY_FILLERS, QUERY_USERS);
         mbar_init_done();
@@ -350,10 +353,10 @@ __global__ void __launch_bounds__(THREADS, 1) attend_mqa_sm90_decode(const __gri
         feed<T, BYTES>(w, m);
     } else if (group == 1) {
         registers_down<SCORE_REGISTERS>();
-        score(w, m);
+        score<T, BYTES>(w, m);
     } else {
         registers_up<VALUE_REGISTERS>();
-        values(w, m, group - 2);
+        values<T, BYTES>(w, m, group - 2);
     }
 #endif
 }

@@ -16,9 +16,9 @@
  *   score    S = Q K^T and the tile's softmax; writes P, rounded, and the factors of the fold
  *   values   twice: a tile's P K in pieces of 64 columns, folded into 256 of the 512 columns
  *
- * Shared memory: K 2 x 64 KB, Q 64 KB, P 8 KB, codes on their way 16 KB, a list that is sorted 4 KB.
+ * Shared memory: K 2 x 64 KB, Q 64 KB, P 8 KB, rows of bytes on their way 18 KB, a list that is sorted 4 KB.
  * Registers: O 128 and 32 of a piece, of 168.
- * Limit: a tile's bytes, its products (2048 clocks for 64 heads), or decoding it (800 instructions of each
+ * Limit: a tile's bytes, its products (2048 clocks for 64 heads), or decoding it (700 instructions of each
  * warp of the feed).
  */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_DECODE_SHARED_CUH
@@ -43,6 +43,8 @@ enum {
     SHARES = 32,
     SORTED_MOST = 1024, /* entries of a list that a block sorts by itself */
     THREADS = 512,
+    FEED_WARPS = 4,
+    ROWS_AT_ONCE = 8, /* rows of bytes of a warp: half of those it has of a tile */
     FEED_REGISTERS = 88,
     SCORE_REGISTERS = 88,
     VALUE_REGISTERS = 168,
@@ -68,7 +70,7 @@ template <typename T> struct shared {
     T k[STAGES][HALF][64][64];
     T q[PANELS][64][64];
     T p[64][64];
-    uint4 codes[2 * HALF][128]; /* of a tile's first half of columns, for each thread of the feed */
+    char rows[FEED_WARPS][ROWS_AT_ONCE][MQA_CODES]; /* of bytes, as they come, of each warp of the feed */
     fold_factors tile[HEADS], share[HEADS];
     float factor[HEADS]; /* beside an item's last P */
     tile_info info[STAGES];
@@ -79,7 +81,7 @@ template <typename T> struct shared {
     int32_t sorted[SORTED_MOST];
 };
 enum {
-    KEY_FILLERS = 2 * 128,
+    KEY_FILLERS = 2 * 128, /* copies, and who asked for them; rows of bytes: half as many */
     KEY_USERS = 2 * 128,
     WEIGHT_FILLERS = 128,
     WEIGHT_USERS = 2 * 128,
