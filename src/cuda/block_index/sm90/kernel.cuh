@@ -7,10 +7,11 @@
  * A persistent block is three warpgroups that compute and a warp that feeds. Each warpgroup holds 64 rows (a
  * query and one of the heads that share its keys) as the products' first operand, in registers; keys, the
  * second, are copied by TMA, 128 a step, and serve 192 rows. A step's scores become each row's maximum in
- * registers, across four lanes at a block's end. What beats the worst of the row's list takes its place: the
- * four lanes keep the list in shared memory, as numbers that fall with the score and rise with the block, so
- * that of equal scores the first stays. Warpgroups wait for keys alone: one's maxima and lists run beside the
- * others' products.
+ * registers, across four lanes at a block's end, which keep the row's list. One of up to 16 blocks is sorted
+ * and in registers, four a lane: a block that belongs in it moves those behind it by one place, for both rows
+ * of a thread in some 50 instructions without a branch, whoever has one. In a longer one, in shared memory,
+ * what beats the worst takes its place. Of equal scores the first stays. Warpgroups wait for keys alone:
+ * one's maxima and lists run beside the others' products.
  *
  * Pieces of 192 rows are taken in turns that run forth and back over the blocks, the longest first, so that
  * each block has about as much to do.
@@ -108,12 +109,90 @@ __device__ __forceinline__ void feed(const block_index_kernel &a, const plan &p,
     }
 }
 
-/* A row's list, kept by the four lanes that have its scores. Larger numbers are better. */
+/* A row's list of up to 16 blocks, sorted, of which each of the four lanes that have its scores keeps four;
+ * rank 0: none. */
+struct sorted_list {
+    enum { OWN = 4 };
+    index_contest in;
+    uint32_t rank[OWN];
+    int block[OWN];
+};
+
+/* A longer one, in shared memory. Larger numbers are better. */
 struct row_list {
     index_contest in;
     int n, worst;   /* blocks; the place of the worst, once the list is full */
     uint64_t least; /* the worst */
 };
+template <int MOST> struct list_of {
+    typedef row_list type;
+};
+template <> struct list_of<16> {
+    typedef sorted_list type;
+};
+
+/* A block takes its place; what is behind it moves by one, from lane to lane, and the last is lost. Of equal
+ * ranks the first stays first. */
+__device__ __forceinline__ void insert(sorted_list &r, uint32_t rank, int block)
+{
+    uint32_t before = __shfl_up_sync(~0u, r.rank[r.OWN - 1], 1, 4);
+    int before_block = __shfl_up_sync(~0u, r.block[r.OWN - 1], 1, 4);
+    bool ahead = threadIdx.x % 4 != 0 && rank > before; /* of what is before */
+#pragma unroll
+    for (int i = 0; i < r.OWN; i++) {
+        const uint32_t here = r.rank[i];
+        const int here_block = r.block[i];
+        const bool better = rank > here;
+        if (better) r.rank[i] = ahead ? before : rank;
+        if (better) r.block[i] = ahead ? before_block : block;
+        before = here;
+        before_block = here_block;
+        ahead = better;
+    }
+}
+
+/* A block's scores of both rows in all four lanes. All lanes of the warp call. */
+template <int LIST>
+__device__ __forceinline__ void take_blocks(sorted_list (&r)[2], uint64_t (*)[LIST], const float (&score)[2],
+                                            int block)
+{
+    uint32_t rank[2];
+    bool better = false;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        rank[h] = block >= r[h].in.first && block < r[h].in.local ? rank_of(score[h]) : 0;
+        better = better || rank[h] > r[h].rank[r[h].OWN - 1];
+    }
+    if (!__any_sync(~0u, better && threadIdx.x % 4 == 3)) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) insert(r[h], rank[h], block);
+}
+
+__device__ __forceinline__ void begin_list(sorted_list &r)
+{
+#pragma unroll
+    for (int i = 0; i < r.OWN; i++) {
+        r.rank[i] = 0;
+        r.block[i] = 0;
+    }
+}
+__device__ __forceinline__ void begin_list(row_list &r)
+{
+    r.n = r.worst = 0;
+    r.least = 0;
+}
+
+/* The chosen blocks, and what is behind them, as write_lists() takes them. */
+template <int LIST>
+__device__ __forceinline__ void end_lists(const sorted_list (&r)[2], uint64_t (*list)[LIST])
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < r[h].OWN; i++)
+            list[h * 8][threadIdx.x % 4 * r[h].OWN + i] = (uint32_t)~r[h].block[i];
+}
+template <int LIST> __device__ __forceinline__ void end_lists(const row_list (&)[2], uint64_t (*)[LIST]) {}
 
 __device__ __forceinline__ uint64_t entry_of(float score, int block)
 {
@@ -155,6 +234,15 @@ __device__ __forceinline__ void take_block(row_list &r, uint64_t *list, float sc
     if (r.n == r.in.want) find_worst(r, list, lanes);
 }
 
+template <int LIST>
+__device__ __forceinline__ void take_blocks(row_list (&r)[2], uint64_t (*list)[LIST], const float (&score)[2],
+                                            int block)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) take_block(r[h], list[h * 8], score[h], block);
+    __syncwarp();
+}
+
 /* Maxima of this lane's columns [8 FROM, 8 TO) of rows lane / 4 and that + 8. */
 template <int FROM, int TO> __device__ __forceinline__ void raise(float (&most)[2], const float (&x)[16][4])
 {
@@ -169,7 +257,8 @@ template <int FROM, int TO> __device__ __forceinline__ void raise(float (&most)[
     }
 }
 
-__device__ __forceinline__ void hide_unseen(float (&x)[16][4], const row_list (&r)[2], int first)
+template <typename L>
+__device__ __forceinline__ void hide_unseen(float (&x)[16][4], const L (&r)[2], int first)
 {
     const int column = first + (int)(threadIdx.x & 3) * 2;
 #pragma unroll
@@ -180,18 +269,15 @@ __device__ __forceinline__ void hide_unseen(float (&x)[16][4], const row_list (&
 }
 
 /* Ends a block of both rows. */
-template <int LIST>
-__device__ __forceinline__ void close_block(row_list (&r)[2], uint64_t (*list)[LIST], float (&most)[2],
-                                            int block)
+template <typename L, int LIST>
+__device__ __forceinline__ void close_block(L (&r)[2], uint64_t (*list)[LIST], float (&most)[2], int block)
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         most[h] = index_most(most[h], __shfl_xor_sync(~0u, most[h], 1));
         most[h] = index_most(most[h], __shfl_xor_sync(~0u, most[h], 2));
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) take_block(r[h], list[h * 8], most[h], block);
-    __syncwarp();
+    take_blocks(r, list, most, block);
     most[0] = most[1] = -INFINITY;
 }
 
@@ -238,14 +324,15 @@ __device__ __forceinline__ void compute(const block_index_kernel &a, const plan 
         if (w.steps < 0) continue;
         const int64_t left = w.seq.nq - w.query;
         const int rows = (int)(left < p.queries ? left : p.queries) * a.hs;
-        row_list r[2];
+        typename list_of<MOST>::type r[2];
         if (w.steps > 0) {
             float x[16][4], most[2] = {-INFINITY, -INFINITY};
             uint32_t q[DK / 16][4];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int n = (int)quotient((uint32_t)(row + h * 8), a.by_hs);
-                r[h] = {index_contest_of(a, w.seq, n < p.queries ? w.query + n : w.seq.nq), 0, 0, 0};
+                r[h].in = index_contest_of(a, w.seq, n < p.queries ? w.query + n : w.seq.nq);
+                begin_list(r[h]);
                 if (r[h].in.want == 0) r[h].in.local = r[h].in.first;
             }
             s.rows.wait_full(here);
@@ -279,6 +366,7 @@ __device__ __forceinline__ void compute(const block_index_kernel &a, const plan 
                     open = 0;
                 }
             }
+            end_lists(r, list);
         }
         write_lists(a, w, row0, rows, &s.list[row0]);
     }
