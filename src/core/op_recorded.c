@@ -36,7 +36,7 @@ bool op_recorded_begin(op_recorded *r, const quern_backend *backend, const stage
     backend_point now;
     if (!backend->point(exec, &now) || atomic_flag_test_and_set_explicit(&r->busy, memory_order_acquire))
         return false;
-    if (!same(&now, &r->left) || r->calls == RECORDED_CALLS || r->spans + count > RECORDED_SPANS) {
+    if (!same(&now, &r->left) || (uint32_t)r->calls >= RECORDED_CALLS || r->spans + count > RECORDED_SPANS) {
         r->calls = r->spans = 0;
         r->last = 0;
         r->start = now;
