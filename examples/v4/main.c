@@ -52,21 +52,20 @@ static void read_prompts(const char *path, bool batch, prompts *p)
 static void prefill(v4_model *m, const prompts *p, int64_t b, int64_t first, int64_t end, bool all,
                     float *logits)
 {
-    for (int64_t at = first, n; at < end; at += n) {
+    for (int64_t at = first, n; at < end; at += n, logits += all ? n * m->config.vocab : 0) {
         n = end - at < m->cache.params.step ? end - at : m->cache.params.step;
         note(m, true, "sequence %lld: token %lld of %lld", (long long)b, (long long)at, (long long)end);
         model_step(m, b, 1, p->tokens + b * p->most + at, n, all ? n : at + n == end, logits);
-        if (all) logits += n * m->config.vocab;
     }
 }
 
 static void write_logits(v4_model *m, const char *path, const prompts *p)
 {
-    const int64_t shape[] = {p->most, m->config.vocab};
-    float *logits = host_take((size_t)(shape[0] * shape[1]) * sizeof *logits);
-    const quern_tensor t = quern_tensor_contiguous(logits, QUERN_F32, 2, shape);
+    float *logits = host_take((size_t)(p->most * m->config.vocab) * sizeof *logits);
+    const quern_tensor t = quern_tensor_contiguous(logits, QUERN_F32, 2, SHAPE(p->most, m->config.vocab));
     prefill(m, p, 0, 0, p->most, true, logits);
     check(quern_safetensors_save(path, &(quern_safetensors_item){"logits", &t}, 1, NULL, 0));
+    free(logits);
 }
 
 static int32_t likeliest(const float *logits, int64_t n)
@@ -114,8 +113,8 @@ static void print(const v4_options *o, int64_t batch, const int32_t *made)
 static void generate(v4_model *m, const v4_options *o, const prompts *p)
 {
     const int64_t batch = p->batch, new = batch * o->max_new, vocab = m->config.vocab;
-    float *logits = host_take((size_t)(batch * vocab) * sizeof *logits);
-    int32_t *made = host_take((size_t) new * sizeof *made), *next = made; /* [max_new, B] */
+    float *logits = host_take((size_t)(batch * vocab + new) * sizeof *logits);
+    int32_t *made = (int32_t *)(void *)(logits + batch * vocab), *next = made; /* [max_new, B] */
     int64_t read = 0;
     for (int64_t b = 0; b < batch; b++) read += p->lengths[b];
     const double start = seconds();
@@ -132,6 +131,7 @@ static void generate(v4_model *m, const v4_options *o, const prompts *p)
          "prompts of %lld tokens in %.2f s (%.1f a second), %lld new ones in %.2f s (%.1f a second)",
          (long long)read, middle - start, (double)read / (middle - start), (long long)new, end - middle,
          (double)new / (end - middle));
+    free(logits);
 }
 
 static void run(const v4_options *o)

@@ -228,14 +228,14 @@ static void launch(v4_model *m, const v4_step *step, const quern_tensor *ids, co
     const v4_config *c = &m->config;
     const int64_t rows = ids->shape[0];
     const quern_tensor x[2] = {room(m, X, SHAPE(rows, c->copies, c->width)),
-                               room(m, X_NEXT, SHAPE(rows, c->copies, c->width))},
-                       h = room(m, H, SHAPE(n > 0 ? n : 1, c->width));
+                               room(m, X_NEXT, SHAPE(rows, c->copies, c->width))};
     quern_tensor last = x[c->layers % 2];
     m->lane = 0;
     m->lanes = m->cuda && rows == step->batch ? LANES : 1;
     for (int64_t i = 0; i < c->layers; i++)
         layer_run(m, &m->layer[i], step, ids, i == 0 ? embedded : &x[i % 2], &x[1 - i % 2]);
     if (n == 0) return;
+    const quern_tensor h = room(m, H, SHAPE(n, c->width)); /* as large as the layers', which are done */
     last.data = (char *)last.data + (size_t)(rows - n) * (tensor_bytes(&last) / (size_t)rows);
     last.shape[0] = n;
     op_hyper(m, &m->head_hyper, &last, NULL, &h, NULL);
