@@ -161,18 +161,8 @@ __device__ __forceinline__ float sum_heads(own_query<QUERIES, STAGES> &x, const 
         wg_wait<0>(z);
         x.give_back();
         clear_rows(z, x.head0(), p.index_heads);
-        uint32_t positive[2] = {0, 0};
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            const float a = z[i / 2][i % 2], b = z[i / 2][2 + i % 2];
-            const bool on_a = !(a <= 0.0f), on_b = !(b <= 0.0f);
-            v[i] = (on_a ? w[0] * a : 0.0f) + (on_b ? w[1] * b : 0.0f);
-            const int bit = i / 2 % 8 * 4 + i % 2;
-            if (on_a) positive[i / 16] |= 1u << bit;
-            if (on_b) positive[i / 16] |= 1u << (bit + 2);
-        }
-        sum_columns(v);
-        put_columns(sums[1][warp_of_group()], v);
+        uint32_t positive[2];
+        sum_index(sums[1][warp_of_group()], z, w, positive);
         x.sync();
         float teacher = 0.0f, student = 0.0f;
 #pragma unroll

@@ -223,26 +223,6 @@ __device__ __forceinline__ void share_heads(list_query &x, float (&c)[GROUP_TILE
     }
 }
 
-/* The indexer's scores of a tile: their sum over the warp's heads, and which are positive. */
-__device__ __forceinline__ void sum_index(list_query &x, int t, float (&z)[COLUMN_TILES][4],
-                                          const float (&w)[2], uint32_t (&positive)[2])
-{
-    float v[32];
-    clear_rows(z, x.head0(), x.s.of.index_heads);
-    positive[0] = positive[1] = 0;
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-        const float a = z[i / 2][i % 2], b = z[i / 2][2 + i % 2];
-        const bool on_a = !(a <= 0.0f), on_b = !(b <= 0.0f);
-        v[i] = (on_a ? w[0] * a : 0.0f) + (on_b ? w[1] * b : 0.0f);
-        const int bit = i / 2 % 8 * 4 + i % 2;
-        if (on_a) positive[i / 16] |= 1u << bit;
-        if (on_b) positive[i / 16] |= 1u << (bit + 2);
-    }
-    sum_columns(v);
-    put_columns(x.m.sums[x.group][t][1][warp_of_group()], v);
-}
-
 /* Both sums over heads of the warpgroup's tiles: of entry `thread`. */
 __device__ __forceinline__ void sum_lists(list_query &x, const float (&c)[GROUP_TILES][COLUMN_TILES][4],
                                           const float (&factor)[2], const float (&w)[2],
@@ -265,7 +245,8 @@ __device__ __forceinline__ void sum_lists(list_query &x, const float (&c)[GROUP_
                 put_columns(x.m.sums[x.group][t][0][warp_of_group()], v);
                 issue_scores<false>(z, smem_address(x.m.q_index), stage_address(x.m.stages, at.stage));
                 wg_wait<0>(z);
-                sum_index(x, t, z, w, positive);
+                clear_rows(z, x.head0(), x.s.of.index_heads);
+                sum_index(x.m.sums[x.group][t][1][warp_of_group()], z, w, positive);
                 x.m.positive[tile][x.thread()] = (uint64_t)positive[1] << 32 | positive[0];
             }
         at.advance();

@@ -70,6 +70,25 @@ __device__ __forceinline__ void put_columns(float *to, const float (&x)[32])
     *(float2 *)(to + (tile0 + 1) * 8 + column) = make_float2(x[2], x[3]);
 }
 
+/* The sum over a warp's heads of the indexer's scores z of a tile, and which of these are positive. */
+__device__ __forceinline__ void sum_index(float *to, const float (&z)[COLUMN_TILES][4], const float (&w)[2],
+                                          uint32_t (&positive)[2])
+{
+    float v[32];
+    positive[0] = positive[1] = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const float a = z[i / 2][i % 2], b = z[i / 2][2 + i % 2];
+        const bool on_a = !(a <= 0.0f), on_b = !(b <= 0.0f);
+        v[i] = (on_a ? w[0] * a : 0.0f) + (on_b ? w[1] * b : 0.0f);
+        const int bit = i / 2 % 8 * 4 + i % 2;
+        if (on_a) positive[i / 16] |= 1u << bit;
+        if (on_b) positive[i / 16] |= 1u << (bit + 2);
+    }
+    sum_columns(v);
+    put_columns(to, v);
+}
+
 /* The A operand of 16 entries from the thread's own bits of them, and two pairs of gradients. */
 __device__ __forceinline__ void mask_pairs(uint32_t (&a)[4], uint32_t bits, uint32_t low, uint32_t high)
 {
