@@ -156,7 +156,7 @@ typedef enum quern_cpu_level {
     QUERN_CPU_LEVEL_PORTABLE = 1,
     QUERN_CPU_LEVEL_AVX2 = 2,      /* AVX2, FMA, F16C */
     QUERN_CPU_LEVEL_AVX512 = 3,    /* AVX-512 F, BW, DQ, VL */
-    QUERN_CPU_LEVEL_AVX512BF16 = 4 /* the same with AVX512_BF16 and AVX512_VNNI */
+    QUERN_CPU_LEVEL_AVX512BF16 = 4 /* the same with AVX512_BF16, AVX512_VNNI and AVX512_VBMI */
 } quern_cpu_level;
 
 /*

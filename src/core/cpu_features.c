@@ -26,6 +26,7 @@ static const struct {
     {CPU_AVX512DQ, 7, 0, EBX, 17, ZMM},    {CPU_AVX512BW, 7, 0, EBX, 30, ZMM},
     {CPU_AVX512VL, 7, 0, EBX, 31, ZMM},    {CPU_AVX512_VNNI, 7, 0, ECX, 11, ZMM},
     {CPU_AVX512_FP16, 7, 0, EDX, 23, ZMM}, {CPU_AVX512_BF16, 7, 1, EAX, 5, ZMM},
+    {CPU_AVX512_VBMI, 7, 0, ECX, 1, ZMM},
 };
 
 /* The register state that the operating system saves. */

@@ -22,7 +22,8 @@ enum {
     CPU_NEON = 1 << 10, /* of AArch64 */
     CPU_NEON_BF16 = 1 << 11,
     CPU_SVE = 1 << 12,
-    CPU_SVE_BF16 = 1 << 13
+    CPU_SVE_BF16 = 1 << 13,
+    CPU_AVX512_VBMI = 1 << 14
 };
 
 /* A feature counts only if the operating system saves its registers: a CPU may have AVX-512 under a kernel

@@ -77,11 +77,57 @@ static void every_panel(void **state)
     }
 }
 
+/* One row's product has the bits of its panel's. */
+static void row_has_the_panels_bits(void **state)
+{
+    enum { PANEL = 64 };
+    test_random random = {test_seed("e4m3 row", 2)};
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        const e4m3_kernels *kernels = cpu_kernels_for(level)->e4m3;
+        const attention_kernels *dense = cpu_kernels_for(level)->attention;
+        if (kernels->row_bf16 == NULL) continue;
+        (void)test_kernel_bound("e4m3", "row_bf16", kernels->level, 0, 0);
+        assert_int_equal(dense->panel, PANEL);
+        for (int trial = 0; trial < 200; trial++) {
+            static uint8_t codes[ROWS * STRIDE];
+            static uint32_t panel[PANEL * DEPTH / 2];
+            const int64_t depth = trial == 0 ? 128 : 2 * test_random_int(&random, 0, DEPTH / 2),
+                          count = trial == 0 ? PANEL : test_random_int(&random, 1, PANEL);
+            uint32_t *a = malloc((size_t)(depth + 1) * 2);
+            float scale[PANEL], expected[PANEL], c[PANEL];
+            for (int64_t i = 0; i < (int64_t)sizeof codes; i++)
+                codes[i] = (uint8_t)test_random_int(&random, 0, trial % 2 == 0 ? 126 : 254);
+            for (int64_t i = 0; i < depth / 2; i++)
+                a[i] = (uint32_t)test_random_int(&random, 0x3f80, 0x40ff) << 16 |
+                       (uint32_t)test_random_int(&random, 0xbf00, 0xbfff);
+            for (int j = 0; j < PANEL; j++) {
+                scale[j] = (float)test_random_normal(&random);
+                c[j] = expected[j] = (float)test_random_normal(&random);
+            }
+            const e4m3_rows rows = {codes, STRIDE, count, depth, 0};
+            const bool accumulate = trial % 3 != 0;
+            kernels->panel_bf16(&rows, PANEL, panel);
+            dense->mm_scaled_bf16(1, PANEL, depth / 2, a, depth / 2, 1, (const float *)(void *)panel, PANEL,
+                                  scale, expected, PANEL, accumulate);
+            kernels->row_bf16(&rows, PANEL, a, scale, c, accumulate);
+            for (int j = 0; j < PANEL; j++)
+                if (memcmp(&c[j], &expected[j], sizeof *c) != 0 && !(isnan(c[j]) && isnan(expected[j])))
+                    fail_msg("depth %lld: [%d] is %g, expected %g", (long long)depth, j, (double)c[j],
+                             (double)expected[j]);
+            TEST_TIME("e4m3", "row_bf16", kernels->level, PANEL * depth,
+                      kernels->row_bf16(&rows, PANEL, a, scale, c, accumulate));
+            free(a);
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     char program[] = "e4m3_test";
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_panel),
+        cmocka_unit_test(row_has_the_panels_bits),
         cmocka_unit_test_prestate(test_every_kernel, program),
     };
     return TEST_KERNELS_MAIN(argc, argv, tests);

@@ -4,11 +4,12 @@
  * e4m3_panels.h - rows of e4m3 codes as panels: decoded, and turned so that rows become columns.
  *
  * With AVX-512, 16 rows by 64 codes are turned as words of four codes (64 shuffles), each word vector is
- * decoded to words of two bf16 values, and floats are their halves. Decoding works on 64 bytes at once: of
- * eeee mmm the value 2^(eeee - 7) (1 + m / 8) has the bf16 bytes 0x3c + (eeee >> 1) and (eeee & 1) << 7 | mmm
- * << 4; the eight magnitudes below 2^-6, which the format has without the leading 1, come from a table. A
- * line of 64 codes is loaded once, whole: rows are often 4096 bytes apart, and an L1 set has no room for 16
- * such lines. Limit: 20 instructions for 64 codes, 5 of them shuffles.
+ * decoded to words of two bf16 values, and floats are their halves. With VBMI a look-up among 128 bytes gives
+ * each byte of 64 values. Without it they are computed: of eeee mmm the value 2^(eeee - 7) (1 + m / 8) has the
+ * bf16 bytes 0x3c + (eeee >> 1) and (eeee & 1) << 7 | mmm << 4; the eight magnitudes below 2^-6, which the
+ * format has without the leading 1, come from a table. A line of 64 codes is loaded once, whole: rows are often
+ * 4096 bytes apart, and an L1 set has no room for 16 such lines. Limit: with VBMI a shuffle a cycle, 9 for 64
+ * codes; else 20 instructions for 64 codes, 5 of them shuffles.
  *
  * With AVX2, 16 rows by 32 codes are turned as bytes (64 shuffles). A code in the high byte of a word,
  * shifted by one, is an f16 but for its bias, so the instruction that widens f16 decodes it. Limit:
@@ -24,6 +25,22 @@
 #if defined(__AVX512F__)
 enum { PANEL_CODES = 64 };
 
+/* Codes k ... k + 63 of rows first ... first + 15, turned: vector i holds codes k + 4 i ... + 3 of each. */
+INLINE void load_turned(const e4m3_rows *r, int64_t first, int64_t k, vfloat words[LANES])
+{
+    const int64_t left = r->depth - k;
+    const __mmask64 kept = left < PANEL_CODES ? ((__mmask64)1 << left) - 1 : ~(__mmask64)0;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        const uint8_t *at = r->codes + (first + i) * r->stride + k;
+        const bool exists = first + i < r->rows;
+        if (r->ahead != 0 && exists) __builtin_prefetch(at + r->ahead, 0, 2);
+        words[i] = (vfloat)_mm512_maskz_loadu_epi8(exists ? kept : 0, at);
+    }
+    v_transpose(words);
+}
+
+#if !defined(__AVX512BF16__)
 /* Words of four codes as words of two bf16 values: codes 0 and 1 in *low, 2 and 3 in *high. */
 INLINE void bf16_of_words(__m512i words, __m512i *low, __m512i *high)
 {
@@ -51,22 +68,6 @@ INLINE void bf16_of_words(__m512i words, __m512i *low, __m512i *high)
     *high = _mm512_unpackhi_epi8(lower, upper);
 }
 
-/* Codes k ... k + 63 of rows first ... first + 15, turned: vector i holds codes k + 4 i ... + 3 of each. */
-INLINE void load_turned(const e4m3_rows *r, int64_t first, int64_t k, vfloat words[LANES])
-{
-    const int64_t left = r->depth - k;
-    const __mmask64 kept = left < PANEL_CODES ? ((__mmask64)1 << left) - 1 : ~(__mmask64)0;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        const uint8_t *at = r->codes + (first + i) * r->stride + k;
-        const bool exists = first + i < r->rows;
-        if (r->ahead != 0 && exists) __builtin_prefetch(at + r->ahead, 0, 2);
-        words[i] = (vfloat)_mm512_maskz_loadu_epi8(exists ? kept : 0, at);
-    }
-    v_transpose(words);
-}
-
-#if !defined(__AVX512BF16__)
 static void panel_f32(const e4m3_rows *r, int32_t panel, float *to)
 {
     const __m512i odd = _mm512_set1_epi32((int)0xffff0000);
@@ -88,8 +89,50 @@ static void panel_f32(const e4m3_rows *r, int32_t panel, float *to)
 }
 
 #else
+/* The bytes of the bf16 values of codes 0 ... 63 and 64 ... 127. */
+typedef struct bf16_bytes {
+    __m512i lower[2], upper[2];
+} bf16_bytes;
+
+INLINE bf16_bytes bytes_of_codes(void)
+{
+    const __m512i mantissas = _mm512_broadcast_i32x4(
+                      _mm_setr_epi8(0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, (char)0x80, (char)0x90,
+                                    (char)0xa0, (char)0xb0, (char)0xc0, (char)0xd0, (char)0xe0, (char)0xf0)),
+                  exponents = _mm512_setr_epi64(0x3c3c3c3c3c3c3c3c, 0x3c3c3c3c3c3c3c3c, 0x3d3d3d3d3d3d3d3d,
+                                                0x3d3d3d3d3d3d3d3d, 0x3e3e3e3e3e3e3e3e, 0x3e3e3e3e3e3e3e3e,
+                                                0x3f3f3f3f3f3f3f3f, 0x3f3f3f3f3f3f3f3f),
+                  small_lower =
+                      _mm512_zextsi128_si512(_mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x20, 0x40, 0x60,
+                                                           0, 0, 0, 0, 0, 0, 0, 0)),
+                  small_upper = _mm512_zextsi128_si512(_mm_setr_epi8(
+                      0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __mmask64 small = 0xff, nan = (__mmask64)1 << 63;
+    return (bf16_bytes){
+        {_mm512_mask_mov_epi8(mantissas, small, small_lower),
+         _mm512_mask_mov_epi8(mantissas, nan, _mm512_set1_epi8((char)0xc0))},
+        {_mm512_mask_mov_epi8(exponents, small, small_upper),
+         _mm512_mask_mov_epi8(_mm512_add_epi8(exponents, _mm512_set1_epi8(4)), nan, _mm512_set1_epi8(0x7f))}};
+}
+
+/* Words of four codes as words of two bf16 values: codes 0 and 1 in *low, 2 and 3 in *high. The look-ups
+ * ignore the sign. */
+INLINE void bf16_of_words(const bf16_bytes *bytes, __m512i words, __m512i *low, __m512i *high)
+{
+    const __m512i order = _mm512_broadcast_i32x4(
+                      _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)),
+                  code = _mm512_shuffle_epi8(words, order),
+                  lower = _mm512_permutex2var_epi8(bytes->lower[0], code, bytes->lower[1]),
+                  size = _mm512_permutex2var_epi8(bytes->upper[0], code, bytes->upper[1]),
+                  upper = _mm512_ternarylogic_epi32(size, code, _mm512_set1_epi8((char)0x80),
+                                                    0xf8); /* a | (b & c) */
+    *low = _mm512_unpacklo_epi8(lower, upper);
+    *high = _mm512_unpackhi_epi8(lower, upper);
+}
+
 static void panel_bf16(const e4m3_rows *r, int32_t panel, uint32_t *to)
 {
+    const bf16_bytes bytes = bytes_of_codes();
     for (int64_t k = 0; k < r->depth; k += PANEL_CODES)
         for (int64_t first = 0; first < panel; first += LANES) {
             vfloat words[LANES];
@@ -99,11 +142,51 @@ static void panel_bf16(const e4m3_rows *r, int32_t panel, uint32_t *to)
             for (int i = 0; i < LANES; i++, at += 2 * panel) {
                 if (k + 4 * i >= r->depth) break;
                 __m512i low, high;
-                bf16_of_words((__m512i)words[i], &low, &high);
+                bf16_of_words(&bytes, (__m512i)words[i], &low, &high);
                 _mm512_storeu_si512(at, low);
                 if (k + 4 * i + 2 < r->depth) _mm512_storeu_si512(at + panel, high);
             }
         }
+}
+
+enum { ROW_STRIPS = 4 };
+
+/* One row of a times 64 columns. A sum waits for its last product, so four strips of columns, turned into L1
+ * first, take turns. Codes are neither stored as values nor read again. */
+static void row_bf16(const e4m3_rows *r, int32_t panel, const uint32_t *a, const float *scale, float *c,
+                     bool accumulate)
+{
+    const bf16_bytes bytes = bytes_of_codes();
+    for (int64_t first = 0; first < panel; first += ROW_STRIPS * LANES) {
+        __m512 sum[ROW_STRIPS] = {{0}};
+        for (int64_t k = 0; k < r->depth; k += PANEL_CODES) {
+            vfloat words[ROW_STRIPS][LANES];
+            for (int s = 0; s < ROW_STRIPS; s++) {
+                vfloat turned[LANES];
+                load_turned(r, first + s * LANES, k, turned);
+                memcpy(words[s], turned, sizeof turned);
+            }
+            const uint32_t *at = a + k / 2;
+            for (int i = 0; i < LANES && k + 4 * i < r->depth; i++, at += 2) {
+                const bool both = k + 4 * i + 2 < r->depth;
+                const __m512i one = _mm512_set1_epi32((int)at[0]), other = _mm512_set1_epi32((int)at[both]);
+#pragma GCC unroll 4
+                for (int s = 0; s < ROW_STRIPS; s++) {
+                    __m512i low, high;
+                    bf16_of_words(&bytes, (__m512i)words[s][i], &low, &high);
+                    sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)one, (__m512bh)low);
+                    if (both) sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)other, (__m512bh)high);
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int s = 0; s < ROW_STRIPS; s++) {
+            const __m512 by = _mm512_loadu_ps(scale + first + s * LANES);
+            float *to = c + first + s * LANES;
+            _mm512_storeu_ps(to, accumulate ? _mm512_fmadd_ps(sum[s], by, _mm512_loadu_ps(to))
+                                            : _mm512_mul_ps(sum[s], by));
+        }
+    }
 }
 #endif
 #elif defined(__FMA__)

@@ -132,15 +132,21 @@ static void fill_scales(const e4m3_job *job, int64_t group, int64_t first, int64
     for (int64_t j = n; j < job->dense->panel; j++) scales[j] = 0.0f;
 }
 
+/* The codes of a run of rows of W, which become columns. */
+static e4m3_rows rows_of_run(const e4m3_job *job, int64_t group, e4m3_run run, int64_t column, int64_t n)
+{
+    const quern_tensor *codes = &job->args->codes;
+    const int64_t stride = codes->strides[0], left = job->in - run.first;
+    return (e4m3_rows){(const uint8_t *)codes->data + (group * job->out + column) * stride + run.first, stride,
+                       n, run.depth,
+                       left > AHEAD || column + n == job->out ? AHEAD : AHEAD - job->in + n * stride};
+}
+
 /* The weights of a run: rows of W become columns. */
 static void decode_across(const e4m3_job *job, int64_t group, e4m3_run run, int64_t column, int64_t n,
                           float *panel)
 {
-    const quern_tensor *codes = &job->args->codes;
-    const int64_t stride = codes->strides[0], left = job->in - run.first;
-    const e4m3_rows rows = {(const uint8_t *)codes->data + (group * job->out + column) * stride + run.first,
-                            stride, n, run.depth,
-                            left > AHEAD || column + n == job->out ? AHEAD : AHEAD - job->in + n * stride};
+    const e4m3_rows rows = rows_of_run(job, group, run, column, n);
     if (job->pairs) job->kernels->panel_bf16(&rows, job->dense->panel, (uint32_t *)(void *)panel);
     else job->kernels->panel_f32(&rows, job->dense->panel, panel);
 }
@@ -200,6 +206,11 @@ static void multiply_panel(void *arg, int64_t index, int32_t thread)
         const void *a = packed_run(job, group, i);
         if (run.depth == 0) continue;
         fill_scales(job, group, run.first, column, n, s->scales);
+        if (job->pairs && job->rows == 1 && !job->args->rows) {
+            const e4m3_rows rows = rows_of_run(job, group, run, column, n);
+            job->kernels->row_bf16(&rows, job->dense->panel, a, s->scales, s->c, run.first > 0);
+            continue;
+        }
         if (job->args->rows) decode_rows(job, group, run, column, n, s->widened, s->panel);
         else decode_across(job, group, run, column, n, s->panel);
         mm_scaled_kernel *mm = job->pairs ? job->dense->mm_scaled_bf16 : job->dense->mm_scaled_f32;
