@@ -23,8 +23,8 @@ typedef struct e4m3_kernels {
      * bf16 dot product. */
     void (*panel_bf16)(const e4m3_rows *rows, int32_t panel, uint32_t *to);
     /* c[j] = scale[j] times the dot product of row j and `a`, which holds `depth` bf16 values, added to c[j]
-     * with `accumulate`; j < panel, a multiple of 64. The bits are those of panel_bf16 and mm_scaled_bf16. NULL
-     * as above. */
+     * with `accumulate`; j < panel, a multiple of 64. The bits are those of panel_bf16 and mm_scaled_bf16.
+     * NULL as above. */
     void (*row_bf16)(const e4m3_rows *rows, int32_t panel, const uint32_t *a, const float *scale, float *c,
                      bool accumulate);
 } e4m3_kernels;

@@ -4,12 +4,12 @@
  * e4m3_panels.h - rows of e4m3 codes as panels: decoded, and turned so that rows become columns.
  *
  * With AVX-512, 16 rows by 64 codes are turned as words of four codes (64 shuffles), each word vector is
- * decoded to words of two bf16 values, and floats are their halves. With VBMI a look-up among 128 bytes gives
- * each byte of 64 values. Without it they are computed: of eeee mmm the value 2^(eeee - 7) (1 + m / 8) has the
- * bf16 bytes 0x3c + (eeee >> 1) and (eeee & 1) << 7 | mmm << 4; the eight magnitudes below 2^-6, which the
- * format has without the leading 1, come from a table. A line of 64 codes is loaded once, whole: rows are often
- * 4096 bytes apart, and an L1 set has no room for 16 such lines. Limit: with VBMI a shuffle a cycle, 9 for 64
- * codes; else 20 instructions for 64 codes, 5 of them shuffles.
+ * decoded to words of two bf16 values, and floats are their halves. With VBMI a look-up among 128 bytes
+ * gives each byte of 64 values. Without it they are computed: of eeee mmm the value 2^(eeee - 7) (1 + m /
+ * 8) has the bf16 bytes 0x3c + (eeee >> 1) and (eeee & 1) << 7 | mmm << 4; the eight magnitudes below
+ * 2^-6, which the format has without the leading 1, come from a table. A line of 64 codes is loaded once,
+ * whole: rows are often 4096 bytes apart, and an L1 set has no room for 16 such lines. Limit: with VBMI a
+ * shuffle a cycle, 9 for 64 codes; else 20 instructions for 64 codes, 5 of them shuffles.
  *
  * With AVX2, 16 rows by 32 codes are turned as bytes (64 shuffles). A code in the high byte of a word,
  * shifted by one, is an f16 but for its bias, so the instruction that widens f16 decodes it. Limit:

@@ -137,8 +137,8 @@ static e4m3_rows rows_of_run(const e4m3_job *job, int64_t group, e4m3_run run, i
 {
     const quern_tensor *codes = &job->args->codes;
     const int64_t stride = codes->strides[0], left = job->in - run.first;
-    return (e4m3_rows){(const uint8_t *)codes->data + (group * job->out + column) * stride + run.first, stride,
-                       n, run.depth,
+    return (e4m3_rows){(const uint8_t *)codes->data + (group * job->out + column) * stride + run.first,
+                       stride, n, run.depth,
                        left > AHEAD || column + n == job->out ? AHEAD : AHEAD - job->in + n * stride};
 }
 
