@@ -266,7 +266,7 @@ def with_experts(kind, experts):
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, "gpt_oss"))
 def test_experts(kind):
     eager, quern = (with_experts(kind, name) for name in ("eager", "quern"))
     with torch.no_grad():
@@ -286,7 +286,9 @@ def test_experts(kind):
 
 def test_experts_that_are_refused(capsys):
     model = with_experts("gpt_oss", "quern")
-    with torch.no_grad(), pytest.raises(ValueError, match="GptOssExperts: they have biases"):
+    for layer in model.model.layers:
+        layer.mlp.experts.is_concatenated = True  # which they are not
+    with torch.no_grad(), pytest.raises(ValueError, match="GptOssExperts: their gate is none of"):
         model(tokens())
     model = with_experts("deepseek_v4", "quern")
     for layer in model.model.layers:
@@ -300,7 +302,21 @@ def test_experts_that_are_refused(capsys):
     assert "experts_implementation of DeepseekV4ForCausalLM is eager; DeepseekV4Experts: their gate" in said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_experts_laid_out_anew(capsys):
+    """A copy follows its weights."""
+    model = with_experts("gpt_oss", "eager")
+    quern = accelerate(copy.deepcopy(model))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("; else by a copy of them, laid out anew")
+    with torch.no_grad():
+        for change in (1.0, 1.5, -1.0):
+            for one in (model, quern):
+                for layer in one.model.layers:
+                    layer.mlp.experts.gate_up_proj.mul_(change)
+            assert error(quern(tokens()).logits, copy.deepcopy(model).double()(tokens()).logits) < 5e-6
+    assert list(quern.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "gpt_oss"))
 def test_experts_in_nvfp4(kind):
     from quern import nvfp4
 
@@ -317,8 +333,11 @@ def test_experts_in_nvfp4(kind):
             )
             if part == "gate_up":
                 floats = nvfp4.interleave(floats, inverse=True)
-            assert 0 < error(floats.transpose(1, 2), weight.detach().double()) < 0.2
-            weight.data.copy_(floats.transpose(1, 2))
+            if kind == "gpt_oss" and part == "gate_up":  # pairs
+                floats = torch.stack(floats.chunk(2, -1), -1).flatten(-2)
+            floats = floats if kind == "gpt_oss" else floats.transpose(1, 2)
+            assert 0 < error(floats, weight.detach().double()) < 0.2
+            weight.data.copy_(floats)
     with torch.no_grad():
         assert error(quern(tokens()).logits, model.double()(tokens()).logits) < 5e-6
         again = accelerate(with_experts(kind, "eager"), experts="nvfp4")

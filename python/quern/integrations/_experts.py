@@ -14,6 +14,14 @@ from .. import moe, nvfp4
 _READ = ("limit", "swiglu_limit", "alpha", "swiglu_alpha")
 
 
+def _halves(t: Tensor, module: Any, dim: int) -> Tensor:
+    """Gates before ups along dimension `dim` < 0, as quern.moe.layer takes them."""
+    if module.is_concatenated:
+        return t
+    pairs = t.unflatten(dim, (-1, 2))
+    return torch.cat(pairs.unbind(dim), dim)
+
+
 def _gated(gate_up: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if limit:
@@ -29,14 +37,15 @@ def gate_of(module: Any) -> dict[str, float] | None:
         return kept[1]
     limits = {0.0, *(float(n) for n in known[:2] if n)}
     slopes = [(1.0, 0.0), *((float(n), 1.0) for n in known[2:] if n)]
-    probe = 3 * max(1.0, *limits) * torch.linspace(-1, 1, 514).reshape(-1, 2)
+    probe = 3 * max(1.0, *limits) * torch.linspace(-1, 1, 516).reshape(-1, 4)
     probe = torch.cat((probe, probe.flip(-1), -probe.roll(7, 0)))
+    halves = _halves(probe, module, -1)
     with torch.no_grad():
         made = module._apply_gate(probe)
     found = None
     for limit in sorted(limits):
         for alpha, beta in slopes:
-            if torch.allclose(made, _gated(probe, limit, alpha, beta), rtol=1e-4, atol=1e-5):
+            if torch.allclose(made, _gated(halves, limit, alpha, beta), rtol=1e-4, atol=1e-5):
                 found = {"limit": limit, "alpha": alpha, "beta": beta}
     module.__dict__["_quern_gate"] = (known, found)
     return found
@@ -46,10 +55,8 @@ def refusal(module: Any) -> str | None:
     """Why experts cannot be computed here."""
     if isinstance(module, Quantized):
         return None
-    if not module.has_gate or module.has_bias or getattr(module, "has_post_expert_norm", False):
-        return "they have biases, a norm or no gate: gated experts alone are accepted"
-    if module.is_transposed or not module.is_concatenated:
-        return "gate_up_proj is transposed or interleaved: [experts, 2 · inner, hidden], halves, is accepted"
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return "they have a norm or no gate: gated experts without a norm are accepted"
     if getattr(module, "_is_expert_parallel", False):
         return "they are spread over processes: whole ones are accepted"
     if module.gate_up_proj.device.type != "cpu":
@@ -73,8 +80,42 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     reason = refusal(module)
     if reason is not None:
         raise ValueError(f"experts quern: {type(module).__name__}: {reason}")
-    weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
-    return moe.layer(hidden_states, **routing, **weights, **gate_of(module))
+    return moe.layer(hidden_states, **routing, **_weights(module), **_biases(module), **gate_of(module))
+
+
+def copies(module: Any) -> bool:
+    """Whether a module's weights are laid out anew, in a copy that is kept beside them."""
+    return not isinstance(module, Quantized) and (module.is_transposed or not module.is_concatenated)
+
+
+def _laid_out(module: Any, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Of all experts, or of one: gate_up [.., 2 · inner, hidden] in halves, down [.., hidden, inner]."""
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(-1, -2), down.transpose(-1, -2)
+    return _halves(gate_up, module, -2).contiguous(), down.contiguous()
+
+
+def _weights(module: Any) -> dict[str, Tensor]:
+    """Weights as quern.moe.layer takes them. A copy serves as long as nobody writes into them."""
+    pair = (module.gate_up_proj, module.down_proj)
+    if not copies(module):
+        return dict(zip(("gate_up", "down"), pair))
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in pair):
+        return dict(zip(("gate_up", "down"), _laid_out(module, *pair)))
+    known = tuple((t.data_ptr(), t._version, t.dtype, t.device) for t in pair)
+    kept = module.__dict__.get("_quern_weights")
+    if kept is None or kept[0] != known:
+        with torch.no_grad():
+            kept = known, dict(zip(("gate_up", "down"), _laid_out(module, *pair)))
+        module.__dict__["_quern_weights"] = kept
+    return kept[1]
+
+
+def _biases(module: Any) -> dict[str, Tensor]:
+    if not module.has_bias:
+        return {}
+    gate_up = _halves(module.gate_up_proj_bias, module, -1)
+    return {"gate_up_bias": gate_up, "down_bias": module.down_proj_bias}
 
 
 class Quantized(nn.Module):
@@ -90,6 +131,9 @@ class Quantized(nn.Module):
     def quern_weights(self) -> dict[str, Any]:
         made = {f"{name}_repacked": getattr(self, f"{name}_repacked") for name in self.quern_rows}
         made |= {f"{name}_global": getattr(self, f"{name}_global") for name in self.quern_rows}
+        biases = _biases(self)
+        if biases:  # with the columns' order
+            made |= {**biases, "gate_up_bias": nvfp4.interleave(biases["gate_up_bias"])}
         return {**made, **self.quern_gate, "intermediate": self.quern_rows["down"][0]}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -128,18 +172,18 @@ _CLASSES: dict[type, type] = {}
 def quantize_(module: Any) -> None:
     """Rounds a module's experts, in floats, to NVFP4, one by one, in place."""
     gate = gate_of(module)
-    weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
-    made: dict[str, list[list[Tensor]]] = {}
-    for name, stack in weights.items():
-        made[name] = [[], []]
-        for one in stack.detach():
+    made: dict[str, list[list[Tensor]]] = {"gate_up": [[], []], "down": [[], []]}
+    for pair in zip(module.gate_up_proj.detach(), module.down_proj.detach()):
+        for name, one in zip(made, _laid_out(module, *pair)):
             matrix = one.t().contiguous()
             matrix = nvfp4.interleave(matrix) if name == "gate_up" else matrix
             codes, scales, scale = nvfp4.quantize(matrix[None], weight=True, global_per="expert")
             made[name][0].append(nvfp4.prepack(codes, scales))
             made[name][1].append(scale)
-    module.quern_rows = {name: (stack.shape[2], stack.shape[1]) for name, stack in weights.items()}
+    hidden, inner = (module.down_proj.shape[n] for n in ((2, 1) if module.is_transposed else (1, 2)))
+    module.quern_rows = {"gate_up": (hidden, 2 * inner), "down": (inner, hidden)}
     del module.gate_up_proj, module.down_proj
+    module.__dict__.pop("_quern_weights", None)
     for name, (repacked, scale) in made.items():
         module.register_buffer(f"{name}_repacked", torch.cat(repacked), persistent=False)
         module.register_buffer(f"{name}_global", torch.cat(scale))

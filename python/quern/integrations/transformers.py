@@ -7,10 +7,10 @@ not ask for them stay as they are.
 
 Causal attention with padding on the left or right, sliding windows, sinks, lists of blocks (MiniMax-M3's),
 and packed sequences (cu_seq_lens_q and _k, or positions that start again). What it cannot do as the model
-asks is refused with a sentence. Experts in floats, whose gate is SiLU(gate) · up, the same with a limit, or
-with alpha and beta; those whose weights require gradients are computed eagerly. accelerate() does this for a
-model and replaces what these functions do not reach: MiniMax-M3's indexer, DeepSeek-V4's attention and
-hyper-connections.
+asks is refused with a sentence. Experts in floats, with biases or without, whose gate is SiLU(gate) · up, the
+same with a limit, or with alpha and beta; those whose weights require gradients are computed eagerly.
+accelerate() does this for a model and replaces what these functions do not reach: MiniMax-M3's indexer,
+DeepSeek-V4's attention and hyper-connections.
 """
 
 from __future__ import annotations
@@ -179,6 +179,8 @@ def _give_experts(model: Any, nvfp4: bool) -> None:
         return
     now = found[0].config._experts_implementation
     why = "".join(f"; {reason}" for reason in reasons) or "; while their weights require gradients, eager"
+    if not reasons and any(_experts.copies(m) for m in found):
+        why += "; else by a copy of them, laid out anew"
     print(f"quern: experts_implementation of {type(model).__name__} is {now}{why}")
 
 
