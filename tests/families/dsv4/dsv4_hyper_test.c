@@ -256,6 +256,10 @@ static void many_tokens_of_four_copies(void **state)
         {521, 128, 0},
         {768, 1152, BIT(PRE_IN) | BIT(F) | BIT(D_SCALE)},
         {512, 384, BIT(D_H) | BIT(D_POST) | BIT(D_FN)},
+        {541, 512, BIT(PRE_IN)},
+        {1030, 1024, BIT(F) | BIT(D_POST)},
+        {517, 1536, BIT(PRE_IN) | BIT(F) | BIT(COMB) | BIT(D_H)},
+        {515, 4096, BIT(POST)},
         {515, 256, BIT(PRE_IN) | BIT(D_H) | BIT(D_COMB) | BIT(D_F) | BIT(D_NORM)},
     };
     test_random random = {test_seed("hyper-connections of many tokens", 45)};

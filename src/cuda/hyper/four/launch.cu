@@ -143,12 +143,21 @@ static quern_status give_sums(const four_plan &plan, const hyper_args *args, cud
     return LAUNCHED("hyper, sums of runs");
 }
 
+static quern_status sums_backward(const stage_exec *exec, const hyper_args *args, const four_params &p)
+{
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+#ifdef QUERN_SM90
+    if (hyper_sums_sm90_takes(exec, args)) return hyper_sums_sm90_run(p, stream);
+#endif
+    return four_sums_backward(p, stream);
+}
+
 static quern_status backward_run(const stage_exec *exec, const hyper_args *args, void *memory)
 {
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     const four_plan plan = plan_of(args, true, memory);
     quern_status status = four_pack(plan.p, stream);
-    if (status == QUERN_OK) status = four_sums_backward(plan.p, stream);
+    if (status == QUERN_OK) status = sums_backward(exec, args, plan.p);
     if (status == QUERN_OK) status = four_weights_backward(plan.p, stream);
     if (status == QUERN_OK) status = four_copies_backward(plan.p, stream);
     return status == QUERN_OK ? give_sums(plan, args, stream) : status;

@@ -6,13 +6,6 @@
 
 enum { THREADS = 256, GROUP = 16, GROUP_WORDS = 12, GROUP_PACK = GROUP_WORDS / 4 * 32 };
 
-/* Two numbers of fn, or what bf16 leaves of them. */
-__device__ __forceinline__ uint32_t pack_two(float x, float y, int part)
-{
-    if (part > 0) x -= to_float(from_float<bf16>(x)), y -= to_float(from_float<bf16>(y));
-    return pack2<bf16>(x, y);
-}
-
 /* An operand of 16 rows and 16 channels: rows g and g + 8, channels in the order of panel.cuh. */
 __device__ __forceinline__ void pack_sums(const four_params &p, int64_t i)
 {

@@ -20,6 +20,13 @@ struct fn_panel {
     uint4 pack[PANEL_PACKS][STEPS][ROW_TILES][32];
 };
 
+/* Two numbers of fn, or what bf16 leaves of them. */
+__device__ __forceinline__ uint32_t pack_two(float x, float y, int part)
+{
+    if (part > 0) x -= to_float(from_float<bf16>(x)), y -= to_float(from_float<bf16>(y));
+    return pack2<bf16>(x, y);
+}
+
 __device__ __forceinline__ void load_panel(const four_params &p, fn_panel &s, int panel)
 {
     const int units = min(PANEL, p.width - panel * PANEL) / DEPTH * COPIES * PACK;

@@ -74,6 +74,10 @@ __device__ __forceinline__ uint32_t word_of(const uint4 &x, int i)
     return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
+/* The backward's sums on Hopper; whether it takes a call. */
+bool hyper_sums_sm90_takes(const stage_exec *exec, const hyper_args *args);
+quern_status hyper_sums_sm90_run(const four_params &p, cudaStream_t stream);
+
 quern_status four_pack(const four_params &p, cudaStream_t stream);
 quern_status four_sums(const four_params &p, cudaStream_t stream);
 quern_status four_weights(const four_params &p, cudaStream_t stream);
