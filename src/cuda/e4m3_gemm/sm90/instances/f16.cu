@@ -14,6 +14,7 @@ namespace sm90_e4m3
     }
 INSTANCE(8)
 INSTANCE(32)
+INSTANCE(64)
 INSTANCE(128)
 
 } // namespace sm90_e4m3
