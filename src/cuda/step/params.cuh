@@ -6,6 +6,8 @@
 
 #include "cache/params.cuh"
 
+/* Positions and their sums with counts are below 2^31, so quotients take 32 bits. */
+
 /* Sequence b: its rows of the call, also where it does not run, and the entries that become whole. */
 struct step_place {
     int64_t slot, first, row, count, whole, made; /* whole: entries before */
@@ -21,8 +23,8 @@ __device__ __forceinline__ step_place step_place_at(const step_view &s, int64_t 
     p.row = rows[0];
     p.count = rows[s.rows_s[1]] - p.row;
     p.live = p.slot >= 0 && p.count > 0;
-    p.whole = ratio > 0 ? p.first / ratio : 0;
-    p.made = ratio > 0 ? (p.first + p.count) / ratio - p.whole : 0;
+    p.whole = ratio > 0 ? (uint32_t)p.first / (uint32_t)ratio : 0;
+    p.made = ratio > 0 ? (uint32_t)(p.first + p.count) / (uint32_t)ratio - p.whole : 0;
     return p;
 }
 

@@ -2,20 +2,21 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * places.cu - where the rows of a step go: one block, as a sequence's raw rows stand behind those of the
- * sequences before that have not stopped. It looks through the rows of a few tokens itself; those of many a
- * launch before it does, a warp a row. Limit: latency.
+ * sequences before that have not stopped. It looks through the rows of up to some hundred tokens itself, in
+ * less time than a launch takes; those of more a launch before it does, a warp a row. Limit: latency.
  */
 #include "common/launch.cuh"
 #include "step/params.cuh"
 #include "variants.cuh"
 
-/* Blocks are small: beside other kernels of a graph a large one would wait for a whole multiprocessor. */
-enum { THREADS = 256, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 15 };
+/* Blocks of 1024 threads would wait for a whole multiprocessor beside other kernels of a graph. */
+enum { THREADS = 512, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 19 };
 
 struct checked_rows {
     const float *p; /* NULL: not checked */
     int64_t row_s, count;
     int32_t width;
+    bool wide; /* rows can be read four numbers at a time */
 };
 
 struct places_kernel {
@@ -69,6 +70,28 @@ __device__ __noinline__ void note_bad(const places_kernel &a, bool of_entries, i
     }
 }
 
+/* Whether the warp's row has a number that is not finite. Four reads are under way at a time. */
+__device__ __forceinline__ bool is_bad(const checked_rows &c, const float *row)
+{
+    enum { AHEAD = 4 };
+    const int lane = (int)threadIdx.x % 32, each = c.wide ? 4 : 1, count = c.width / each;
+    uint32_t most = 0;
+    for (int i = lane; i < count; i += 32 * AHEAD) {
+        uint4 x[AHEAD] = {};
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int at = i + 32 * k;
+            if (at >= count) continue;
+            if (c.wide) x[k] = ((const uint4 *)row)[at];
+            else x[k].x = ((const uint32_t *)row)[at];
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            most = max(max(max(most, x[k].x << 1), x[k].y << 1), max(x[k].z << 1, x[k].w << 1));
+    }
+    return __any_sync(~0u, most >= 0xff000000u);
+}
+
 /* Warp `warp` of `warps` looks through its share of the first rows, so many of tokens and of entries. */
 __device__ __forceinline__ void check_rows(const places_kernel &a, int64_t warp, int64_t warps,
                                            int64_t tokens, int64_t entries)
@@ -77,13 +100,8 @@ __device__ __forceinline__ void check_rows(const places_kernel &a, int64_t warp,
         const checked_rows &c = a.check[k];
         if (c.p == NULL) continue;
         const int64_t most = k == 0 ? tokens : entries, count = c.count < most ? c.count : most;
-        for (int64_t row = warp; row < count; row += warps) {
-            const float *const x = c.p + row * c.row_s;
-            bool bad = false;
-#pragma unroll 4
-            for (int i = (int)threadIdx.x % 32; i < c.width; i += 32) bad = bad || !isfinite(x[i]);
-            if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) note_bad(a, k > 0, row);
-        }
+        for (int64_t row = warp; row < count; row += warps)
+            if (is_bad(c, c.p + row * c.row_s) && threadIdx.x % 32 == 0) note_bad(a, k > 0, row);
     }
 }
 
@@ -104,7 +122,7 @@ __device__ __forceinline__ void set_run(int64_t *run, int64_t from, int64_t to, 
 __device__ __forceinline__ void ring_runs(const places_kernel &a, int64_t *runs, int64_t b, int64_t first,
                                           int64_t n, int64_t row, bool from_ring)
 {
-    const int64_t page = a.raw_of[b] * a.ring, slot = first % a.ring,
+    const int64_t page = a.raw_of[b] * a.ring, slot = (uint32_t)first % (uint32_t)a.ring,
                   one = n < a.ring - slot ? n : a.ring - slot;
     runs += 6 * b;
     set_run(runs, from_ring ? page + slot : row, from_ring ? row : page + slot, one);
@@ -140,7 +158,7 @@ __device__ __forceinline__ void put_rows(const places_kernel &a, int64_t b, int6
     if (a.entry_slots == NULL) return;
     const int64_t first = a.made[b];
     for (int64_t i = lane; i < p.made && first + i < a.entries; i += lanes) {
-        const int64_t e = p.whole + i, page = e / a.page;
+        const int64_t e = p.whole + i, page = (uint32_t)e / (uint32_t)a.page;
         a.entry_slots[first + i] =
             live ? a.pages_of[b * a.pages_s[0] + page * a.pages_s[1]] * a.page + (e - page * a.page) : -1;
     }
@@ -202,6 +220,7 @@ static checked_rows checked_of(const quern_tensor &t)
     c.row_s = t.strides[0];
     c.count = t.shape[0];
     c.width = (int32_t)t.shape[1];
+    c.wide = (c.width | c.row_s) % 4 == 0 && (uintptr_t)c.p % 16 == 0;
     return c;
 }
 

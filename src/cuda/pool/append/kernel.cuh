@@ -19,7 +19,7 @@
 #include "pool/append/params.cuh"
 #include "pool/rows.cuh"
 
-enum { APPEND_ROWS = 4, APPEND_THREADS = 256, APPEND_WARPS = APPEND_THREADS / 32 };
+enum { APPEND_ROWS = 4, APPEND_THREADS = 256, APPEND_WARPS = 10 };
 
 /* ---- the step's numbers ---- */
 
@@ -333,7 +333,7 @@ __device__ __forceinline__ append_verdict append_judge(const append_kernel &a, c
     return v;
 }
 
-/* ---- the kernels ---- */
+/* ---- a block's work ---- */
 
 /* The first entry of a sequence that needs none of the rows before the call. */
 __device__ __forceinline__ uint32_t append_far(const append_kernel &a, const append_numbers &n)
@@ -388,7 +388,8 @@ __device__ __forceinline__ void append_commit(const append_kernel &a, const appe
     }
 }
 
-__global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append(const __grid_constant__ append_kernel a)
+/* A block's sequence. */
+__device__ __forceinline__ void append_sequence(const append_kernel &a)
 {
     extern __shared__ __align__(16) float rows_shared[];
     __shared__ float parts[POOL_PARTS][PARTS];
@@ -509,8 +510,8 @@ __device__ __forceinline__ void append_pool(pool_sums &sums, const append_kernel
 }
 
 /* Entries whose rows all stand in the call, of calls of many tokens: block y makes every gridDim.y-th of a
- * sequence. pool_append, which follows, clears the rows of those that stop. */
-__global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append_far(const __grid_constant__ append_kernel a)
+ * sequence. append_sequence(), in the launch that follows, clears the rows of those that stop. */
+__device__ __forceinline__ void append_entries(const append_kernel &a)
 {
     extern __shared__ __align__(16) float rows_shared[];
     __shared__ float parts[POOL_PARTS][PARTS];

@@ -1,8 +1,19 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - the pool_append stage: one launch for both compressors, two for calls of many tokens. */
-#include "pool/append/kernel.cuh"
+/* launch.cu - the pool_append stage: one launch for both compressors, two for calls of many tokens. Steps of
+ * V4's own widths and formats have a kernel in which a sequence of one token goes straight on. */
+#include "pool/append/one.cuh"
 #include "variants.cuh"
+
+__global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append(const __grid_constant__ append_kernel a)
+{
+    append_sequence(a);
+}
+
+__global__ void __launch_bounds__(APPEND_THREADS, 1) pool_append_far(const __grid_constant__ append_kernel a)
+{
+    append_entries(a);
+}
 
 static bool aligned(const quern_tensor &t, int64_t channels)
 {
@@ -53,6 +64,7 @@ static append_part part_of(const pool_append_args *args, const pool_append_part 
     k.columns = (uint32_t)p.table.shape[1];
     k.pages = (uint32_t)p.out.shape[0];
     k.page = (uint32_t)p.page;
+    k.page_by = fast_div_by(k.page);
     k.page_bytes = k.out_row;
     k.slot_bytes = p.out.ndim == 3 ? p.out.strides[1] * size : entry_data_bytes(p.entry.format, p.width);
     if (p.out.ndim == 3) return k;
@@ -79,6 +91,7 @@ static append_kernel kernel_of(const stage_exec *exec, const pool_append_args *a
     append_kernel a = {};
     a.ratio = (uint32_t)args->ratio;
     a.ring = (uint32_t)args->ring;
+    a.ring_by = fast_div_by(a.ring > 0 ? a.ring : 1);
     a.series = args->overlap ? 2 : 1;
     for (int i = 0; i < POOL_PARTS && args->part[i].width > 0; i++) {
         a.part[i] = part_of(args, args->part[i], first_thread(args, i));
@@ -160,4 +173,70 @@ static quern_status run(const stage_exec *exec, const pool_append_args *args, vo
     return LAUNCHED("pool_append");
 }
 
+/* ---- steps of a token a sequence ---- */
+
+static bool is_aligned(const quern_tensor &t, int64_t bytes)
+{
+    return ((uint64_t)(uintptr_t)t.data | (uint64_t)(t.strides[0] * bytes_of(t.dtype))) % bytes == 0;
+}
+
+/* Entries as rows of f32, or as bytes of `format` in pages. */
+static bool has_one_target(const pool_append_part &p, entry_format format)
+{
+    if (present(p.pooled) || p.entry.format != format) return false;
+    return format == ENTRY_ROWS ? !present(p.table) && p.out.dtype == QUERN_F32
+                                : present(p.table) && p.out.ndim == 2 && (uintptr_t)p.out.data % 4 == 0 &&
+                                      p.out.strides[0] % 4 == 0 && p.page <= INT32_MAX;
+}
+
+/* Whether a compressor is one of V4's, with the norm's weights of 16 bits that the main one has. */
+static bool is_one_part(const pool_append_args *args, int part, entry_format format)
+{
+    const pool_append_part &p = args->part[part];
+    const quern_tensor &norm = p.entry.norm_weight, &angles = p.entry.cos_sin;
+    return p.width == (part == 0 ? ONE_WIDTH : ONE_INDEX_WIDTH) && is_wide(p) &&
+           p.proj.dtype == args->part[0].proj.dtype && p.bias_a.dtype == QUERN_F32 &&
+           p.bias_b.dtype == QUERN_F32 && present(norm) && norm.strides[0] == 1 &&
+           norm.dtype == args->part[0].entry.norm_weight.dtype && (uintptr_t)norm.data % 8 == 0 &&
+           present(angles) && angles.dtype == QUERN_F32 && angles.shape[1] == ONE_ROTATED &&
+           is_aligned(angles, 8) && (part == 1 || !p.entry.hadamard) && has_one_target(p, format);
+}
+
+static bool are_one(const pool_append_args *args, entry_format main, entry_format index)
+{
+    return is_one_part(args, 0, main) && (args->part[1].width == 0 || is_one_part(args, 1, index));
+}
+
+static bool has_rows(const pool_append_args *args)
+{
+    return are_one(args, ENTRY_ROWS, ENTRY_ROWS);
+}
+
+/* Projections in f32 to rows, or in the dtype of the norms' weights to bytes: these only where the variant is
+ * named, as no test of them has run on a GPU yet. */
+static bool one_supports(const stage_exec *exec, const pool_append_args *args, char *)
+{
+    const quern_dtype dtype = args->part[0].proj.dtype, weights = args->part[0].entry.norm_weight.dtype;
+    return args->ratio == ONE_RATIO && args->overlap && args->ring >= 1 && args->ring <= ONE_RING &&
+           args->step.slots.dtype == QUERN_I32 && !is_long(args) &&
+           (weights == QUERN_BF16 || weights == QUERN_F16) &&
+           (has_rows(args) ? dtype == QUERN_F32
+                           : exec->variant != NULL && dtype == weights && are_one(args, ENTRY_ROW584, ENTRY_FP8));
+}
+
+template <typename W> static quern_status one_run_of(const stage_exec *exec, const pool_append_args *args)
+{
+    const append_kernel a = kernel_of(exec, args);
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    return has_rows(args) ? launch_one<float, W, ENTRY_ROWS, ENTRY_ROWS>(a, stream)
+                          : launch_one<W, W, ENTRY_ROW584, ENTRY_FP8>(a, stream);
+}
+
+static quern_status one_run(const stage_exec *exec, const pool_append_args *args, void *)
+{
+    return args->part[0].entry.norm_weight.dtype == QUERN_BF16 ? one_run_of<bf16>(exec, args)
+                                                               : one_run_of<f16>(exec, args);
+}
+
+extern const variant<pool_append_args> pool_append_one = {"pool_append_one", one_supports, NULL, one_run};
 extern const variant<pool_append_args> pool_append_any = {"pool_append_any", supports, workspace, run};

@@ -29,12 +29,14 @@ struct append_part {
     const int32_t *table;              /* NULL: out is rows */
     int64_t table_row, table_column;
     uint32_t columns, pages, page;
+    fast_div page_by;
     int64_t page_bytes, slot_bytes;
     int64_t scales, scale_bytes; /* from a page to its scales, from slot to slot; 0: in the row */
 };
 
 struct append_kernel {
     uint32_t ratio, ring;
+    fast_div ring_by;
     int parts, series;
     bool careful; /* some entry may be refused */
     bool counts;  /* rows behind the entries become 0, and an entry's row is counted over all sequences */

@@ -1,0 +1,16 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* f16.cu - appends of a token a sequence: projections in f32 to rows, in f16 to V4's bytes. */
+#include "pool/append/one.cuh"
+
+template <>
+quern_status launch_one<float, __half, ENTRY_ROWS, ENTRY_ROWS>(const append_kernel &a, cudaStream_t stream)
+{
+    return launch_one_kernel<float, __half, ENTRY_ROWS, ENTRY_ROWS>(a, stream);
+}
+
+template <>
+quern_status launch_one<__half, __half, ENTRY_ROW584, ENTRY_FP8>(const append_kernel &a, cudaStream_t stream)
+{
+    return launch_one_kernel<__half, __half, ENTRY_ROW584, ENTRY_FP8>(a, stream);
+}
