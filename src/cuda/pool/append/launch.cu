@@ -221,7 +221,8 @@ static bool one_supports(const stage_exec *exec, const pool_append_args *args, c
            args->step.slots.dtype == QUERN_I32 && !is_long(args) &&
            (weights == QUERN_BF16 || weights == QUERN_F16) &&
            (has_rows(args) ? dtype == QUERN_F32
-                           : exec->variant != NULL && dtype == weights && are_one(args, ENTRY_ROW584, ENTRY_FP8));
+                           : exec->variant != NULL && dtype == weights &&
+                                 are_one(args, ENTRY_ROW584, ENTRY_FP8));
 }
 
 template <typename W> static quern_status one_run_of(const stage_exec *exec, const pool_append_args *args)
