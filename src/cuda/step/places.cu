@@ -2,21 +2,23 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * places.cu - where the rows of a step go: one block, as a sequence's raw rows stand behind those of the
- * sequences before that have not stopped. It looks through the rows of up to some hundred tokens itself, in
- * less time than a launch takes; those of more a launch before it does, a warp a row. Limit: latency.
+ * sequences before that have not stopped. It looks through the rows of a few tokens itself; those of many a
+ * launch before it does, a warp a row. Steps of a few tokens a sequence have a kernel in which a thread keeps
+ * its sequence's numbers from the first read to the last write. Limit: latency.
  */
 #include "common/launch.cuh"
 #include "step/params.cuh"
 #include "variants.cuh"
 
-/* Blocks of 1024 threads would wait for a whole multiprocessor beside other kernels of a graph. */
-enum { THREADS = 512, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 19 };
+/* Blocks are small: beside other kernels of a graph a large one would wait for a whole multiprocessor. */
+enum { THREADS = 256, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 15 };
+enum { FEW_THREADS = 512, FEW_WARPS = FEW_THREADS / 32, FEW_TOKENS = 8, FEW_CHECKED = 1 << 20 };
 
 struct checked_rows {
     const float *p; /* NULL: not checked */
     int64_t row_s, count;
     int32_t width;
-    bool wide; /* rows can be read four numbers at a time */
+    bool wide; /* of up to FEW_CHUNKS * 128 numbers that can be read four at a time */
 };
 
 struct places_kernel {
@@ -59,37 +61,15 @@ __device__ __forceinline__ int64_t sum_before(int64_t x, int64_t (&parts)[WARPS]
 }
 
 /* Notes the sequence of a row that is not finite. */
-__device__ __noinline__ void note_bad(const places_kernel &a, bool of_entries, int64_t row)
+__device__ __noinline__ void note_bad(const places_kernel &a, int32_t *bad, bool of_entries, int64_t row)
 {
     int64_t before = 0;
     for (int64_t b = 0; b < a.step.batch; b++) {
         const step_place p = step_place_at(a.step, a.ratio, b);
         const int64_t first = of_entries ? before : p.row, count = of_entries ? p.made : p.count;
-        if (row >= first && row < first + count) a.bad[b] = 1;
+        if (row >= first && row < first + count) bad[b] = 1;
         before += p.made;
     }
-}
-
-/* Whether the warp's row has a number that is not finite. Four reads are under way at a time. */
-__device__ __forceinline__ bool is_bad(const checked_rows &c, const float *row)
-{
-    enum { AHEAD = 4 };
-    const int lane = (int)threadIdx.x % 32, each = c.wide ? 4 : 1, count = c.width / each;
-    uint32_t most = 0;
-    for (int i = lane; i < count; i += 32 * AHEAD) {
-        uint4 x[AHEAD] = {};
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            const int at = i + 32 * k;
-            if (at >= count) continue;
-            if (c.wide) x[k] = ((const uint4 *)row)[at];
-            else x[k].x = ((const uint32_t *)row)[at];
-        }
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-            most = max(max(max(most, x[k].x << 1), x[k].y << 1), max(x[k].z << 1, x[k].w << 1));
-    }
-    return __any_sync(~0u, most >= 0xff000000u);
 }
 
 /* Warp `warp` of `warps` looks through its share of the first rows, so many of tokens and of entries. */
@@ -100,8 +80,13 @@ __device__ __forceinline__ void check_rows(const places_kernel &a, int64_t warp,
         const checked_rows &c = a.check[k];
         if (c.p == NULL) continue;
         const int64_t most = k == 0 ? tokens : entries, count = c.count < most ? c.count : most;
-        for (int64_t row = warp; row < count; row += warps)
-            if (is_bad(c, c.p + row * c.row_s) && threadIdx.x % 32 == 0) note_bad(a, k > 0, row);
+        for (int64_t row = warp; row < count; row += warps) {
+            const float *const x = c.p + row * c.row_s;
+            bool bad = false;
+#pragma unroll 4
+            for (int i = (int)threadIdx.x % 32; i < c.width; i += 32) bad = bad || !isfinite(x[i]);
+            if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) note_bad(a, a.bad, k > 0, row);
+        }
     }
 }
 
@@ -118,13 +103,12 @@ __device__ __forceinline__ void set_run(int64_t *run, int64_t from, int64_t to, 
     run[2] = count;
 }
 
-/* Rows [first, first + n) of a sequence between its ring and rows `row` on of the call: two runs. */
-__device__ __forceinline__ void ring_runs(const places_kernel &a, int64_t *runs, int64_t b, int64_t first,
+/* Rows [first, first + n) of a sequence between its ring, which begins at row `page`, and rows `row` on of
+ * the call: two runs. */
+__device__ __forceinline__ void ring_runs(const places_kernel &a, int64_t *runs, int64_t page, int64_t first,
                                           int64_t n, int64_t row, bool from_ring)
 {
-    const int64_t page = a.raw_of[b] * a.ring, slot = (uint32_t)first % (uint32_t)a.ring,
-                  one = n < a.ring - slot ? n : a.ring - slot;
-    runs += 6 * b;
+    const int64_t slot = (uint32_t)first % (uint32_t)a.ring, one = n < a.ring - slot ? n : a.ring - slot;
     set_run(runs, from_ring ? page + slot : row, from_ring ? row : page + slot, one);
     set_run(runs + 3, from_ring ? page : row + one, from_ring ? row + one : page, n - one);
 }
@@ -135,15 +119,16 @@ __device__ __forceinline__ int64_t old_rows(const places_kernel &a, const step_p
     return !p.live ? 0 : p.first < a.window - 1 ? p.first : a.window - 1;
 }
 
-/* What takes a few numbers of sequence b, whose raw rows of the call begin at `row`. */
+/* What takes a few numbers of sequence b, whose ring begins at row `page` and whose raw rows of the call at
+ * `row`. */
 __device__ __forceinline__ void put_sequence(const places_kernel &a, const step_place &p, int64_t b,
-                                             int64_t row)
+                                             int64_t page, int64_t row)
 {
     const int64_t old = old_rows(a, p), count = p.live ? p.count : 0, last = count < a.ring ? count : a.ring;
     a.slots[b] = p.live ? (int32_t)p.slot : -1;
     a.cu_raw[b + 1] = (int32_t)(row + old + count);
-    ring_runs(a, a.old, b, p.first - old, old, row, true);
-    ring_runs(a, a.kept, b, p.first + p.count - last, last, row + old + count - last, false);
+    ring_runs(a, a.old + 6 * b, page, p.first - old, old, row, true);
+    ring_runs(a, a.kept + 6 * b, page, p.first + p.count - last, last, row + old + count - last, false);
     if (a.returned != NULL) set_run(a.returned + 3 * b, b, p.live ? p.slot : 0, p.live);
 }
 
@@ -199,7 +184,7 @@ __global__ void __launch_bounds__(THREADS) step_places(const __grid_constant__ p
             if (b < batch) a.made[b] = (int32_t)first;
             entry += sum;
         }
-        if (b < batch) put_sequence(a, p, b, own);
+        if (b < batch) put_sequence(a, p, b, a.raw_of[b] * a.ring, own);
     }
     if (threadIdx.x == 0) a.cu_raw[0] = 0;
     __syncthreads();
@@ -212,6 +197,109 @@ __global__ void __launch_bounds__(THREADS) step_places(const __grid_constant__ p
         a.entry_slots[i] = -1;
 }
 
+/* ---- a few tokens a sequence ---- */
+
+enum { FEW_CHUNKS = 4, FEW_ROWS = 2 /* that a warp reads at a time */ };
+
+struct few_shared {
+    int32_t bad[FEW_THREADS], parts[2][FEW_WARPS];
+};
+
+/* The sum over the block's threads before this one; `total`: of all. `turn`: of the parts. */
+__device__ __forceinline__ int32_t few_before(few_shared &m, int turn, int32_t x, int32_t &total)
+{
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    int32_t sum = x;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const int32_t other = __shfl_up_sync(~0u, sum, by);
+        if (lane >= by) sum += other;
+    }
+    if (lane == 31) m.parts[turn][warp] = sum;
+    __syncthreads();
+    const int32_t part = lane < FEW_WARPS ? m.parts[turn][lane] : 0;
+    total = __reduce_add_sync(~0u, part);
+    return __reduce_add_sync(~0u, lane < warp ? part : 0) + sum - x;
+}
+
+/* Notes the sequences of rows that are not finite, of the first rows of tokens and of entries. */
+__device__ __forceinline__ void few_check(const places_kernel &a, int32_t *bad, int32_t tokens,
+                                          int32_t entries)
+{
+    const int lane = (int)threadIdx.x % 32;
+    int32_t end[CHECKS], rows = 0; /* where the rows of each check end, one after the other */
+#pragma unroll
+    for (int k = 0; k < CHECKS; k++) {
+        const int32_t most = k == 0 ? tokens : entries, count = (int32_t)a.check[k].count;
+        rows += a.check[k].p == NULL ? 0 : count < most ? count : most;
+        end[k] = rows;
+    }
+    for (int32_t first = (int)threadIdx.x / 32; first < rows; first += FEW_ROWS * FEW_WARPS) {
+        uint4 x[FEW_ROWS][FEW_CHUNKS] = {};
+#pragma unroll
+        for (int u = 0; u < FEW_ROWS; u++) {
+            const int32_t at = first + u * FEW_WARPS, k = at < end[0] ? 0 : at < end[1] ? 1 : 2;
+            if (at >= rows) continue;
+            const checked_rows &c = a.check[k];
+            const uint4 *const row = (const uint4 *)(c.p + (at - (k > 0 ? end[k - 1] : 0)) * c.row_s);
+#pragma unroll
+            for (int j = 0; j < FEW_CHUNKS; j++)
+                if ((lane + 32 * j) * 4 < c.width) x[u][j] = row[lane + 32 * j];
+        }
+#pragma unroll
+        for (int u = 0; u < FEW_ROWS; u++) {
+            uint32_t most = 0; /* without signs; infinity and NaN exceed all finite numbers */
+#pragma unroll
+            for (int j = 0; j < FEW_CHUNKS; j++)
+                most = max(most, max(max(x[u][j].x << 1, x[u][j].y << 1), max(x[u][j].z << 1, x[u][j].w << 1)));
+            const int32_t at = first + u * FEW_WARPS, k = at < end[0] ? 0 : at < end[1] ? 1 : 2;
+            if (__any_sync(~0u, most >= 0xff000000u) && lane == 0)
+                note_bad(a, bad, k > 0, at - (k > 0 ? end[k - 1] : 0));
+        }
+    }
+}
+
+/* Up to FEW_THREADS sequences. */
+__global__ void __launch_bounds__(FEW_THREADS) step_places_few(const __grid_constant__ places_kernel a)
+{
+    __shared__ few_shared m;
+    const int32_t batch = (int32_t)a.step.batch, b = (int32_t)threadIdx.x;
+    const step_place last = step_place_at(a.step, 0, batch - 1);
+    const int32_t tokens = (int32_t)(last.row + last.count);
+    const bool some = b < batch, stores = a.entry_slots != NULL;
+    step_place p = {};
+    int64_t page = 0, entry_page = 0;
+    int32_t entries, sum;
+    if (some) {
+        p = step_place_at(a.step, a.ratio, b);
+        page = a.raw_of[b] * a.ring;
+    }
+    const uint32_t column = stores ? (uint32_t)p.whole / (uint32_t)a.page : 0;
+    if (some && p.live && stores && p.made > 0)
+        entry_page = a.pages_of[b * a.pages_s[0] + column * a.pages_s[1]];
+    m.bad[b] = 0;
+    const int32_t first = few_before(m, 0, (int32_t)p.made, entries);
+    if (a.bad != NULL) few_check(a, m.bad, tokens, entries);
+    __syncthreads();
+    if (p.live && m.bad[b] != 0) {
+        p.live = false;
+        raise_status(a.status, QUERN_STATUS_NOT_FINITE);
+        a.fault[p.slot * a.fault_s] |= QUERN_STATUS_NOT_FINITE;
+    }
+    const int64_t old = old_rows(a, p), row = few_before(m, 1, p.live ? (int32_t)(old + p.count) : 0, sum);
+    if (b == 0) a.cu_raw[0] = 0;
+    if (some) put_sequence(a, p, b, page, row);
+    for (int64_t i = 0; i < p.count && p.row + i < a.tokens; i++)
+        a.raw_slots[p.row + i] = p.live ? row + old + i : -1;
+    for (int64_t i = 0; stores && i < p.made && first + i < a.entries; i++) {
+        const uint32_t e = (uint32_t)(p.whole + i), c = e / (uint32_t)a.page;
+        if (p.live && c != column) entry_page = a.pages_of[b * a.pages_s[0] + c * a.pages_s[1]];
+        a.entry_slots[first + i] = p.live ? entry_page * a.page + (e - c * (uint32_t)a.page) : -1;
+    }
+    for (int64_t t = tokens + b; t < a.tokens; t += FEW_THREADS) a.raw_slots[t] = -1;
+    for (int64_t i = entries + b; stores && i < a.entries; i += FEW_THREADS) a.entry_slots[i] = -1;
+}
+
 static checked_rows checked_of(const quern_tensor &t)
 {
     checked_rows c = {};
@@ -220,8 +308,17 @@ static checked_rows checked_of(const quern_tensor &t)
     c.row_s = t.strides[0];
     c.count = t.shape[0];
     c.width = (int32_t)t.shape[1];
-    c.wide = (c.width | c.row_s) % 4 == 0 && (uintptr_t)c.p % 16 == 0;
+    c.wide = c.width % 4 == 0 && c.row_s % 4 == 0 && (uintptr_t)c.p % 16 == 0 && c.width <= FEW_CHUNKS * 128;
     return c;
+}
+
+/* Whether step_places_few() takes the step, whose rows to be looked through have so many bytes. */
+static bool is_few(const places_kernel &a, int64_t bytes)
+{
+    for (const checked_rows &c : a.check)
+        if (c.p != NULL && !c.wide) return false;
+    return a.step.batch > 0 && a.step.batch <= FEW_THREADS && a.tokens <= FEW_TOKENS * a.step.batch &&
+           bytes <= FEW_CHECKED;
 }
 
 static size_t workspace(const stage_exec *, const step_places_args *args)
@@ -269,6 +366,10 @@ static quern_status run(const stage_exec *exec, const step_places_args *args, vo
         a.entries = args->entry_slots.shape[0];
     }
     a.status = exec->status;
+    if (is_few(a, bytes)) {
+        step_places_few<<<1, FEW_THREADS, 0, stream>>>(a);
+        return LAUNCHED("places of a few tokens' rows");
+    }
     if (a.bad != NULL && !a.inside && a.step.batch > 0) {
         const cudaError_t code = cudaMemsetAsync(a.bad, 0, (size_t)a.step.batch * sizeof(int32_t), stream);
         if (code != cudaSuccess) return cuda_report(code, "step_places' sequences");
