@@ -10,7 +10,11 @@
  * them by one warp: a barrier of the block costs more than what a bit of the search does. A bit for each key
  * that is chosen puts these in order. Where those that pass have no room, or keys no bit, the k-th best is
  * found among all, and the scores are read twice more. It may start while the scores run. Limit: the steps
- * that follow one another; of short rows, reading the scores twice, from L2.
+ * that follow one another.
+ *
+ * Short rows stay in registers, a thread's keys one after the other: the k-th best is found two bits at a
+ * time, by counting, until just k ranks are as good. This needs next to no shared memory, so that such
+ * blocks find room beside a product's.
  */
 #include "indexer/sm90/shared.cuh"
 
@@ -24,7 +28,11 @@ enum {
     AT_ONCE = 8,
     FOURS = 4,
     BOUND_BITS = 16,
-    KEY_BITS = 1 << 18
+    KEY_BITS = 1 << 18,
+    SHORT_TEAM = 512,
+    SHORT_WARPS = SHORT_TEAM / 32,
+    SHORT_LEAST = 16, /* keys of a thread */
+    SHORT_MOST = 32
 };
 
 struct pick_shared {
@@ -251,36 +259,155 @@ static __device__ __noinline__ void choose_among_all(pick_shared &m, const float
     });
 }
 
+/* What needs no choice: the count, the list's end, the scores as they are asked for, and a list of all that a
+ * query sees. True: that is the list. */
+template <int THREADS>
+static __device__ __forceinline__ bool pick_ends(const index_kernel &a, int b, const float *raw, int seen)
+{
+    const int t = threadIdx.x, count = min(seen, a.k);
+    int32_t *const idx = a.idx + b * a.idx_row[0];
+    float *const scores = a.scores + b * a.scores_row[0];
+    for (int i = count + t; i < a.k; i += THREADS) idx[i] = -1;
+    if (t == 0) a.count[b * a.count_row[0]] = count;
+    const int64_t scored = index_scores(a, b);
+    for (int64_t i = t; a.scores != NULL && i < scored; i += THREADS)
+        scores[i] = i < seen ? __ldcg(raw + i) + 0.0f : -INFINITY;
+    for (int i = t; seen <= a.k && i < seen; i += THREADS) idx[i] = i;
+    return seen <= a.k;
+}
+
+/* The scores of a row can be read four at a time. */
+static __device__ __forceinline__ bool is_wide(const key_feed &f)
+{
+    return f.raw_row % 4 == 0 && (uintptr_t)f.raw % 16 == 0;
+}
+
 static __global__ void __launch_bounds__(TEAM, 1)
     indexer_pick(const __grid_constant__ index_kernel a, const __grid_constant__ key_feed f)
 {
     extern __shared__ __align__(16) char memory[];
     pick_shared &m = *(pick_shared *)memory;
-    const int b = blockIdx.x, t = threadIdx.x, seen = index_seen(a, b, 0), count = min(seen, a.k);
+    const int b = blockIdx.x, seen = index_seen(a, b, 0);
     const float *const raw = f.raw + b * f.raw_row;
-    const bool wide = f.raw_row % 4 == 0 && (uintptr_t)f.raw % 16 == 0;
     int32_t *const idx = a.idx + b * a.idx_row[0];
-    float *const scores = a.scores + b * a.scores_row[0];
     wait_for_before();
-    for (int i = count + t; i < a.k; i += TEAM) idx[i] = -1;
-    if (t == 0) a.count[b * a.count_row[0]] = count;
-    const int64_t scored = index_scores(a, b);
-    for (int64_t i = t; a.scores != NULL && i < scored; i += TEAM)
-        scores[i] = i < seen ? __ldcg(raw + i) + 0.0f : -INFINITY;
-    if (seen <= a.k) {
-        for (int i = t; i < seen; i += TEAM) idx[i] = i;
-        return;
-    }
+    if (pick_ends<TEAM>(a, b, raw, seen)) return;
     const bool by_groups = seen >= 2 * RANKED * a.k; /* of fewer, many groups would pass */
     if (seen > KEY_BITS) choose_among_all(m, raw, seen, a.k, idx);
     else if (by_groups ? pass_groups(m, raw, f.best + b * best_row(f), seen, a.k)
-                       : pass_bound(m, raw, seen, wide, a.k))
+                       : pass_bound(m, raw, seen, is_wide(f), a.k))
         choose_passed(m, seen, a.k, idx);
     else choose_among_all(m, raw, seen, a.k, idx);
 }
 
+/* ---- short rows ---- */
+
+/* The block's sums of two counts, each below 2^15, and of a third one, by turns in two places. */
+struct short_shared {
+    uint32_t two[2][SHORT_WARPS], three[2][SHORT_WARPS];
+};
+
+static __device__ __forceinline__ best_counts short_counts(short_shared &m, int turn, uint32_t one,
+                                                           uint32_t two, uint32_t three)
+{
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    const uint32_t pair = __reduce_add_sync(~0u, one | two << 16), last = __reduce_add_sync(~0u, three);
+    if (lane == 0) {
+        m.two[turn][warp] = pair;
+        m.three[turn][warp] = last;
+    }
+    __syncthreads();
+    const uint32_t pairs = __reduce_add_sync(~0u, lane < SHORT_WARPS ? m.two[turn][lane] : 0),
+                   all = __reduce_add_sync(~0u, lane < SHORT_WARPS ? m.three[turn][lane] : 0);
+    return {pairs & 0xffff, pairs >> 16, all};
+}
+
+/* The sums of two counts over the threads before this one, in 16 bits each. */
+static __device__ __forceinline__ uint32_t short_before(short_shared &m, uint32_t counts)
+{
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    uint32_t sum = counts;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, sum, by);
+        if (lane >= by) sum += other;
+    }
+    __syncthreads();
+    if (lane == 31) m.two[0][warp] = sum;
+    __syncthreads();
+    return __reduce_add_sync(~0u, lane < warp ? m.two[0][lane] : 0) + sum - counts;
+}
+
+/* EACH: keys of a thread. */
+template <int EACH>
+static __global__ void __launch_bounds__(SHORT_TEAM)
+    indexer_pick_short(const __grid_constant__ index_kernel a, const __grid_constant__ key_feed f)
+{
+    static_assert(SHORT_TEAM * EACH < 1 << 15, "counts fit");
+    __shared__ short_shared m;
+    const int b = blockIdx.x, seen = index_seen(a, b, 0), first = (int)threadIdx.x * EACH;
+    const float *const raw = f.raw + b * f.raw_row;
+    int32_t *const idx = a.idx + b * a.idx_row[0];
+    wait_for_before();
+    if (pick_ends<SHORT_TEAM>(a, b, raw, seen)) return;
+    const bool wide = is_wide(f);
+    uint32_t rank[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4) {
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (wide && first + i + 4 <= seen) {
+            x = __ldcg((const float4 *)(raw + first + i));
+        } else
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (first + i + e < seen) (&x.x)[e] = __ldcg(raw + first + i + e);
+#pragma unroll
+        for (int e = 0; e < 4; e++) rank[i + e] = first + i + e < seen ? rank_of((&x.x)[e]) : 0;
+    }
+    uint32_t found = 0;
+    int those = seen, turn = 0; /* ranks from `found` on */
+    for (int shift = 30; shift >= 0 && those > a.k; shift -= 2, turn ^= 1) {
+        uint32_t one = 0, two = 0, three = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            one += rank[i] >= found + (1u << shift);
+            two += rank[i] >= found + (2u << shift);
+            three += rank[i] >= found + (3u << shift);
+        }
+        const best_counts c = short_counts(m, turn, one, two, three);
+        const uint32_t digit = best_digit(c, a.k);
+        found |= digit << shift;
+        those = digit == 3 ? (int)c.three : digit == 2 ? (int)c.two : digit == 1 ? (int)c.one : those;
+    }
+    /* Of more than k the last ones of the least rank are left out. */
+    uint32_t more = 0, same = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        more += rank[i] > found;
+        same += rank[i] == found;
+    }
+    const uint32_t before = short_before(m, more | same << 16),
+                   beat = short_counts(m, 1, more, 0, 0).one;
+    const int equal = a.k - (int)beat; /* that are chosen */
+    int beats = (int)(before & 0xffff), equals = (int)(before >> 16);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (rank[i] > found || (rank[i] == found && equals < equal))
+            idx[beats + min(equals, equal)] = first + i;
+        beats += rank[i] > found;
+        equals += rank[i] == found;
+    }
+}
+
 quern_status sm90_indexer::pick_best(const stage_exec *exec, const index_kernel &a, const key_feed &f)
 {
-    return launch_behind((cudaStream_t)exec->stream, indexer_pick, dim3((unsigned)a.batch), TEAM,
-                         sizeof(pick_shared), "indexer, picking", a, f);
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    const dim3 grid((unsigned)a.batch);
+    if (f.raw_row <= SHORT_TEAM * SHORT_LEAST)
+        return launch_behind(stream, indexer_pick_short<SHORT_LEAST>, grid, SHORT_TEAM, 0,
+                             "indexer, picking among few", a, f);
+    if (f.raw_row <= SHORT_TEAM * SHORT_MOST)
+        return launch_behind(stream, indexer_pick_short<SHORT_MOST>, grid, SHORT_TEAM, 0,
+                             "indexer, picking among few", a, f);
+    return launch_behind(stream, indexer_pick, grid, TEAM, sizeof(pick_shared), "indexer, picking", a, f);
 }
