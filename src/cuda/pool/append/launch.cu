@@ -212,17 +212,15 @@ static bool has_rows(const pool_append_args *args)
     return are_one(args, ENTRY_ROWS, ENTRY_ROWS);
 }
 
-/* Projections in f32 to rows, or in the dtype of the norms' weights to bytes: these only where the variant is
- * named, as no test of them has run on a GPU yet. */
-static bool one_supports(const stage_exec *exec, const pool_append_args *args, char *)
+/* Projections in f32 to rows, or in the dtype of the norms' weights to bytes. */
+static bool one_supports(const stage_exec *, const pool_append_args *args, char *)
 {
     const quern_dtype dtype = args->part[0].proj.dtype, weights = args->part[0].entry.norm_weight.dtype;
     return args->ratio == ONE_RATIO && args->overlap && args->ring >= 1 && args->ring <= ONE_RING &&
            args->step.slots.dtype == QUERN_I32 && !is_long(args) &&
            (weights == QUERN_BF16 || weights == QUERN_F16) &&
            (has_rows(args) ? dtype == QUERN_F32
-                           : exec->variant != NULL && dtype == weights &&
-                                 are_one(args, ENTRY_ROW584, ENTRY_FP8));
+                           : dtype == weights && are_one(args, ENTRY_ROW584, ENTRY_FP8));
 }
 
 template <typename W> static quern_status one_run_of(const stage_exec *exec, const pool_append_args *args)

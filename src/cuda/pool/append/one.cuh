@@ -27,7 +27,8 @@ enum {
     ONE_ROTATED = 64,
     ONE_LANES = ONE_WIDTH / GROUP_CHANNELS,
     ONE_INDEX_LANES = ONE_INDEX_WIDTH / GROUP_CHANNELS,
-    ONE_THREADS = 2 * (ONE_LANES + ONE_INDEX_LANES)
+    ONE_THREADS = 2 * (ONE_LANES + ONE_INDEX_LANES),
+    ONE_BOUND = 448 /* threads whose registers there are: a block leaves room for a product's beside it */
 };
 static_assert(ONE_THREADS <= APPEND_WARPS * 32, "append_sequence() takes the block");
 
@@ -300,7 +301,7 @@ static __device__ __noinline__ void one_other(const append_kernel &a)
 
 /* T: of the projections; W: of the norms' weights. Biases and angles are f32. */
 template <typename T, typename W, entry_format MAIN, entry_format INDEX>
-__global__ void __launch_bounds__(ONE_THREADS, 1) append_one(const __grid_constant__ append_kernel a)
+__global__ void __launch_bounds__(ONE_BOUND) append_one(const __grid_constant__ append_kernel a)
 {
     __shared__ one_shared m;
     constexpr bool COUNTS = MAIN == ENTRY_ROWS || INDEX == ENTRY_ROWS;
