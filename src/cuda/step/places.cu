@@ -251,7 +251,8 @@ __device__ __forceinline__ void few_check(const places_kernel &a, int32_t *bad, 
             uint32_t most = 0; /* without signs; infinity and NaN exceed all finite numbers */
 #pragma unroll
             for (int j = 0; j < FEW_CHUNKS; j++)
-                most = max(most, max(max(x[u][j].x << 1, x[u][j].y << 1), max(x[u][j].z << 1, x[u][j].w << 1)));
+                most = max(most, max(max(x[u][j].x << 1, x[u][j].y << 1),
+                                     max(x[u][j].z << 1, x[u][j].w << 1)));
             const int32_t at = first + u * FEW_WARPS, k = at < end[0] ? 0 : at < end[1] ? 1 : 2;
             if (__any_sync(~0u, most >= 0xff000000u) && lane == 0)
                 note_bad(a, bad, k > 0, at - (k > 0 ? end[k - 1] : 0));
