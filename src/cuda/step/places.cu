@@ -7,6 +7,7 @@
  * its sequence's numbers from the first read to the last write. Limit: latency.
  */
 #include "common/launch.cuh"
+#include "common/scan.cuh"
 #include "step/params.cuh"
 #include "variants.cuh"
 
@@ -42,12 +43,7 @@ struct places_kernel {
 __device__ __forceinline__ int64_t sum_before(int64_t x, int64_t (&parts)[WARPS], int64_t &total)
 {
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    int64_t sum = x;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-        const int64_t other = __shfl_up_sync(~0u, sum, by);
-        if (lane >= by) sum += other;
-    }
+    const int64_t sum = sum_to_lane(x);
     __syncthreads();
     if (lane == 31) parts[warp] = sum;
     __syncthreads();
@@ -209,12 +205,7 @@ struct few_shared {
 __device__ __forceinline__ int32_t few_before(few_shared &m, int turn, int32_t x, int32_t &total)
 {
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    int32_t sum = x;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-        const int32_t other = __shfl_up_sync(~0u, sum, by);
-        if (lane >= by) sum += other;
-    }
+    const int32_t sum = sum_to_lane(x);
     if (lane == 31) m.parts[turn][warp] = sum;
     __syncthreads();
     const int32_t part = lane < FEW_WARPS ? m.parts[turn][lane] : 0;

@@ -16,6 +16,7 @@
  * time, by counting, until just k ranks are as good. This needs next to no shared memory, so that such
  * blocks find room beside a product's.
  */
+#include "common/scan.cuh"
 #include "indexer/sm90/shared.cuh"
 
 using namespace sm90_indexer;
@@ -172,12 +173,7 @@ static __device__ __forceinline__ bool pass_groups(pick_shared &m, const float *
 static __device__ __forceinline__ uint32_t sum_before(pick_shared &m, uint32_t x)
 {
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    uint32_t sum = x;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, sum, by);
-        if (lane >= by) sum += other;
-    }
+    const uint32_t sum = sum_to_lane(x);
     if (lane == 31) m.sums[warp] = sum;
     __syncthreads();
     return __reduce_add_sync(~0u, lane < warp ? m.sums[lane] : 0) + sum - x;
@@ -326,12 +322,7 @@ static __device__ __forceinline__ best_counts short_counts(short_shared &m, int 
 static __device__ __forceinline__ uint32_t short_before(short_shared &m, uint32_t counts)
 {
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    uint32_t sum = counts;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, sum, by);
-        if (lane >= by) sum += other;
-    }
+    const uint32_t sum = sum_to_lane(counts);
     __syncthreads();
     if (lane == 31) m.two[0][warp] = sum;
     __syncthreads();
