@@ -147,4 +147,4 @@ static quern_status run(const stage_exec *exec, const norm_rope_args *args, void
                                                      : launch<float, bf16>(a, stream);
 }
 
-extern const variant<norm_rope_args> norm_rope_forward_few = {"norm_rope_forward_few", supports, NULL, run};
+extern const variant<norm_rope_args> norm_rope_of_f32 = {"norm_rope_of_f32", supports, NULL, run};
