@@ -16,6 +16,7 @@
 #include <quern/cuda.h>
 #include <quern/safetensors.h>
 
+#include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -365,7 +366,7 @@ static int accept_cuda(const char *build)
 int main(int argc, char **argv)
 {
     double decode[ROUNDS], prefill[ROUNDS], reading, making;
-    char build[1024], long_run[128], short_run[128];
+    char build[PATH_MAX], long_run[128], short_run[128]; /* realpath() takes no less */
     const bool cuda = argc == 3 && strcmp(argv[2], "cuda") == 0;
     struct statvfs about;
     if ((argc != 2 && !cuda) || realpath(argv[1], build) == NULL) {
