@@ -4,7 +4,7 @@
  * params.cuh - what the kernels of attention whose heads share their keys have in common: a plan of the
  * queries, made by a launch of its own, and the end of an output row.
  *
- * The plan says of every query which raw rows it sees and which entries: the first so many, or those of its
+ * The plan says of every query which raw rows it sees and which entries: the first n, or those of its
  * list, cleaned: visible, each once, ascending. So the kernels know neither masks nor sequences, and a list's
  * order and padding change no bit. A query without keys, and a row past the last sequence, has none of both.
  */

@@ -6,7 +6,7 @@
  *   tokens   a block a token: the gradient of the sum of its copies, through the norm, and of the token's
  *            weights, which are sums over channels; d_f. A block's tokens share the sums of the norm's
  *            gradient.
- *   copies   8 tokens, a channel of all copies a thread, a the gradient of the sums:
+ *   copies   8 tokens, a channel of all copies a thread; a: the gradient of the sums:
  *            d_x_i = a fn + p_i d_c + b x_i + sum_k comb[i, k] d_out_k
  *   fn       a share of the tokens, a channel of one copy a thread: d_fn += a^T x
  *
@@ -30,7 +30,7 @@ __device__ __forceinline__ chunk collapse(const hyper_params &p, const float *pr
     return sum;
 }
 
-/* From a token's d_h its d_c, left in `kept`; adds to the norm's gradient. */
+/* Computes a token's d_c from its d_h, into `kept`, and adds to the norm's gradient. */
 template <int N>
 __device__ __forceinline__ void take_d_h(const hyper_params &p, const float *pre, int64_t token, float *kept,
                                          float *d_norm, float *parts)
@@ -88,7 +88,7 @@ __device__ __forceinline__ void dot_channels(const hyper_params &p, const float 
     }
 }
 
-/* Where sum number i of dot_channels() belongs; -1: nowhere. */
+/* Which weight's gradient sum number i of dot_channels() is; -1: none. */
 template <int N, int K> __device__ __forceinline__ int weight_of(const hyper_params &p, int k0, int i)
 {
     const int n = p.copies, k = k0 + (i - N) / (N + 1), from = (i - N) % (N + 1);

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * params.cuh - the arguments of hyper-connections' kernels. Sums over all channels of a token's copies come
- * in slices, of at most SLICE channels of one copy each: [slice][token][J + 1], J products with fn and the
+ * params.cuh - the arguments of hyper-connections' kernels. Sums over all channels of a token's copies are
+ * split into slices of at most SLICE channels of one copy: [slice][token][J + 1], J products with fn and the
  * squares.
  */
 #ifndef QUERN_CUDA_HYPER_PARAMS_CUH

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * weights.cu - a token's weights from its sums, and the gradient: sigmoids, a softmax, and normalisations of
- * rows and columns in turn. A warp has a token, whose matrix stands in shared memory; a lane sums a row or a
+ * weights.cu - a token's weights from its sums, and the gradient: sigmoids, a softmax, and alternating
+ * normalisations of rows and columns. A warp has a token, its matrix in shared memory; a lane sums a row or a
  * column. The backward runs the forward again and keeps the matrix after each normalisation with its
  * factors: Y = X / (sum X + eps) has dX = (dY - sum dY Y) / (sum X + eps). Limit: the chain of dependent
  * steps.

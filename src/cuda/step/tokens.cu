@@ -110,7 +110,7 @@ __device__ __forceinline__ bool may_run(const tokens_kernel &a, int64_t b, const
     return bad == 0;
 }
 
-/* The results of a sequence of so many rows from `row` on. */
+/* The results of a sequence that has these rows from `row` on. */
 __device__ __forceinline__ void put(const tokens_kernel &a, int64_t b, const tokens_run &r, bool runs,
                                     int64_t row, int64_t count)
 {

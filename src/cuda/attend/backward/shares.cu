@@ -7,7 +7,7 @@
 enum { THREADS = 256, CHUNKS = 4 /* blocks of threads for a listed block */ };
 enum {
     FILL = 528, /* blocks of threads that fill a large GPU four times */
-    FINER = 4   /* compressed entries have so many times as many */
+    FINER = 4   /* times as many for compressed entries */
 };
 
 /* The shares that left something of a piece. All threads of the block call. */

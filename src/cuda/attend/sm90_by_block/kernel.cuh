@@ -191,7 +191,7 @@ __device__ __forceinline__ void store_partial(const float (&o)[OT][4], const tok
         __stcs((float4 *)s.stats + row, make_float4(top, sum, __uint_as_float((254u << 23) - scale), 0.0f));
 }
 
-/* The keys of the block from `key` on that a token sees: the first so many. */
+/* How many keys of the block from `key` on a token sees. */
 __device__ __forceinline__ int keys_left(const attend_kernel &a, const token_slice &s, int32_t id, int key,
                                          int keys)
 {

@@ -114,7 +114,7 @@ __device__ __forceinline__ void end_branch(const sm90_gated &call, const gated_t
     }
 }
 
-/* The same as slots of a clean list, of which a row sees the first so many. The tiles before the first that
+/* The same as slots of a clean list, of which a row sees the first n. The tiles before the first that
  * some row does not see whole are left out. */
 __device__ __forceinline__ void find_slots(const gated_turn &w, const attend_kernel &a, const int32_t *list,
                                            int slot, row_state &r)

@@ -23,9 +23,8 @@
 #define QUERN_CUDA_BLOCK_INDEX_SM90_KERNEL_CUH
 
 #include "block_index/params.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/products.cuh"
 #include "hopper/tma.cuh"
-#include "hopper/wgmma.cuh"
 
 namespace sm90_block_index
 {
@@ -313,10 +312,6 @@ __device__ __forceinline__ void compute(const block_index_kernel &a, const plan 
     const bool halves = a.block_size == 64;
     const int of_block = halves ? 1 : (int)(a.block_size / STEP); /* steps */
     uint64_t(*const list)[shared<DK, MOST>::LIST] = &s.list[row];
-    auto give_back = [&](auto &of, const auto &at) {
-        __syncwarp();
-        if (lane == 0) of.give_back(at);
-    };
     piece w;
     ring_place<1> here;
     ring_place<shared<DK, MOST>::STAGES> at;
@@ -338,7 +333,7 @@ __device__ __forceinline__ void compute(const block_index_kernel &a, const plan 
             s.rows.wait_full(here);
 #pragma unroll
             for (int c = 0; c < DK / 16; c++) load_a<ROWS>(q[c], smem_address(s.q), row0, c * 16, lane);
-            give_back(s.rows, here);
+            give_back_by_warp(s.rows, here);
             here.advance();
             int block = 0, open = 0; /* steps of the open block */
             for (int t = 0; t < w.steps; t++) {
@@ -353,7 +348,7 @@ __device__ __forceinline__ void compute(const block_index_kernel &a, const plan 
                 }
                 wg_commit();
                 wg_wait<0>(x);
-                give_back(s.keys, at);
+                give_back_by_warp(s.keys, at);
                 at.advance();
                 const int first = t * STEP;
                 if (!__all_sync(~0u, first + STEP <= r[0].in.seen && first + STEP <= r[1].in.seen))

@@ -21,6 +21,7 @@
 #define QUERN_CUDA_E4M3_GEMM_SM90_ROW_KERNEL_CUH
 
 #include "e4m3_gemm/sm90/widen.cuh"
+#include "hopper/products.cuh"
 
 namespace sm90_e4m3_row
 {
@@ -127,8 +128,7 @@ __device__ __forceinline__ void multiply(const product_params &q, shared<RUNS> &
         float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         m.stages.wait_full(at);
         const row_codes r = load_codes(m.w[at.stage] + half * 16 * RUN);
-        __syncwarp();
-        if (lane == 0) m.stages.give_back(at);
+        give_back_by_warp(m.stages, at);
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             const uint2 x = m.x[run][s][lane % 4];

@@ -3,11 +3,11 @@
 /*
  * launch.cu - hyper-connections of a few tokens of four copies in bf16, forward.
  *
- *   sums   a block has 256 channels of a copy for eight tokens: each warp three rows of fn, whose eight
- *          channels a lane keeps in registers, and a token's channels pass. On the f32 cores.
- *   apply  a block has a token. It asks for the copies first, then folds the slices' sums in a fixed order; a
- *          lane has an element of the matrix of 4 x 4, whose rows and columns are sums over lanes; then input
- *          and new copies are made from what has come.
+ *   sums   a block has 256 channels of a copy for eight tokens: each warp three rows of fn, of which a lane
+ *          keeps eight channels in registers and multiplies them by each token's. On the f32 cores.
+ *   apply  a block has a token. It starts to load the copies, adds the slices' sums in a fixed order, and
+ *          normalises the matrix of 4 x 4, an element a lane, whose rows and columns are summed over lanes;
+ *          then it computes the input and the new copies from the loaded ones.
  *
  * A decoding step is bound by latency: sums as tiles of tensor cores, one block a slice of 2048 channels,
  * take 30 to 48 us on an H200, a token's matrix in shared memory 18. Limit: two launches, and three trips to
@@ -101,14 +101,14 @@ __device__ __forceinline__ float sigmoid(float x)
     return 1.0f / (1.0f + expf(-x));
 }
 
-/* Sums of four lanes that are `by` and 2 `by` apart. */
+/* Sums over lanes i, i ^ by, i ^ 2 by and i ^ 3 by. */
 __device__ __forceinline__ float of_four(float x, int by)
 {
     x += __shfl_xor_sync(~0u, x, by);
     return x + __shfl_xor_sync(~0u, x, 2 * by);
 }
 
-/* A warp turns sums, one a lane, into the token's weights: pre, post, comb. */
+/* A warp computes the token's weights, pre, post and comb, from its sums, one a lane. */
 __device__ __forceinline__ void weigh(const few_params &p, int64_t token, float sum, float *weight)
 {
     const int lane = threadIdx.x % 32, j = min(lane, p.weights - 1);

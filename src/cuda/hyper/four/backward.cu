@@ -8,7 +8,7 @@
  *   d_fn += a^T x                                                      d_norm += d_h c scale
  *
  * A block has a strip of 128 channels of all copies, whose fn stays in shared memory (48 KB), and a share of
- * the tokens, 16 at a time; the rows of four tiles, 40 KB each, are copied in turn. A warp has 16 channels.
+ * the tokens, 16 at a time; a ring holds the rows of four tiles, 40 KB each. A warp has 16 channels.
  * Both products are the tensor cores', with a and fn as two bf16 (a fn without the product of both rests):
  * tokens are rows of the first, and a lane has four channels of two tokens; the second's sums, four copies
  * times 24 weights, stay in 48 registers for the whole share. Limit: copy rate.

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * params.cuh - the arguments of hyper-connections' kernels for four copies in bf16, and what they hand on.
- * Sums over channels come in panels of PANEL channels of all copies, [panel][column][token]: a thread that
- * has a token reads them side by side with its neighbours'.
+ * params.cuh - the arguments of hyper-connections' kernels for four copies in bf16, and the sums that they
+ * pass to each other: over panels of PANEL channels of all copies, [panel][column][token], so that threads of
+ * neighbouring tokens read neighbouring words.
  */
 #ifndef QUERN_CUDA_HYPER_FOUR_PARAMS_CUH
 #define QUERN_CUDA_HYPER_FOUR_PARAMS_CUH

@@ -25,10 +25,9 @@
 #define QUERN_CUDA_SELECT_SM90_KERNEL_CUH
 
 #include "select/lists.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/products.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/tma.cuh"
-#include "hopper/wgmma.cuh"
 #include "common/fold.cuh"
 #include "select/sm90/params.cuh"
 
@@ -329,10 +328,6 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
     const attend_kernel &a = s.a;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row0 = group * 64 + warp * 16;
     auto &own = sm.lists[group * 4 + warp];
-    auto give_back = [&](auto &of, const auto &at) {
-        __syncwarp();
-        if (lane == 0) of.give_back(at);
-    };
     int step = 0;
     for (int n = 0;; n++) {
         const auto at = ring_place<PLANS>::of(n);
@@ -352,7 +347,7 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
         sm.rows.wait_full(ring_place<1>::of(n));
 #pragma unroll
         for (int c = 0; c < DK / 16; c++) load_a<memory::ROWS>(q[c], smem_address(sm.q), row0, c * 16, lane);
-        give_back(sm.rows, ring_place<1>{});
+        give_back_by_warp(sm.rows, ring_place<1>{});
         const int steps = w.steps;
         for (int t = 0; t < steps; t++, step++) {
             const auto stage = ring_place<STAGES>::of(step);
@@ -367,7 +362,7 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
             }
             wg_commit();
             wg_wait<0>(x);
-            give_back(sm.entries, stage);
+            give_back_by_warp(sm.entries, stage);
             const int e0 = t * STEP, held = t % memory::BATCH;
             exponentiate(x, a.scale_log2, lse2, hi, e0,
                          __all_sync(~0u, e0 + STEP <= hi[0] && e0 + STEP <= hi[1]));
