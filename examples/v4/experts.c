@@ -81,13 +81,8 @@ static void repack(v4_model *m, const quern_tensor **codes, const quern_tensor *
 static void upload(v4_model *m, v4_layer *l)
 {
     quern_moe_tensors *t = &l->experts.tensors;
-    for (quern_tensor *v = l->experts.views; v < l->experts.views + 24; v++) {
-        const void *host = v->data;
-        if (host == NULL) continue;
-        v->device = QUERN_CUDA;
-        v->data = device_take(m, tensor_bytes(v));
-        device_copy(m, v->data, host, tensor_bytes(v));
-    }
+    for (quern_tensor *v = l->experts.views; v < l->experts.views + 24; v++)
+        if (v->data != NULL) *v = place(m, *v);
     repack(m, &t->gate_up_codes, &t->gate_up_scales, &t->gate_up_repacked, &l->repacked[0]);
     repack(m, &t->down_codes, &t->down_scales, &t->down_repacked, &l->repacked[1]);
 }
@@ -96,18 +91,20 @@ static void upload(v4_model *m, v4_layer *l)
 static void map_all(v4_model *m, const char *path, size_t bytes, int *lock)
 {
     const header want = {"quernv4", QUERN_MOE_PREPACK_VERSION, source_of(m), bytes, {0}}, none = {0};
+    header have = {0};
     const int kind = path != NULL ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
     struct stat about = {0};
     if (path != NULL) {
         const int fd = *lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
         if (fd < 0 || flock(fd, LOCK_EX) != 0 || fstat(fd, &about) != 0)
             fail("%s cannot be opened: %s", path, strerror(errno));
-        const int error =
-            S_ISREG(about.st_mode) && about.st_size == 0 ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
+        const bool regular = S_ISREG(about.st_mode), whole = (size_t)about.st_size == bytes;
+        const bool blank = regular && (size_t)about.st_size <= bytes && /* new, or not yet at its size */
+                           pread(fd, &have, sizeof have, 0) >= 0 && memcmp(&have, &none, sizeof have) == 0;
+        const int error = blank ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
         if (error != 0 && ftruncate(fd, 0) == 0)
             fail("%s cannot have %.1f GB: %s", path, (double)bytes / 1e9, strerror(error));
-        if (!S_ISREG(about.st_mode) || (about.st_size != 0 && (size_t)about.st_size != bytes))
-            fail("%s is damaged, or of another checkpoint", path);
+        if (!regular || (!blank && !whole)) fail("%s is damaged, or of another checkpoint", path);
     }
     void *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, kind, *lock, 0);
     if (map == MAP_FAILED) fail("no memory for experts of %.1f GB: %s", (double)bytes / 1e9, strerror(errno));

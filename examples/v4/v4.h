@@ -140,6 +140,7 @@ enum graph_call { BEGIN, END, LAUNCH }; /* of a CUDA graph, with the launches be
 bool graph(v4_model *m, enum graph_call call);
 
 void weights_open(v4_model *m, const char *folder);
+quern_tensor place(const v4_model *m, quern_tensor from); /* a copy on the device */
 void experts_open(v4_model *m, const char *cache); /* cache: their file, or NULL */
 
 /* cache.c */

@@ -134,8 +134,7 @@ static quern_tensor find(const v4_model *m, const char *name, int64_t n, int64_t
          t.ndim > 1 ? ", ..." : "", (long long)n, (long long)(k > 0 ? k : 1));
 }
 
-/* A copy on the device. */
-static quern_tensor place(const v4_model *m, quern_tensor from)
+quern_tensor place(const v4_model *m, quern_tensor from)
 {
     const quern_tensor t = make(m, from.dtype, from.shape);
     device_copy(m, t.data, from.data, tensor_bytes(&t));

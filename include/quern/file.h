@@ -10,10 +10,11 @@
  *     status = quern_file_commit(file);
  *
  * Where the path names a regular file, or nothing yet, the bytes go to a temporary file in the same folder,
- * of a name that nobody else has; quern_file_commit syncs it and renames it over the path. Readers see the
- * old file or the new one, never a part, and on any error the old one stays. A new file gets the modes that
- * the umask allows. One that replaces another keeps its permissions and, where the process may set them,
- * owner and group; hard links keep the old contents.
+ * without a name where the file system has such files (a process that is killed leaves none of it), else of
+ * a name that nobody else has; quern_file_commit syncs it and puts it in the place of the path's. Readers
+ * see the old file or the new one, never a part, and on any error the old one stays. A new file gets the
+ * modes that the umask allows. One that replaces another keeps its permissions and, where the process may
+ * set them, owner and group; hard links keep the old contents.
  *
  * A symbolic link is followed, whether its target exists or not: the target is replaced, the link stays. A
  * pipe or a character device (/dev/stdout, /dev/null, a FIFO) is never renamed over: it is written as it

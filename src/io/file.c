@@ -1,11 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * file.c - the one writer of files: writes beside the target under a unique name, syncs, renames.
+ * file.c - the one writer of files: writes a file without a name in the target's folder, syncs, gives it the
+ * name. Such a file goes with the process, however that ends. Where the target exists, the file gets a name
+ * of its own first and is renamed, since a link replaces nothing.
  *
- * The folder is held open, so that a change of the working directory between create and commit has no effect.
- * A temporary file is registered before it exists, and its name holds 64 random bits. So a signal handler can
- * remove it at any moment and never removes a file of another program.
+ * File systems without nameless files get a file of a name of its own from the start. It is registered before
+ * it exists, and its name holds 64 random bits. So a signal handler can remove it at any moment and never
+ * removes a file of another program. The folder is held open, so that a change of the working directory
+ * between create and commit has no effect.
  */
 #include <quern/file.h>
 
@@ -26,7 +29,7 @@ enum { PENDING_MAX = 64, BUFFER_BYTES = 1 << 18, LINKS_MAX = 40 };
 
 /* A temporary file, for the signal handler. `state` guards the other members: they are valid while it is
  * PENDING. */
-enum { FREE, TAKEN, PENDING };
+enum { FREE, TAKEN, PENDING, DISCARDED };
 typedef struct pending_file {
     atomic_int state;
     pid_t owner; /* a forked child leaves its parent's files alone */
@@ -42,6 +45,7 @@ struct quern_file {
     int fd;
     int folder;              /* -1: written as it stands */
     pending_file *temporary; /* NULL: written as it stands */
+    bool nameless;           /* until the commit */
     quern_status failed;
     size_t used;
     unsigned char buffer[BUFFER_BYTES];
@@ -111,6 +115,24 @@ static pending_file *take_slot(void)
     return NULL;
 }
 
+/* The descriptor's path, by which link() finds a nameless file. */
+static const char *descriptor_path(int fd, char text[32])
+{
+    snprintf(text, 32, "/proc/self/fd/%d", fd);
+    return text;
+}
+
+static bool open_nameless(quern_file *file)
+{
+    char path[32];
+    file->fd = openat(file->folder, ".", O_WRONLY | O_TMPFILE | O_CLOEXEC, 0666);
+    if (file->fd < 0) return false;
+    if (access(descriptor_path(file->fd, path), F_OK) == 0) return true;
+    close(file->fd); /* no /proc, through which it would get its name */
+    file->fd = -1;
+    return false;
+}
+
 /* Opens a new file in the target's folder. */
 static quern_status open_temporary(quern_file *file)
 {
@@ -129,6 +151,8 @@ static quern_status open_temporary(quern_file *file)
         }
         snprintf(p->name, sizeof p->name, ".quern-%016llx.tmp", (unsigned long long)random);
         atomic_store(&p->state, PENDING);
+        file->nameless = open_nameless(file);
+        if (file->nameless) break;
         file->fd = openat(p->folder, p->name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         if (file->fd < 0) atomic_store(&p->state, TAKEN);
     } while (file->fd < 0 && errno == EEXIST);
@@ -299,24 +323,39 @@ static void sync_folder(int folder)
     close(fd);
 }
 
+/* Puts the file at its path. A nameless one is linked there; if something is there, it is linked to the
+ * temporary name and renamed as others are. */
+static bool put(const quern_file *file)
+{
+    const pending_file *p = file->temporary;
+    char path[32];
+    if (atomic_load(&p->state) == DISCARDED) {
+        errno = ENOENT;
+        return false;
+    }
+    if (file->nameless) {
+        descriptor_path(file->fd, path);
+        if (linkat(AT_FDCWD, path, file->folder, file->base, AT_SYMLINK_FOLLOW) == 0) return true;
+        if (errno != EEXIST) return false;
+        if (linkat(AT_FDCWD, path, p->folder, p->name, AT_SYMLINK_FOLLOW) != 0) return false;
+    }
+    return renameat(p->folder, p->name, file->folder, file->base) == 0;
+}
+
 quern_status quern_file_commit(quern_file *file)
 {
     if (file == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "file is NULL: a pointer is needed");
     pending_file *p = file->temporary;
     quern_status status = file->failed != QUERN_OK ? file->failed : flush(file);
-    if (status == QUERN_OK && p != NULL && fsync(file->fd) != 0)
+    if (status == QUERN_OK && p != NULL && (fsync(file->fd) != 0 || !put(file)))
         status = cannot_write(file->path, strerror(errno));
     const int closed = close(file->fd);
     file->fd = -1;
-    if (status == QUERN_OK && closed != 0) status = cannot_write(file->path, strerror(errno));
+    if (status == QUERN_OK && p == NULL && closed != 0) status = cannot_write(file->path, strerror(errno));
     if (status == QUERN_OK && p != NULL) {
-        if (renameat(p->folder, p->name, file->folder, file->base) != 0) {
-            status = cannot_write(file->path, strerror(errno));
-        } else {
-            sync_folder(file->folder);
-            atomic_store(&p->state, FREE);
-            file->temporary = NULL;
-        }
+        sync_folder(file->folder);
+        atomic_store(&p->state, FREE);
+        file->temporary = NULL;
     }
     release(file);
     return status;
@@ -330,7 +369,9 @@ void quern_file_discard(quern_file *file)
 void quern_file_discard_all(void)
 {
     const pid_t self = getpid();
-    for (int i = 0; i < PENDING_MAX; i++)
-        if (atomic_load(&pending[i].state) == PENDING && pending[i].owner == self)
+    for (int i = 0; i < PENDING_MAX; i++) {
+        int state = PENDING;
+        if (pending[i].owner == self && atomic_compare_exchange_strong(&pending[i].state, &state, DISCARDED))
             (void)unlinkat(pending[i].folder, pending[i].name, 0);
+    }
 }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* file_test.c - files are written whole or not at all, only regular files are replaced, and no temporary
- * file is left. */
+ * file is left: where the file system has nameless files, and once more as if it had none. */
 #include "cmocka_c11.h"
 
 #include <quern/file.h>
@@ -10,22 +10,52 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-static char start[PATH_MAX], directory[] = "file_test.XXXXXX";
+static char start[PATH_MAX], directory[32];
+static bool nameless; /* temporary files have no name */
 
 static int enter_directory(void **state)
 {
     (void)state;
     umask(022);
-    return getcwd(start, sizeof start) == NULL || mkdtemp(directory) == NULL || chdir(directory) != 0;
+    strcpy(directory, "file_test.XXXXXX");
+    if (getcwd(start, sizeof start) == NULL || mkdtemp(directory) == NULL || chdir(directory) != 0) return -1;
+    const int fd = open(".", O_WRONLY | O_TMPFILE, 0600);
+    nameless = fd >= 0;
+    if (nameless) close(fd);
+    return 0;
+}
+
+/* From here on this process gets no nameless files, as from file systems that have none. */
+static int deny_nameless_files(void **state)
+{
+    enum { TMPFILE = O_TMPFILE & ~O_DIRECTORY, FLAGS = offsetof(struct seccomp_data, args[2]) };
+    struct sock_filter lines[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_openat, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, FLAGS), /* little-endian: the low half */
+        BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, TMPFILE, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EOPNOTSUPP),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const struct sock_fprog filter = {sizeof lines / sizeof *lines, lines};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+        prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0)
+        print_message("no seccomp: this file system's files twice\n");
+    return enter_directory(state);
 }
 
 static int leave_directory(void **state)
@@ -106,7 +136,7 @@ static void readers_see_the_old_file_until_the_commit(void **state)
     assert_int_equal(quern_file_create("a", &file), QUERN_OK);
     assert_int_equal(quern_file_write(file, "new", 3), QUERN_OK);
     expect_text("a", "old");
-    assert_int_equal(files(), 2);
+    assert_int_equal(files(), nameless ? 1 : 2);
     quern_file_discard(file);
     quern_file_discard(NULL);
     expect_text("a", "old");
@@ -293,7 +323,7 @@ static void every_temporary_file_can_be_removed_at_once(void **state)
         assert_int_equal(quern_file_create(name, &all[i]), QUERN_OK);
     }
     assert_int_equal(quern_file_create("more", &more), QUERN_ERR_OUT_OF_MEMORY);
-    assert_int_equal(files(), MOST);
+    assert_int_equal(files(), nameless ? 0 : MOST);
     const pid_t child = fork(); /* the child must not discard its parent's files */
     if (child == 0) {
         quern_file_discard_all();
@@ -301,7 +331,7 @@ static void every_temporary_file_can_be_removed_at_once(void **state)
     }
     int how;
     assert_int_equal(waitpid(child, &how, 0), child);
-    assert_int_equal(files(), MOST);
+    assert_int_equal(files(), nameless ? 0 : MOST);
     quern_file_discard_all();
     assert_int_equal(files(), 0);
     assert_int_equal(quern_file_commit(all[0]), QUERN_ERR_IO);
@@ -309,6 +339,26 @@ static void every_temporary_file_can_be_removed_at_once(void **state)
     assert_int_equal(quern_file_create("more", &more), QUERN_OK);
     quern_file_discard(more);
     assert_int_equal(files(), 0);
+}
+
+/* Nobody's handler runs then. */
+static void a_killed_process_leaves_a_name_at_most(void **state)
+{
+    (void)state;
+    make("a", "old", 0644);
+    const pid_t child = fork();
+    if (child == 0) {
+        quern_file *file = NULL;
+        if (quern_file_create("a", &file) != QUERN_OK || quern_file_write_at(file, 0, "new", 3) != QUERN_OK)
+            _exit(1);
+        kill(getpid(), SIGKILL);
+    }
+    int how;
+    assert_int_equal(waitpid(child, &how, 0), child);
+    assert_true(WIFSIGNALED(how));
+    expect_text("a", "old");
+    assert_int_equal(files(), nameless ? 1 : 2);
+    assert_int_equal(system("rm -f a .quern-*.tmp"), 0);
 }
 
 static void offsets_are_written_in_any_order(void **state)
@@ -343,6 +393,8 @@ int main(void)
         cmocka_unit_test(a_read_only_file_is_not_replaced),
         cmocka_unit_test(a_full_disk_leaves_the_old_file),
         cmocka_unit_test(every_temporary_file_can_be_removed_at_once),
+        cmocka_unit_test(a_killed_process_leaves_a_name_at_most),
     };
-    return cmocka_run_group_tests(tests, enter_directory, leave_directory);
+    const int failed = cmocka_run_group_tests_name("as it is", tests, enter_directory, leave_directory);
+    return failed + cmocka_run_group_tests_name("named", tests, deny_nameless_files, leave_directory);
 }

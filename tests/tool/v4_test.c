@@ -8,10 +8,12 @@
  */
 #include "tool/v4_case.h"
 
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const double bound = 1e-4;
 enum { TOKENS = 50, NEW = 10 };
@@ -207,6 +209,34 @@ static void experts_come_from_a_file(void **state)
     }
 }
 
+/* A killed run leaves the session it found or a whole one, experts that the next run goes on with, and
+ * nothing else where files may be nameless until they are whole. */
+static void killed_runs_leave_no_other_file(void **state)
+{
+    int32_t tokens[TOKENS], plain[V4_MOST], again[V4_MOST];
+    char command[512];
+    (void)state;
+    v4_tokens(tokens, TOKENS);
+    v4_put("prompt", tokens, NULL, TOKENS);
+    v4_ends(0, plain, "generate model --tokens prompt --max-new %d --json", NEW);
+    const int nameless = open(v4_folder(), O_WRONLY | O_TMPFILE, 0600);
+    for (int i = 0; i < 16; i++) {
+        snprintf(command, sizeof command,
+                 "cd '%s' && rm -f killed && timeout -s KILL 0.0%02d '%s' generate model --tokens prompt "
+                 "--max-new 0 --session killed --cache slow >out 2>err",
+                 v4_folder(), 1 + 5 * i, v4_command);
+        (void)!system(command);
+        snprintf(command, sizeof command, "test -z \"$(find '%s' -name '.quern-*')\"", v4_folder());
+        if (nameless >= 0) assert_int_equal(system(command), 0);
+        if (i % 4 > 0) continue;
+        v4_write_file("cut", (const uint8_t[5000]){0}, 5000); /* as a run leaves it that reserves the space */
+        v4_ends(0, again, "generate model --tokens prompt --max-new %d --json --session killed --cache %s",
+                NEW, i % 8 == 0 ? "slow" : "cut");
+        assert_memory_equal(again, plain, NEW * sizeof *plain);
+    }
+    if (nameless >= 0) close(nameless);
+}
+
 /* The folder that `quern quantize` makes, whose experts are in NVFP4 with the same values. */
 static void nvfp4_folders(void **state)
 {
@@ -259,6 +289,7 @@ int main(void)
         cmocka_unit_test(batches_fork_what_they_begin_with),
         cmocka_unit_test(sessions_go_on),
         cmocka_unit_test(experts_come_from_a_file),
+        cmocka_unit_test(killed_runs_leave_no_other_file),
         cmocka_unit_test(nvfp4_folders),
         cmocka_unit_test(another_device),
     };
