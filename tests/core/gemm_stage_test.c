@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* gemm_stage_test.c - the gemm stage against double in every dtype and orientation, and that a row's bits do
- * not depend on how many rows there are. */
+ * not depend on how many rows there are, in this stage and in the grouped one. */
 #include "cpu/cpu.h"
 #include "cmocka_c11.h"
 #include "compare.h"
@@ -16,6 +16,22 @@ static void run(const stage_exec *exec, const gemm_args *args)
 {
     test_workspace w = test_workspace_make(quern_backend_cpu.gemm.workspace(exec, args));
     assert_int_equal(quern_backend_cpu.gemm.run(exec, args, w.data), QUERN_OK);
+    test_workspace_close(&w);
+}
+
+/* The same product as the grouped stage's, of one expert. */
+static void run_grouped(const stage_exec *exec, const gemm_args *args)
+{
+    grouped_dense_args grouped = {
+        .b_transposed = args->b_transposed, .a = args->a, .b = args->b, .c = args->c};
+    grouped.b.ndim = 3;
+    for (int i = 2; i > 0; i--) {
+        grouped.b.shape[i] = args->b.shape[i - 1];
+        grouped.b.strides[i] = args->b.strides[i - 1];
+    }
+    grouped.b.shape[0] = 1;
+    test_workspace w = test_workspace_make(quern_backend_cpu.grouped_dense.workspace(exec, &grouped));
+    assert_int_equal(quern_backend_cpu.grouped_dense.run(exec, &grouped, w.data), QUERN_OK);
     test_workspace_close(&w);
 }
 
@@ -72,12 +88,13 @@ static void random_products(void **state)
 static void rows_do_not_depend_on_their_number(void **state)
 {
     (void)state;
-    for (int trial = 0; trial < 72; trial++) {
+    for (int trial = 0; trial < 144; trial++) {
         test_random random = {(uint64_t)trial + 1};
         static const int64_t depths[] = {97, 260, 260, 97, 260, 2048, 5000}; /* 2048: rows share sets of L1 */
         const int64_t m = 131, n = trial % 2 ? 112 : 70, k = depths[trial % 7];
         const quern_dtype dtype = dtypes[trial % 3];
-        const bool transposed = trial >= 36;
+        const bool transposed = trial % 72 >= 36;
+        void (*product)(const stage_exec *, const gemm_args *) = trial < 72 ? run : run_grouped;
         test_tensor a = test_tensor_matrix(&random, dtype, m, k),
                     b = test_tensor_matrix(&random, trial % 4 < 2 ? dtype : QUERN_F32, transposed ? n : k,
                                            transposed ? k : n);
@@ -85,7 +102,7 @@ static void rows_do_not_depend_on_their_number(void **state)
                     pieces = test_tensor_matrix(&random, QUERN_F32, m, n);
         const stage_exec exec = {.threads = 2, .cpu_level = test_level(trial)};
         gemm_args args = {.a = a.view, .b = b.view, .c = whole.view, .b_transposed = transposed};
-        run(&exec, &args);
+        product(&exec, &args);
         for (int64_t row = 0, rows; row < m; row += rows) {
             rows = test_random_int(&random, 1, test_random_one_in(&random, 3) ? 40 : 5);
             if (rows > m - row) rows = m - row;
@@ -94,7 +111,7 @@ static void rows_do_not_depend_on_their_number(void **state)
             args.c = pieces.view;
             args.c.shape[0] = rows;
             args.c.data = (char *)pieces.view.data + row * pieces.view.strides[0] * (int64_t)sizeof(float);
-            run(&exec, &args);
+            product(&exec, &args);
         }
         double *x = test_tensor_get(&whole), *y = test_tensor_get(&pieces);
         assert_memory_equal(x, y, (size_t)(m * n) * sizeof *x);

@@ -4,8 +4,9 @@
  * stage_grouped_dense.c - the grouped product with matrices of floats. A task is up to DENSE_ROWS rows of one
  * expert and a panel of columns; both operands are packed into a thread's own memory DENSE_DEPTH of K at a
  * time. A row's sums are cut by K alone, so its bits do not depend on the other rows. If both operands are
- * bf16 and the level has the dot product, they are multiplied as bf16; else both are widened to f32. Limit:
- * the dot product; with few rows, reading the weights.
+ * bf16 and the level has the dot product, they are multiplied as bf16; else both are widened to f32. Few rows
+ * of bf16 read weights [N, K] in place, since packing them would cost more than their products; the bits are
+ * the same. Limit: the dot product; with few rows, reading the weights.
  */
 #include "cpu/grouped_dense/stages.h"
 
@@ -16,7 +17,7 @@
 #include "cpu/kernels/rows/views.h"
 #include "cpu/levels.h"
 
-enum { DENSE_ROWS = 192, DENSE_DEPTH = 256, DENSE_PANEL = 64 /* no level's panel is wider */ };
+enum { DENSE_ROWS = 192, DENSE_DEPTH = ACROSS_DEPTH, DENSE_PANEL = 64 /* no level's panel is wider */ };
 
 typedef struct dense_scratch {
     float a[DENSE_ROWS * DENSE_DEPTH], b[DENSE_DEPTH * DENSE_PANEL], c[DENSE_ROWS * DENSE_PANEL];
@@ -105,6 +106,15 @@ static void multiply(const dense_job *job, dense_scratch *s, int64_t row, int64_
                     k > 0);
 }
 
+static void multiply_across(const dense_job *job, dense_scratch *s, int64_t expert, int64_t row,
+                            int64_t rows, int64_t column, int64_t n)
+{
+    const quern_tensor *a = &job->args->a, *b = &job->args->b;
+    const int64_t at = expert * b->strides[0] + column * b->strides[1];
+    const row_source src = block_of(b, at, b->strides[1], n, job->k);
+    job->kernels->mm_across_bf16(rows, view_row(a, row), a->strides[0], &src, s->c, job->kernels->panel);
+}
+
 static void finish(const dense_job *job, dense_scratch *s, int64_t expert, int64_t row, int64_t rows,
                    int64_t column, int64_t n)
 {
@@ -143,7 +153,9 @@ static void dense_task(void *arg, int64_t index, int32_t thread)
     const int64_t rows = job->ends[expert] - row < DENSE_ROWS ? job->ends[expert] - row : DENSE_ROWS;
     const int64_t panel = job->kernels->panel, column = task % job->panels * panel;
     const int64_t n = job->n - column < panel ? job->n - column : panel;
-    for (int64_t k = 0; k < job->k; k += DENSE_DEPTH) {
+    const bool across = job->pairs && job->args->b_transposed && rows <= ACROSS_ROWS;
+    if (across) multiply_across(job, s, expert, row, rows, column, n);
+    for (int64_t k = 0; k < job->k && !across; k += DENSE_DEPTH) {
         const int64_t depth = job->k - k < DENSE_DEPTH ? job->k - k : DENSE_DEPTH;
         pack_b(job, s, expert, k, depth, column, n);
         multiply(job, s, row, rows, k, depth);
