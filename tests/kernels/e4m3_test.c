@@ -80,7 +80,7 @@ static void every_panel(void **state)
 /* One row's product has the bits of its panel's. */
 static void row_has_the_panels_bits(void **state)
 {
-    enum { PANEL = 64 };
+    enum { PANEL = 64, LONGEST = 1024, APART = LONGEST + 13, RUNS = LONGEST / 32 };
     test_random random = {test_seed("e4m3 row", 2)};
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
@@ -90,33 +90,40 @@ static void row_has_the_panels_bits(void **state)
         (void)test_kernel_bound("e4m3", "row_bf16", kernels->level, 0, 0);
         assert_int_equal(dense->panel, PANEL);
         for (int trial = 0; trial < 200; trial++) {
-            static uint8_t codes[ROWS * STRIDE];
-            static uint32_t panel[PANEL * DEPTH / 2];
-            const int64_t depth = trial == 0 ? 128 : 2 * test_random_int(&random, 0, DEPTH / 2),
-                          count = trial == 0 ? PANEL : test_random_int(&random, 1, PANEL);
+            static uint8_t codes[ROWS * APART];
+            static uint32_t panel[PANEL * 128 / 2];
+            static float scales[RUNS * PANEL];
+            const bool whole = trial % 7 == 0; /* rows and lines */
+            const int64_t depth = trial == 0 ? LONGEST
+                                  : whole    ? 128 * test_random_int(&random, 1, LONGEST / 128)
+                                             : 2 * test_random_int(&random, 1, LONGEST / 2),
+                          count = whole ? PANEL : test_random_int(&random, 1, PANEL),
+                          run = trial % 4 == 1 ? 32 : trial % 4 == 3 && depth <= 128 ? depth : 128;
             uint32_t *a = malloc((size_t)(depth + 1) * 2);
-            float scale[PANEL], expected[PANEL], c[PANEL];
+            float expected[PANEL], c[PANEL];
             for (int64_t i = 0; i < (int64_t)sizeof codes; i++)
                 codes[i] = (uint8_t)test_random_int(&random, 0, trial % 2 == 0 ? 126 : 254);
             for (int64_t i = 0; i < depth / 2; i++)
                 a[i] = (uint32_t)test_random_int(&random, 0x3f80, 0x40ff) << 16 |
                        (uint32_t)test_random_int(&random, 0xbf00, 0xbfff);
-            for (int j = 0; j < PANEL; j++) {
-                scale[j] = (float)test_random_normal(&random);
-                c[j] = expected[j] = (float)test_random_normal(&random);
-            }
-            const e4m3_rows rows = {codes, STRIDE, count, depth, 0};
+            for (int i = 0; i < RUNS * PANEL; i++) scales[i] = (float)test_random_normal(&random);
+            for (int j = 0; j < PANEL; j++) c[j] = expected[j] = (float)test_random_normal(&random);
+            const e4m3_rows rows = {codes, APART, count, depth, trial % 2 == 0 ? 0 : APART * count};
             const bool accumulate = trial % 3 != 0;
-            kernels->panel_bf16(&rows, PANEL, panel);
-            dense->mm_scaled_bf16(1, PANEL, depth / 2, a, depth / 2, 1, (const float *)(void *)panel, PANEL,
-                                  scale, expected, PANEL, accumulate);
-            kernels->row_bf16(&rows, PANEL, a, scale, c, accumulate);
+            for (int64_t k = 0; k < depth; k += run) {
+                const int64_t n = depth - k < run ? depth - k : run;
+                const e4m3_rows part = {codes + k, APART, count, n, 0};
+                kernels->panel_bf16(&part, PANEL, panel);
+                dense->mm_scaled_bf16(1, PANEL, n / 2, a + k / 2, n / 2, 1, (const float *)(void *)panel,
+                                      PANEL, scales + k / run * PANEL, expected, PANEL, accumulate || k > 0);
+            }
+            kernels->row_bf16(&rows, run, a, scales, c, accumulate);
             for (int j = 0; j < PANEL; j++)
                 if (memcmp(&c[j], &expected[j], sizeof *c) != 0 && !(isnan(c[j]) && isnan(expected[j])))
                     fail_msg("depth %lld: [%d] is %g, expected %g", (long long)depth, j, (double)c[j],
                              (double)expected[j]);
             TEST_TIME("e4m3", "row_bf16", kernels->level, PANEL * depth,
-                      kernels->row_bf16(&rows, PANEL, a, scale, c, accumulate));
+                      kernels->row_bf16(&rows, run, a, scales, c, accumulate));
             free(a);
         }
     }

@@ -22,10 +22,11 @@ typedef struct e4m3_kernels {
     /* The same in words of two bf16 values, k and k + 1; 0 past an odd depth. NULL where the level has no
      * bf16 dot product. */
     void (*panel_bf16)(const e4m3_rows *rows, int32_t panel, uint32_t *to);
-    /* c[j] = scale[j] times the dot product of row j and `a`, which holds `depth` bf16 values, added to c[j]
-     * with `accumulate`; j < panel, a multiple of 64. The bits are those of panel_bf16 and mm_scaled_bf16.
-     * NULL as above. */
-    void (*row_bf16)(const e4m3_rows *rows, int32_t panel, const uint32_t *a, const float *scale, float *c,
+    /* A row's product with 64 columns. Each run of `run` codes of row j, a multiple of 4 unless there is but
+     * one, is multiplied by as many of the `depth` bf16 values at `a` and by scales[run][j]; c[j] is their
+     * sum, with `accumulate` added to what it was. The bits are those of panel_bf16 and mm_scaled_bf16 run by
+     * run. `ahead` of the rows: bytes to those that are read next, which are prefetched. NULL as above. */
+    void (*row_bf16)(const e4m3_rows *rows, int64_t run, const uint32_t *a, const float *scales, float *c,
                      bool accumulate);
 } e4m3_kernels;
 

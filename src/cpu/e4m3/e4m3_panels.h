@@ -149,44 +149,108 @@ static void panel_bf16(const e4m3_rows *r, int32_t panel, uint32_t *to)
         }
 }
 
-enum { ROW_STRIPS = 4 };
+enum { ROW_STRIPS = 4, ROW_COLUMNS = ROW_STRIPS * LANES, ROW_LINES = 2, ROW_AHEAD = 512 };
+
+/* Two lines of codes of each row, which lie in two sets of L1 where rows are 4096 bytes apart. */
+typedef vfloat row_lines[ROW_LINES][ROW_COLUMNS];
+
+/* Two lines of a row, of which `left` codes exist; 0 past them. They are all there with `whole`. */
+INLINE void copy_row(const bool whole, const uint8_t *at, int64_t left, int64_t row, row_lines to)
+{
+#pragma GCC unroll 2
+    for (int l = 0; l < ROW_LINES; l++, at += PANEL_CODES) {
+        const int64_t n = left - l * PANEL_CODES;
+        const __mmask64 kept = n >= PANEL_CODES ? ~(__mmask64)0 : n > 0 ? ((__mmask64)1 << n) - 1 : 0;
+        to[l][row] = (vfloat)(whole ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8(kept, at));
+    }
+}
+
+/* Four codes of 64 columns times theirs of a, the last two of which may not exist. */
+INLINE void multiply_codes(const bf16_bytes *bytes, const vfloat words[ROW_STRIPS][LANES], int i,
+                           const uint32_t *a, bool both, __m512 sum[ROW_STRIPS])
+{
+    const __m512i one = _mm512_set1_epi32((int)a[0]), other = _mm512_set1_epi32((int)a[both]);
+#pragma GCC unroll 4
+    for (int s = 0; s < ROW_STRIPS; s++) {
+        __m512i low, high;
+        bf16_of_words(bytes, (__m512i)words[s][i], &low, &high);
+        sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)one, (__m512bh)low);
+        if (both) sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)other, (__m512bh)high);
+    }
+}
+
+/* The end of a run. */
+INLINE void add_scaled(const float *scale, float *c, bool accumulate, __m512 sum[ROW_STRIPS])
+{
+#pragma GCC unroll 4
+    for (int s = 0; s < ROW_STRIPS; s++) {
+        const __m512 by = _mm512_loadu_ps(scale + s * LANES);
+        float *to = c + s * LANES;
+        _mm512_storeu_ps(to, accumulate ? _mm512_fmadd_ps(sum[s], by, _mm512_loadu_ps(to))
+                                        : _mm512_mul_ps(sum[s], by));
+        sum[s] = _mm512_setzero_ps();
+    }
+}
+
+/* Turns one line of each row into L1. */
+INLINE void turn_lines(const vfloat lines[ROW_COLUMNS], vfloat words[ROW_STRIPS][LANES])
+{
+    for (int s = 0; s < ROW_STRIPS; s++) {
+        vfloat turned[LANES];
+        memcpy(turned, lines + s * LANES, sizeof turned);
+        v_transpose(turned);
+        memcpy(words[s], turned, sizeof turned);
+    }
+}
 
 /* One row of a times 64 columns. A sum waits for its last product, so four strips of columns, turned into L1
- * first, take turns. Codes are neither stored as values nor read again. */
-static void row_bf16(const e4m3_rows *r, int32_t panel, const uint32_t *a, const float *scale, float *c,
-                     bool accumulate)
+ * first, take turns. Codes are neither stored as values nor read again. While two lines of each row are
+ * multiplied the next two are copied, a row after the other: 64 loads at once, all of one set of L1, would
+ * leave the products waiting (15 GB/s from L2; so 26). `whole`: rows, lines and runs are. */
+INLINE void row_product(const e4m3_rows r, const bool whole, int64_t run, const uint32_t *a,
+                        const float *scales, float *c, bool accumulate)
 {
     const bf16_bytes bytes = bytes_of_codes();
-    for (int64_t first = 0; first < panel; first += ROW_STRIPS * LANES) {
-        __m512 sum[ROW_STRIPS] = {{0}};
-        for (int64_t k = 0; k < r->depth; k += PANEL_CODES) {
-            vfloat words[ROW_STRIPS][LANES];
-            for (int s = 0; s < ROW_STRIPS; s++) {
-                vfloat turned[LANES];
-                load_turned(r, first + s * LANES, k, turned);
-                memcpy(words[s], turned, sizeof turned);
+    const int64_t pair = ROW_LINES * PANEL_CODES;
+    __m512 sum[ROW_STRIPS] = {{0}};
+    row_lines lines[2];
+    int64_t left = run, row = 0;
+    const uint8_t *from = r.codes;
+    for (; row < ROW_COLUMNS; row++, from += r.stride)
+        copy_row(whole, from, row < r.rows ? r.depth : 0, row, lines[0]);
+    for (int64_t k = 0; k < r.depth; k += PANEL_CODES) {
+        const int64_t now = k - k % pair, next = now + pair,
+                      ahead = now + ROW_AHEAD < r.depth ? ROW_AHEAD : ROW_AHEAD - r.depth + r.ahead;
+        if (k == now) row = 0;
+        if (k == now) from = r.codes + now;
+        vfloat words[ROW_STRIPS][LANES];
+        turn_lines(lines[now / pair % 2][(k - now) / PANEL_CODES], words);
+        for (int i = 0; i < LANES && (whole || k + 4 * i < r.depth); i++) {
+            const int64_t at = k + 4 * i;
+            for (int j = 0; j < 2; j++, row++, from += r.stride) {
+                __builtin_prefetch(from + ahead, 0, 2);
+                __builtin_prefetch(from + ahead + PANEL_CODES, 0, 2);
+                const int64_t there = row < r.rows ? r.depth - next : 0;
+                if (next < r.depth) copy_row(whole, from + pair, there, row, lines[next / pair % 2]);
             }
-            const uint32_t *at = a + k / 2;
-            for (int i = 0; i < LANES && k + 4 * i < r->depth; i++, at += 2) {
-                const bool both = k + 4 * i + 2 < r->depth;
-                const __m512i one = _mm512_set1_epi32((int)at[0]), other = _mm512_set1_epi32((int)at[both]);
-#pragma GCC unroll 4
-                for (int s = 0; s < ROW_STRIPS; s++) {
-                    __m512i low, high;
-                    bf16_of_words(&bytes, (__m512i)words[s][i], &low, &high);
-                    sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)one, (__m512bh)low);
-                    if (both) sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)other, (__m512bh)high);
-                }
-            }
-        }
-#pragma GCC unroll 4
-        for (int s = 0; s < ROW_STRIPS; s++) {
-            const __m512 by = _mm512_loadu_ps(scale + first + s * LANES);
-            float *to = c + first + s * LANES;
-            _mm512_storeu_ps(to, accumulate ? _mm512_fmadd_ps(sum[s], by, _mm512_loadu_ps(to))
-                                            : _mm512_mul_ps(sum[s], by));
+            multiply_codes(&bytes, words, i, a + at / 2, whole || at + 2 < r.depth, sum);
+            left -= 4;
+            if (whole ? i + 1 < LANES || left > 0 : left > 0 && at + 4 < r.depth) continue;
+            add_scaled(scales, c, accumulate, sum);
+            scales += ROW_COLUMNS;
+            accumulate = true;
+            left = run;
         }
     }
+}
+
+static void row_bf16(const e4m3_rows *r, int64_t run, const uint32_t *a, const float *scales, float *c,
+                     bool accumulate)
+{
+    const bool whole = r->rows == ROW_COLUMNS && r->depth % (ROW_LINES * PANEL_CODES) == 0 &&
+                       run % PANEL_CODES == 0;
+    if (whole) row_product(*r, true, run, a, scales, c, accumulate);
+    else row_product(*r, false, run, a, scales, c, accumulate);
 }
 #endif
 #elif defined(__FMA__)

@@ -10,8 +10,8 @@
  * stream. bf16 rows meet bf16 weights, which are exact, where the level has the dot product; others are
  * floats. The cuts depend on the weight's shape alone, so a row's bits do not depend on the other rows.
  *
- * Limits: the dot product; with one row reading the weights, whose rows are as many streams as a panel has
- * columns, so each is prefetched 4 lines ahead.
+ * Limits: the dot product; with one row, whose panel is one call, reading the weights, whose rows are as many
+ * streams as a panel has columns, so each is prefetched.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -142,6 +142,22 @@ static e4m3_rows rows_of_run(const e4m3_job *job, int64_t group, e4m3_run run, i
                        left > AHEAD || column + n == job->out ? AHEAD : AHEAD - job->in + n * stride};
 }
 
+/* A panel of one row: the runs in one call, or as many as s->panel has room for scales of. */
+static void multiply_row(const e4m3_job *job, e4m3_scratch *s, int64_t group, int64_t column, int64_t n)
+{
+    const int64_t panel = job->dense->panel, most = RUN * PANEL_MOST / panel * job->run;
+    for (int64_t first = 0; first < job->in; first += most) {
+        const e4m3_run runs = {first, job->in - first < most ? job->in - first : most};
+        e4m3_rows rows = rows_of_run(job, group, runs, column, n);
+        const bool last = first + runs.depth == job->in && column + n < job->out;
+        rows.ahead = last ? n * rows.stride - first : runs.depth;
+        for (int64_t k = 0; k < runs.depth; k += job->run)
+            fill_scales(job, group, first + k, column, n, s->panel + k / job->run * panel);
+        job->kernels->row_bf16(&rows, job->run, (const void *)packed_run(job, group, first / job->run),
+                               s->panel, s->c, first > 0);
+    }
+}
+
 /* The weights of a run: rows of W become columns. */
 static void decode_across(const e4m3_job *job, int64_t group, e4m3_run run, int64_t column, int64_t n,
                           float *panel)
@@ -200,17 +216,14 @@ static void multiply_panel(void *arg, int64_t index, int32_t thread)
     const int64_t group = index / job->panels, panel = job->dense->panel,
                   column = index % job->panels * panel,
                   n = job->out - column < panel ? job->out - column : panel;
+    const bool single = job->pairs && job->rows == 1 && !job->args->rows;
     if (job->in == 0) memset(s->c, 0, sizeof s->c);
-    for (int64_t i = 0; i < job->runs; i++) {
+    if (single) multiply_row(job, s, group, column, n);
+    for (int64_t i = 0; i < job->runs && !single; i++) {
         const e4m3_run run = run_at(job, group, i);
         const void *a = packed_run(job, group, i);
         if (run.depth == 0) continue;
         fill_scales(job, group, run.first, column, n, s->scales);
-        if (job->pairs && job->rows == 1 && !job->args->rows) {
-            const e4m3_rows rows = rows_of_run(job, group, run, column, n);
-            job->kernels->row_bf16(&rows, job->dense->panel, a, s->scales, s->c, run.first > 0);
-            continue;
-        }
         if (job->args->rows) decode_rows(job, group, run, column, n, s->widened, s->panel);
         else decode_across(job, group, run, column, n, s->panel);
         mm_scaled_kernel *mm = job->pairs ? job->dense->mm_scaled_bf16 : job->dense->mm_scaled_f32;
