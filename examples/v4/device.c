@@ -82,15 +82,6 @@ quern_tensor room(v4_model *m, int i, const int64_t *shape)
     return t;
 }
 
-float number(const void *data, quern_dtype dtype, int64_t i)
-{
-    const uint32_t bits =
-        dtype == QUERN_F32 ? ((const uint32_t *)data)[i] : (uint32_t)((const uint16_t *)data)[i] << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 void widen(const v4_model *m, const quern_tensor *from, const quern_tensor *to)
 {
     const size_t n = tensor_bytes(from) / quern_dtype_size(from->dtype);

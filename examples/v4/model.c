@@ -7,7 +7,6 @@
 #include "v4.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* An operation's parameters or tensors: the fields that are named. */
 #define WITH(fields, ...)                                                                                    \
@@ -205,13 +204,14 @@ static quern_tensor embed(v4_model *m, const int32_t *tokens, int64_t n)
     const int64_t width = m->config.width;
     const quern_tensor *e = &m->embed, to = room(m, EMBEDDED, SHAPE(n, width));
     void *rows = host_take(tensor_bytes(&to));
-    for (int64_t i = 0; i < n * width; i++) {
-        const float value = number(e->data, e->dtype, tokens[i / width] * width + i % width);
-        uint32_t bits;
-        memcpy(&bits, &value, sizeof bits);
-        if (m->act == QUERN_F32) ((float *)rows)[i] = value;
-        else ((uint16_t *)rows)[i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); /* bf16 */
-    }
+    for (int64_t i = 0, at = 0; i < n; i++)
+        for (int64_t c = 0; c < width; c++, at++) {
+            const float value = number(e->data, e->dtype, tokens[i] * width + c);
+            uint32_t bits;
+            memcpy(&bits, &value, sizeof bits);
+            if (m->act == QUERN_F32) ((float *)rows)[at] = value;
+            else ((uint16_t *)rows)[at] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); /* bf16 */
+        }
     device_copy(m, to.data, rows, tensor_bytes(&to));
     free(rows);
     quern_tensor x = view(m, to.data, m->act, SHAPE(n, m->config.copies, width));

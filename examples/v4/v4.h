@@ -22,6 +22,7 @@
 #include <quern/linear.h>
 
 #include <stdio.h>
+#include <string.h>
 
 enum { CSA = 4 /* tokens of an entry */, PAGE = 64, RATIOS = 3, LAYERS_MOST = 1024, NAME = 160, LANES = 8 };
 
@@ -134,7 +135,14 @@ quern_tensor view(const v4_model *m, const void *data, quern_dtype dtype, const 
 quern_tensor make(const v4_model *m, quern_dtype dtype, const int64_t *shape);
 quern_tensor room(v4_model *m, int i, const int64_t *shape);
 size_t tensor_bytes(const quern_tensor *t);
-float number(const void *data, quern_dtype dtype, int64_t i); /* of f32 or bf16, as are widen()'s */
+static inline float number(const void *data, quern_dtype dtype, int64_t i) /* of f32 or bf16, as widen()'s */
+{
+    const uint32_t bits =
+        dtype == QUERN_F32 ? ((const uint32_t *)data)[i] : (uint32_t)((const uint16_t *)data)[i] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
 void widen(const v4_model *m, const quern_tensor *from, const quern_tensor *to);
 enum graph_call { BEGIN, END, LAUNCH }; /* of a CUDA graph, with the launches between BEGIN and END */
 bool graph(v4_model *m, enum graph_call call);
