@@ -4,21 +4,36 @@
 #include "route/params.cuh"
 #include "variants.cuh"
 
+#include <type_traits>
+
+/* An element as a float. T: the dtype of hidden states and weight; any_dtype: what they say. */
+struct any_dtype {
+};
+template <typename T>
+__device__ __forceinline__ float element_at(const void *p, quern_dtype dtype, int64_t at)
+{
+    if constexpr (std::is_same<T, any_dtype>::value) return value_at(p, dtype, at);
+    else return to_float<T>(((const T *)p)[at]);
+}
+
 /* Adds to the sums of a tile of tokens and experts, over a share of the dimension. The shares' sums are added
- * in their order, a lane's first, so their bits do not depend on which warp has a share. */
+ * in their order, a lane's first, so their bits do not depend on which warp has a share. AT_ONCE: elements of
+ * each row that a lane asks for before it uses them, where their dtype is known. */
+template <typename T, int AT_ONCE>
 __device__ __forceinline__ void add_share(const route_params &a, int64_t t0, int64_t e0, int share,
                                           float (&sum)[ROUTE_TILE][ROUTE_TILE])
 {
     enum { ROWS = ROUTE_TILE };
     const int64_t each = (a.dim + ROUTE_WARPS - 1) / ROUTE_WARPS, end = min(a.dim, (share + 1) * each);
     float own[ROWS][ROWS] = {};
-#pragma unroll 4
+#pragma unroll AT_ONCE
     for (int64_t d = share * each + threadIdx.x % 32; d < end; d += 32) {
         float h[ROWS], w[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            h[i] = t0 + i < a.tokens ? value_at(a.hidden, a.hidden_dtype, (t0 + i) * a.hidden_s + d) : 0.0f;
-            w[i] = e0 + i < a.experts ? value_at(a.weight, a.weight_dtype, (e0 + i) * a.weight_s + d) : 0.0f;
+            const int64_t t = t0 + i, e = e0 + i;
+            h[i] = t < a.tokens ? element_at<T>(a.hidden, a.hidden_dtype, t * a.hidden_s + d) : 0.0f;
+            w[i] = e < a.experts ? element_at<T>(a.weight, a.weight_dtype, e * a.weight_s + d) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
@@ -41,7 +56,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_logits(const __grid_const
     const int64_t t0 = warp / across * ROWS, e0 = warp % across * ROWS;
     float sum[ROWS][ROWS] = {};
     if (t0 >= a.tokens) return;
-    for (int share = 0; share < ROUTE_WARPS; share++) add_share(a, t0, e0, share, sum);
+    for (int share = 0; share < ROUTE_WARPS; share++) add_share<any_dtype, 4>(a, t0, e0, share, sum);
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
 #pragma unroll
@@ -61,7 +76,9 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_few_logits(const __grid_c
     const int64_t across = (a.experts + ROWS - 1) / ROWS, t0 = blockIdx.x / across * ROWS,
                   e0 = blockIdx.x % across * ROWS;
     float sum[ROWS][ROWS] = {};
-    add_share(a, t0, e0, warp, sum);
+    if (a.hidden_dtype == QUERN_BF16 && a.weight_dtype == QUERN_BF16)
+        add_share<bf16, 8>(a, t0, e0, warp, sum);
+    else add_share<any_dtype, 4>(a, t0, e0, warp, sum);
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
 #pragma unroll
