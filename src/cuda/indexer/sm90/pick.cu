@@ -33,7 +33,8 @@ enum {
     SHORT_TEAM = 512,
     SHORT_WARPS = SHORT_TEAM / 32,
     SHORT_LEAST = 16, /* keys of a thread */
-    SHORT_MOST = 32
+    SHORT_MOST = 32,
+    SHORT_EARLY = 8 /* queries */
 };
 
 struct pick_shared {
@@ -394,11 +395,13 @@ quern_status sm90_indexer::pick_best(const stage_exec *exec, const index_kernel 
 {
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     const dim3 grid((unsigned)a.batch);
+    /* Blocks of many queries that start early crowd on the multiprocessors that the scores leave first. */
+    const bool early = a.batch <= SHORT_EARLY;
     if (f.raw_row <= SHORT_TEAM * SHORT_LEAST)
-        return launch_behind(stream, indexer_pick_short<SHORT_LEAST>, grid, SHORT_TEAM, 0,
-                             "indexer, picking among few", a, f);
+        return launch_cluster(stream, indexer_pick_short<SHORT_LEAST>, grid, SHORT_TEAM, 0,
+                              "indexer, picking among few", 1, early, a, f);
     if (f.raw_row <= SHORT_TEAM * SHORT_MOST)
-        return launch_behind(stream, indexer_pick_short<SHORT_MOST>, grid, SHORT_TEAM, 0,
-                             "indexer, picking among few", a, f);
+        return launch_cluster(stream, indexer_pick_short<SHORT_MOST>, grid, SHORT_TEAM, 0,
+                              "indexer, picking among few", 1, early, a, f);
     return launch_behind(stream, indexer_pick, grid, TEAM, sizeof(pick_shared), "indexer, picking", a, f);
 }
