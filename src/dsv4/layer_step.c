@@ -91,6 +91,15 @@ static void add_copies(op_build *b)
     }
 }
 
+/* Rows that the core reads. Those of bytes begin at multiples of 16: it copies as many at a time. */
+static quern_tensor raw_rows(op_build *b, quern_dtype dtype, int64_t rows, int64_t columns)
+{
+    enum { AT_ONCE = 16 };
+    const int64_t row = dtype == QUERN_U8 ? (columns + AT_ONCE - 1) / AT_ONCE * AT_ONCE : columns;
+    const quern_tensor all = op_matrix(b, dtype, rows, row);
+    return layer_columns(&all, 0, columns);
+}
+
 static quern_tensor runs(op_build *b, int64_t n)
 {
     const int64_t shape[] = {n, 3};
@@ -377,7 +386,7 @@ void layer_step_build(op_build *b)
     layer_parts parts = layer_project(b);
     const quern_tensor pool = layer_view(b, DLS(raw)), entries = layer_view(b, DLS(entries)),
                        keys = layer_view(b, DLS(keys)), kv = op_matrix(b, QUERN_F32, s[LS_T], s[LS_D]),
-                       raw = op_matrix(b, pool.dtype, s[LS_T] + s[LS_B] * window, extent[2]);
+                       raw = raw_rows(b, pool.dtype, s[LS_T] + s[LS_B] * window, extent[2]);
     quern_tensor rings = pool; /* [pages R, row] */
     rings.ndim = 2;
     rings.shape[0] = pool.shape[0] * pool.shape[1];
