@@ -20,16 +20,11 @@ namespace any_indexer
 
 enum { KEYS = 64, THREADS = 128, ADDED = 256, SPARE = 64, WIDTH_MOST = 256 };
 
-/* Shared memory, whose sizes depend on the call: 16-bit tiles of mma.cuh, `panels` of 64 channels.
- */
+/* What the call decides of shared memory: 16-bit tiles of mma.cuh, `panels` of 64 channels. */
 struct layout {
     int panels, heads, room; /* heads: rounded up to 16; room: of a list */
     __host__ __device__ size_t q_bytes() const { return (size_t)panels * heads * 128; }
     __host__ __device__ size_t key_bytes() const { return (size_t)panels * KEYS * 128; }
-    __host__ __device__ size_t bytes() const
-    {
-        return q_bytes() + 2 * key_bytes() + (heads + 4 * KEYS) * 4 + (size_t)room * 8;
-    }
 };
 
 /* Byte offset of a chunk in a tile of `rows` rows. */
@@ -38,33 +33,49 @@ __device__ __forceinline__ uint32_t chunk_at(int rows, int row, int chunk)
     return (uint32_t)((chunk >> 3) * rows * 128 + row * 128 + (((chunk & 7) ^ (row & 7)) << 4));
 }
 
-struct block {
-    char *q, *keys; /* keys: of two buffers, as the others */
-    float *w, *scale, *score;
-    best_list best;
-    __device__ block(char *memory, const layout &p)
+/* A block's shared memory. Behind it stand two buffers of keys, the query's heads, their weights, and the
+ * list. */
+struct __align__(128) shared
+{
+    float scale[2][KEYS], score[2][KEYS]; /* of the buffers */
+
+    __device__ __forceinline__ char *keys(const layout &p, int buffer)
     {
-        q = memory;
-        keys = q + p.q_bytes();
-        w = (float *)(keys + 2 * p.key_bytes());
-        scale = w + p.heads;
-        score = scale + 2 * KEYS;
-        uint32_t *const rank = (uint32_t *)(score + 2 * KEYS);
-        best = {rank, (int32_t *)(rank + p.room), 0, 0};
+        return (char *)(this + 1) + buffer * p.key_bytes();
+    }
+    __device__ __forceinline__ char *q(const layout &p)
+    {
+        return keys(p, 2);
+    }
+    __device__ __forceinline__ float *w(const layout &p)
+    {
+        return (float *)(q(p) + p.q_bytes());
+    }
+    __device__ __forceinline__ best_list list(const layout &p)
+    {
+        uint32_t *const rank = (uint32_t *)(w(p) + p.heads);
+        return {rank, (int32_t *)(rank + p.room), 0, 0};
+    }
+    static size_t bytes(const layout &p)
+    {
+        return sizeof(shared) + 2 * p.key_bytes() + p.q_bytes() + (size_t)p.heads * 4 + (size_t)p.room * 8;
     }
 };
 
 template <typename T>
-__device__ __forceinline__ void load_query(const index_kernel &a, const layout &p, block &m, int b, int query)
+__device__ __forceinline__ void load_query(const index_kernel &a, const layout &p, shared &m, int b,
+                                           int query)
 {
+    char *const heads = m.q(p);
+    float *const w = m.w(p);
     const T *const q = (const T *)a.q.p + b * a.q.s[0] + query * a.q.s[1];
     for (int i = threadIdx.x; i < p.heads * p.panels * 8; i += THREADS) {
         const int head = i / (p.panels * 8), chunk = i % (p.panels * 8);
-        load_chunk16<T>(smem_address(m.q), m.q, chunk_at(p.heads, head, chunk),
+        load_chunk16<T>(smem_address(heads), heads, chunk_at(p.heads, head, chunk),
                         q + head * a.q.s[2] + chunk * 8, head < a.heads && chunk * 8 < a.width, a.q_wide);
     }
     for (int h = threadIdx.x; h < p.heads; h += THREADS)
-        m.w[h] = h < a.heads ? index_weight(a, b, query, h) : 0.0f;
+        w[h] = h < a.heads ? index_weight(a, b, query, h) : 0.0f;
 }
 
 /* A query that is loaded as bf16 of the nearest codes, whose scales go to the weights; a thread a head. */
@@ -82,8 +93,7 @@ static __device__ __noinline__ void round_query(const index_kernel &a, const lay
                 const float x = index_finite(a, __uint_as_float(*at << 16)),
                             y = index_finite(a, __uint_as_float(*at & 0xffff0000));
                 if (pass == 0) most = fmaxf(most, fmaxf(fabsf(x), fabsf(y)));
-                else
-                    *at = e4m3_bf16x2(two_e4m3(__fdiv_rn(x, scale), __fdiv_rn(y, scale)), 0);
+                else *at = e4m3_bf16x2(two_e4m3(__fdiv_rn(x, scale), __fdiv_rn(y, scale)), 0);
             }
         }
         w[h] *= index_round_scale(most);
@@ -93,14 +103,14 @@ static __device__ __noinline__ void round_query(const index_kernel &a, const lay
 
 /* Keys [first, first + 64) into a buffer; two lanes a row. */
 template <typename T>
-__device__ __forceinline__ void load_keys(const index_kernel &a, const layout &p, block &m, int b, int first,
+__device__ __forceinline__ void load_keys(const index_kernel &a, const layout &p, shared &m, int b, int first,
                                           int buffer)
 {
     const int row = threadIdx.x / 2, key = first + row, sequence = index_sequence(a, b);
     const bool here = key < a.entries && sequence >= 0 && row_exists(a.keys, sequence, key);
     row_place place = {NULL, NULL};
     if (here) place = row_at(a.keys, sequence, key);
-    char *const tile = m.keys + buffer * p.key_bytes();
+    char *const tile = m.keys(p, buffer);
     const index_scale scale = index_scale_of(a, place.scales);
     for (int chunk = threadIdx.x % 2; chunk < p.panels * 8; chunk += 2) {
         const uint32_t at = chunk_at(KEYS, row, chunk);
@@ -111,16 +121,17 @@ __device__ __forceinline__ void load_keys(const index_kernel &a, const layout &p
         else *(uint4 *)(tile + at) = some ? index_codes(a, place, chunk * 8, scale) : make_uint4(0, 0, 0, 0);
     }
     if (threadIdx.x % 2 == 0)
-        m.scale[buffer * KEYS + row] = (here ? scale.score : NAN) * a.scale; /* NaN: chosen last */
+        m.scale[buffer][row] = (here ? scale.score : NAN) * a.scale; /* NaN: chosen last */
     cp_async_commit();
 }
 
 /* The scores of a warp's 16 keys. */
 template <typename T>
-__device__ __forceinline__ void score_keys(const layout &p, block &m, int heads_given, int buffer)
+__device__ __forceinline__ void score_keys(const layout &p, shared &m, int heads_given, int buffer)
 {
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16, steps = p.panels * 4;
-    const uint32_t q = smem_address(m.q), keys = smem_address(m.keys + buffer * p.key_bytes());
+    const uint32_t q = smem_address(m.q(p)), keys = smem_address(m.keys(p, buffer));
+    const float *const weights = m.w(p);
     uint32_t held[WIDTH_MOST / 16][4];
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -139,7 +150,7 @@ __device__ __forceinline__ void score_keys(const layout &p, block &m, int heads_
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int column = head + i * 8 + lane % 4 * 2;
-            const float2 w = *(const float2 *)&m.w[column];
+            const float2 w = *(const float2 *)&weights[column];
 #pragma unroll
             for (int h = 0; h < 2; h++) { /* a head that is not there: 0 times infinity would be NaN */
                 if (column < heads_given) sum[h] = fmaf(w.x, relu(c[i][h * 2]), sum[h]);
@@ -152,21 +163,21 @@ __device__ __forceinline__ void score_keys(const layout &p, block &m, int heads_
         const int key = row0 + lane / 4 + h * 8;
         sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
         sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-        if (lane % 4 == 0) m.score[buffer * KEYS + key] = sum[h] * m.scale[buffer * KEYS + key];
+        if (lane % 4 == 0) m.score[buffer][key] = sum[h] * m.scale[buffer][key];
     }
 }
 
 /* Appends a tile's scores to the list; by warp 0. */
-__device__ __forceinline__ void choose(const index_kernel &a, const layout &p, block &m, int b, int query,
-                                       int first, int seen)
+__device__ __forceinline__ void choose(const index_kernel &a, const layout &p, shared &m, best_list &best,
+                                       int b, int query, int first, int seen)
 {
     float *const scores = a.scores + b * a.scores_row[0] + query * a.scores_row[1];
-    if (m.best.n + KEYS > p.room) best_cut(m.best, a.k, SPARE);
+    if (best.n + KEYS > p.room) best_cut(best, a.k, SPARE);
     for (int i = threadIdx.x; i < KEYS; i += 32) {
-        const float score = m.score[(first / KEYS & 1) * KEYS + i];
+        const float score = m.score[first / KEYS & 1][i];
         const bool here = first + i < seen;
         if (a.scores != NULL && here) scores[first + i] = score + 0.0f;
-        best_add(m.best, here, rank_of(score), first + i);
+        best_add(best, here, rank_of(score), first + i);
     }
 }
 
@@ -175,11 +186,12 @@ __global__ void __launch_bounds__(THREADS)
     indexer_any(const __grid_constant__ index_kernel a, const __grid_constant__ layout p)
 {
     extern __shared__ __align__(1024) char memory[];
-    block m(memory, p);
+    shared &m = *(shared *)memory;
+    best_list best = m.list(p);
     const int b = blockIdx.x / a.queries, query = a.queries - 1 - (blockIdx.x - b * a.queries),
               seen = index_seen(a, b, query), tiles = (seen + KEYS - 1) / KEYS;
     load_query<T>(a, p, m, b, query);
-    if (a.rounded) round_query(a, p, m.q, m.w);
+    if (a.rounded) round_query(a, p, m.q(p), m.w(p));
     if (tiles > 0) load_keys<T>(a, p, m, b, 0, 0);
     for (int t = 0; t < tiles; t++) {
         if (t + 1 < tiles) load_keys<T>(a, p, m, b, (t + 1) * KEYS, (t + 1) & 1);
@@ -188,10 +200,10 @@ __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         score_keys<T>(p, m, a.heads, t & 1);
         __syncthreads();
-        if (threadIdx.x < 32) choose(a, p, m, b, query, t * KEYS, seen);
+        if (threadIdx.x < 32) choose(a, p, m, best, b, query, t * KEYS, seen);
     }
     cp_async_wait<0>();
-    if (threadIdx.x < 32) index_store(a, b, query, m.best);
+    if (threadIdx.x < 32) index_store(a, b, query, best);
 }
 
 static inline layout layout_of(const indexer_args *args)
@@ -205,7 +217,8 @@ static quern_status launch(const stage_exec *exec, const indexer_args *args, con
 {
     const layout p = layout_of(args);
     return launch_shared({(cudaStream_t)exec->stream, NULL}, indexer_any<T>,
-                         dim3((unsigned)a.batch * (unsigned)a.queries), THREADS, p.bytes(), "indexer", a, p);
+                         dim3((unsigned)a.batch * (unsigned)a.queries), THREADS, shared::bytes(p), "indexer",
+                         a, p);
 }
 
 typedef quern_status instance(const stage_exec *exec, const indexer_args *args, const index_kernel &a);

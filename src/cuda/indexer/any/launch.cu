@@ -7,7 +7,7 @@
 
 static bool indexer_any_supports(const stage_exec *exec, const indexer_args *args, char why[STAGE_WHY_BYTES])
 {
-    const size_t bytes = any_indexer::layout_of(args).bytes();
+    const size_t bytes = any_indexer::shared::bytes(any_indexer::layout_of(args));
     if (!index_takes(args, why)) return false;
     if (args->q.shape[2] <= UINT16_MAX && bytes <= exec->shared_bytes) return true;
     snprintf(why, STAGE_WHY_BYTES,
