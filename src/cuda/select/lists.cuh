@@ -190,33 +190,20 @@ static __device__ void write_list(const best_list &b, int f0, int g0, int g1, in
     if (count != NULL && lane == 0) *count = forced + kept;
 }
 
-/* MODE 1: on f32 cores; 2: on tensor cores, <= 16 rows a list; 3: the same, any number of rows. */
-template <int DP, int MODE> struct select_shape {
-    static constexpr bool CORES = MODE >= 2;
-    static constexpr int LISTS = MODE == 2 ? WARPS : 1; /* of a block */
-    static constexpr int CHUNKS = DP / 8, NT = KEYS / 8, SCORES = MAX_HISTORY + KEYS;
-    static constexpr int Q_ROWS = CORES ? 128 : 64;
-};
-
-/* A block's shared memory. */
-template <int DP, int MODE> struct select_memory {
-    using shape = select_shape<DP, MODE>;
-    char *q, *k;
-    float *history, *partial; /* [LISTS][SCORES], [WARPS][KEYS] */
+/* The lists of a block as they are filled, in shared memory behind what has a fixed size: keys [LISTS][each],
+ * then their indices. */
+template <int LISTS> struct list_tail {
     uint32_t *keys;
-    int32_t *indices;
-    int ld; /* elements of a row of q and k; f32 rows are of an odd length, free of bank conflicts */
+    int each;
 
-    __device__ __forceinline__ select_memory(const select_kernel &s, char *from)
+    __device__ __forceinline__ list_tail(void *from, int entries) : keys((uint32_t *)from), each(entries) {}
+    /* `size` entries of a list from `first` on. */
+    __device__ __forceinline__ best_list list(int list, int first, int size) const
     {
-        ld = shape::CORES ? DP : s.a.dim_k + 1;
-        q = from;
-        k = q + shape::Q_ROWS * ld * (shape::CORES ? 2 : 4);
-        history = (float *)(k + (shape::CORES ? 2 * KEYS * DP * 2 : KEYS * ld * 4));
-        partial = history + shape::LISTS * shape::SCORES;
-        keys = (uint32_t *)(partial + WARPS * KEYS);
-        indices = (int32_t *)(keys + shape::LISTS * s.rule.k);
+        uint32_t *const key = keys + list * each + first;
+        return {key, (int32_t *)key + LISTS * each, size};
     }
+    static size_t bytes(int entries) { return 2 * (size_t)LISTS * entries * 4; }
 };
 
 /* Consecutive list rows of one sequence, which share keys. */
@@ -225,14 +212,6 @@ template <typename T> struct list_run {
     int64_t q_first, row_begin; /* the first query and list row */
     int lists, head0, unit;
     const T *q, *k;
-};
-
-/* One warp's list as it is filled. */
-struct own_list {
-    bool mine;
-    int64_t q0; /* the first query */
-    contest in;
-    best_list best;
 };
 
 /* The groups of a list (mean_logit), as they are chosen. */
@@ -283,25 +262,6 @@ __device__ __forceinline__ bool find_run(const select_kernel &s, int64_t vb, int
     run->q = (const T *)a.q.p + run->seq.view_b * a.q.s[0] + run->seq.q0 * a.q.s[1] + run->head0 * a.q.s[2];
     run->k = (const T *)a.k.p + run->seq.view_b * a.k.s[0] + run->seq.k0 * a.k.s[1] + kvh * a.k.s[2];
     return true;
-}
-
-/* This warp's list of a run, empty. */
-template <typename T, int DP, int MODE>
-__device__ __forceinline__ own_list open_list(const select_kernel &s, const list_run<T> &run,
-                                              const select_memory<DP, MODE> &m)
-{
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    constexpr int SCORES = select_shape<DP, MODE>::SCORES;
-    own_list x;
-    x.q0 = run.q_first + (int64_t)warp * s.a.tile;
-    x.mine = warp < run.lists;
-    x.in = find_contest(s, run.seq.nq, x.q0);
-    x.best = {m.keys + warp * s.rule.k, m.indices + warp * s.rule.k, x.in.size};
-    if (x.mine) {
-        for (int i = lane; i < s.rule.k; i += 32) x.best.key[i] = 0;
-        for (int i = lane; i < SCORES; i += 32) m.history[warp * SCORES + i] = 0.0f;
-    }
-    return x;
 }
 
 /* The score of the block whose last entry's score is *last: each entry counts as often as it overlaps. */

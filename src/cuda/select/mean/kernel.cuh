@@ -32,32 +32,13 @@ template <int CHUNKS> struct shape {
         ROWS = THREADS * CHUNK / DIM;                  /* rows read at once */
 };
 
-/* A block's shared memory. */
-template <int CHUNKS, int LISTS> struct memory {
-    float *part, *mean, *scores; /* [ROWS][DIM], [LISTS][DIM], [LISTS][STEP] */
-    uint32_t *room;              /* [LISTS][64] */
-    uint32_t *keys;              /* [LISTS][k + c], and so the indices */
-    int32_t *indices;
-
-    __device__ __forceinline__ memory(const select_kernel &s, char *from)
-    {
-        typedef shape<CHUNKS> sh;
-        part = (float *)from;
-        mean = part + sh::ROWS * sh::DIM;
-        scores = mean + LISTS * sh::DIM;
-        room = (uint32_t *)(scores + LISTS * STEP);
-        keys = room + LISTS * 64;
-        indices = (int32_t *)(keys + LISTS * (s.rule.k + s.c));
-    }
-};
-
-template <int CHUNKS, int LISTS> static size_t memory_bytes(const select_kernel &s)
+/* A block's shared memory; the lists (list_tail) stand behind it. */
+template <int CHUNKS, int LISTS> struct __align__(16) memory
 {
-    typedef shape<CHUNKS> sh;
-    return ((size_t)(sh::ROWS + LISTS) * sh::DIM + LISTS * (STEP + 64) +
-            2 * (size_t)LISTS * (s.rule.k + s.c)) *
-           4;
-}
+    float part[shape<CHUNKS>::ROWS][shape<CHUNKS>::DIM], mean[LISTS][shape<CHUNKS>::DIM];
+    float scores[LISTS][STEP];
+    uint32_t candidates[LISTS][64]; /* for offer_many() */
+};
 
 /* The sum of a list's rows row0, row0 + `step` ... below `rows`. VEC: 16 bytes at a time. */
 template <typename T, bool VEC>
@@ -128,7 +109,7 @@ __device__ __forceinline__ float *parts_of(const select_kernel &s, int64_t vb, i
  * threads call. */
 template <typename T, int CHUNKS, int LISTS, bool GIVEN>
 __device__ __forceinline__ void find_means(const select_kernel &s, const list_run<T> &run,
-                                           const memory<CHUNKS, LISTS> &m, int64_t vb)
+                                           memory<CHUNKS, LISTS> &m, int64_t vb)
 {
     constexpr int DIM = shape<CHUNKS>::DIM;
     for (int list = 0; list < run.lists; list++) {
@@ -137,9 +118,9 @@ __device__ __forceinline__ void find_means(const select_kernel &s, const list_ru
         float all = 0.0f;
         for (int r0 = 0; r0 < rows; r0 += PART)
             if (GIVEN) all += threadIdx.x < DIM ? given[r0 / PART * DIM + threadIdx.x] : 0.0f;
-            else if (s.a.vec_q) all += sum_part<T, CHUNKS, true>(s, run, list, r0, m.part);
-            else all += sum_part<T, CHUNKS, false>(s, run, list, r0, m.part);
-        if (threadIdx.x < DIM) m.mean[list * DIM + threadIdx.x] = all / (float)rows;
+            else if (s.a.vec_q) all += sum_part<T, CHUNKS, true>(s, run, list, r0, &m.part[0][0]);
+            else all += sum_part<T, CHUNKS, false>(s, run, list, r0, &m.part[0][0]);
+        if (threadIdx.x < DIM) m.mean[list][threadIdx.x] = all / (float)rows;
     }
     __syncthreads();
 }
@@ -163,7 +144,7 @@ __global__ void __launch_bounds__(THREADS, 3) select_sum_parts(const __grid_cons
  * query sees. All threads call. */
 template <typename T, int CHUNKS, int LISTS, bool VEC>
 __device__ __forceinline__ void score_step(const select_kernel &s, const list_run<T> &run,
-                                           const memory<CHUNKS, LISTS> &m, int e0, int end,
+                                           memory<CHUNKS, LISTS> &m, int e0, int end,
                                            const int (&seen)[LISTS])
 {
     typedef shape<CHUNKS> sh;
@@ -178,7 +159,7 @@ __device__ __forceinline__ void score_step(const select_kernel &s, const list_ru
         for (int j = 0; j < CHUNKS; j++)
 #pragma unroll
             for (int c = 0; c < CHUNK; c++)
-                mean[l][j][c] = l < run.lists ? m.mean[l * sh::DIM + (lane + j * LANES) * CHUNK + c] : 0.0f;
+                mean[l][j][c] = l < run.lists ? m.mean[l][(lane + j * LANES) * CHUNK + c] : 0.0f;
     const int last = end - e0 < STEP ? end - e0 : STEP;
     for (int i0 = 0; i0 < last; i0 += AT_ONCE * GROUPS) {
         float dot[AT_ONCE][LISTS] = {};
@@ -204,14 +185,14 @@ __device__ __forceinline__ void score_step(const select_kernel &s, const list_ru
                 float sum = dot[i][l];
 #pragma unroll
                 for (int w = 1; w < LANES; w *= 2) sum += __shfl_xor_sync(~0u, sum, w);
-                if (lane == 0) m.scores[l * STEP + e] = e0 + e < seen[l] ? sum * a.scale : -INFINITY;
+                if (lane == 0) m.scores[l][e] = e0 + e < seen[l] ? sum * a.scale : -INFINITY;
             }
         }
     }
 }
 
 __device__ __forceinline__ own_groups open_groups(const select_kernel &s, const sequence &seq, int64_t q0,
-                                                  uint32_t *keys, int32_t *indices)
+                                                  const best_list &room)
 {
     own_groups x;
     int ignore, seen_first;
@@ -219,7 +200,7 @@ __device__ __forceinline__ own_groups open_groups(const select_kernel &s, const 
     row_keys(s.a, seq, q0, &ignore, &seen_first);
     x.keep_last = s.a.causal && x.seen_last > 0 ? (x.seen_last - 1) / GROUP : -1;
     x.keep_first = s.a.causal && seen_first > 0 ? (seen_first - 1) / GROUP : -1;
-    x.best = {keys, indices, s.c > kept_groups(x) ? s.c - kept_groups(x) : 0};
+    x.best = {room.key, room.index, room.size > kept_groups(x) ? room.size - kept_groups(x) : 0};
     return x;
 }
 
@@ -239,13 +220,14 @@ __device__ __forceinline__ void close_groups(const own_groups &x, int e0, const 
 /* Fills the lists of a run. All threads call. */
 template <typename T, int CHUNKS, int LISTS, bool GIVEN>
 __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_run<T> &run,
-                                           const memory<CHUNKS, LISTS> &m, int64_t vb)
+                                           memory<CHUNKS, LISTS> &m, int64_t vb)
 {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, room = s.rule.k + s.c;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const list_tail<LISTS> lists(&m + 1, s.rule.k + s.c);
     const bool mine = warp < run.lists;
     const int64_t q0 = run.q_first + (int64_t)(mine ? warp : 0) * s.a.tile;
     const contest in = find_contest(s, run.seq.nq, q0);
-    const best_list best = {m.keys + warp * room, m.indices + warp * room, in.size};
+    const best_list best = lists.list(warp, 0, in.size);
     int seen[LISTS], end = 0;
 #pragma unroll
     for (int l = 0; l < LISTS; l++) {
@@ -257,19 +239,18 @@ __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_ru
         end = (int)mask_blocks_seen(s.a.causal != 0, run.seq.nq, last, s.select_block);
     }
     if (mine)
-        for (int i = lane; i < room; i += 32) best.key[i] = 0;
+        for (int i = lane; i < lists.each; i += 32) best.key[i] = 0;
     find_means<T, CHUNKS, LISTS, GIVEN>(s, run, m, vb);
-    const own_groups groups =
-        open_groups(s, run.seq, q0, m.keys + warp * room + s.rule.k, m.indices + warp * room + s.rule.k);
+    const own_groups groups = open_groups(s, run.seq, q0, lists.list(warp, s.rule.k, s.c));
     for (int e0 = 0; e0 < end; e0 += STEP) {
         if (s.a.vec_k) score_step<T, CHUNKS, LISTS, true>(s, run, m, e0, end, seen);
         else score_step<T, CHUNKS, LISTS, false>(s, run, m, e0, end, seen);
         __syncthreads();
         if (mine) {
             if (in.size <= 32)
-                close_many<4, false>(s, in, best, e0, STEP, m.scores + warp * STEP, m.room + warp * 64);
-            else close_blocks(s, in, best, e0, STEP, m.scores + warp * STEP);
-            if (s.c > 0) close_groups(groups, e0, m.scores + warp * STEP);
+                close_many<4, false>(s, in, best, e0, STEP, m.scores[warp], m.candidates[warp]);
+            else close_blocks(s, in, best, e0, STEP, m.scores[warp]);
+            if (s.c > 0) close_groups(groups, e0, m.scores[warp]);
         }
         __syncthreads();
     }
@@ -284,7 +265,7 @@ template <typename T, int CHUNKS, int LISTS, bool GIVEN>
 __global__ void __launch_bounds__(THREADS, 2) select_mean(const __grid_constant__ select_kernel s)
 {
     extern __shared__ __align__(128) char smem[];
-    const memory<CHUNKS, LISTS> m(s, smem);
+    memory<CHUNKS, LISTS> &m = *(memory<CHUNKS, LISTS> *)smem;
     const int64_t vb = blockIdx.z, row0 = ((int64_t)gridDim.x - 1 - blockIdx.x) * LISTS; /* longest first */
     for (int done = 0; done < LISTS;) {
         list_run<T> run;
@@ -304,7 +285,8 @@ static quern_status launch(const select_kernel &s, int64_t views, const launcher
 {
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
     return launch_shared(to, select_mean<T, CHUNKS, LISTS, GIVEN>, grid, THREADS,
-                         memory_bytes<CHUNKS, LISTS>(s), "select", s);
+                         sizeof(memory<CHUNKS, LISTS>) + list_tail<LISTS>::bytes(s.rule.k + s.c), "select",
+                         s);
 }
 
 /* The sums by a kernel of their own, then the lists. */

@@ -21,33 +21,33 @@
 /* Fills the lists of a run. All threads call. */
 template <typename T, int DP, int MODE>
 __device__ __forceinline__ void select_run_of(const select_kernel &s, const list_run<T> &run,
-                                              const select_memory<DP, MODE> &m, int64_t vb)
+                                              select_memory<DP, MODE> &m, int64_t vb)
 {
     using shape = select_shape<DP, MODE>;
     const attend_kernel &a = s.a;
     const int warp = threadIdx.x >> 5;
     const own_list x = open_list<T, DP, MODE>(s, run, m);
     __syncthreads();
-    if (MODE == 2) load_list_rows<T, DP>(s, run, m.q);
+    if (MODE == 2) load_list_rows<T, DP>(s, run, m.q());
     float lse2[2] = {0, 0};
     int hi[2] = {0, 0};
     if (MODE == 2 && x.mine) find_statistics<T>(s, run, x.q0, lse2, hi);
     const int64_t walk_end = find_walk_end<T>(s, run);
-    const uint32_t aq = smem_address(m.q), ak0 = smem_address(m.k);
+    const uint32_t aq = smem_address(m.q()), ak0 = smem_address(m.k(s));
     uint32_t ak = ak0;
-    if (shape::CORES) load_entries<T, DP>(s, run, 0, m.k);
+    if (shape::CORES) load_entries<T, DP>(s, run, 0, m.k(s));
     for (int64_t e0 = 0; e0 < walk_end; e0 += KEYS) {
         if (shape::CORES) cp_async_wait<0>();
         __syncthreads();
         const bool any = e0 < run.seq.nk;
         if (shape::CORES) {
-            load_entries<T, DP>(s, run, e0 + KEYS, m.k);
+            load_entries<T, DP>(s, run, e0 + KEYS, m.k(s));
             ak = ak0 + (uint32_t)(e0 / KEYS & 1) * KEYS * DP * 2;
         } else if (any) {
-            widen_entries<T>(s, run, e0, (float *)m.k, m.ld);
+            widen_entries<T>(s, run, e0, (float *)m.k(s), m.row_bytes(s) / 4);
         }
         if (!shape::CORES) __syncthreads();
-        float *out = m.history + warp * shape::SCORES + MAX_HISTORY;
+        float *out = m.history[shape::LISTS > 1 ? warp : 0] + MAX_HISTORY;
         if constexpr (MODE == 2) {
             if (any && x.mine) score_rows<T, DP>(a, aq, ak, e0, lse2, hi, out);
             else if (x.mine)
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1)
 {
     constexpr int LISTS = select_shape<DP, MODE>::LISTS;
     extern __shared__ __align__(128) char smem[];
-    const select_memory<DP, MODE> m(s, smem);
+    select_memory<DP, MODE> &m = *(select_memory<DP, MODE> *)smem;
     const int64_t vb = blockIdx.z, row0 = (int64_t)blockIdx.x * LISTS;
     for (int done = 0; done < LISTS;) {
         list_run<T> run;
@@ -91,14 +91,9 @@ template <typename T, int DP, int MODE>
 static quern_status launch(const select_kernel &s, int64_t views, const launcher &to)
 {
     constexpr int LISTS = select_shape<DP, MODE>::LISTS;
-    const int LD = s.a.dim_k + 1;
-    const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : 64 * LD * 4,
-                 k_bytes = MODE >= 2 ? 2 * KEYS * DP * 2 : KEYS * LD * 4;
-    const size_t bytes =
-        q_bytes + k_bytes +
-        ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * s.rule.k) * 4;
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
-    return launch_shared(to, select_blocks<T, DP, MODE>, grid, THREADS, bytes, "select", s);
+    return launch_shared(to, select_blocks<T, DP, MODE>, grid, THREADS, select_memory<DP, MODE>::bytes(s),
+                         "select", s);
 }
 
 /* Softmax on the tensor cores, whose fragments are unrolled for the head dim. */

@@ -4,7 +4,7 @@
 #ifndef QUERN_CUDA_SELECT_SOFTMAX_SCORE_CUH
 #define QUERN_CUDA_SELECT_SOFTMAX_SCORE_CUH
 
-#include "select/lists.cuh"
+#include "select/softmax/shared.cuh"
 
 /* Chunk `chunk` of row `row` of a tile, or zeros where src is NULL; `any` is an address to name then. */
 template <typename T, int ROWS>
@@ -224,8 +224,7 @@ __device__ __forceinline__ float add_f32_rows(const select_kernel &s, const list
  * call. */
 template <typename T, int DP, int MODE>
 __device__ __forceinline__ void score_list(const select_kernel &s, const list_run<T> &run,
-                                           const select_memory<DP, MODE> &m, bool any, int64_t e0,
-                                           uint32_t ak)
+                                           select_memory<DP, MODE> &m, bool any, int64_t e0, uint32_t ak)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int64_t rows = (q_end_of(run.q_first, s.a.tile, run.seq.nq) - run.q_first) * s.a.hs;
@@ -234,11 +233,12 @@ __device__ __forceinline__ void score_list(const select_kernel &s, const list_ru
     for (int64_t r0 = 0; any && r0 < rows; r0 += MODE == 3 ? 128 : 64) {
         __syncthreads();
         if constexpr (MODE == 3) {
-            load_row_chunk<T, DP>(s, run, r0, rows, m.q);
+            load_row_chunk<T, DP>(s, run, r0, rows, m.q());
             __syncthreads();
-            add_row_chunk<T, DP>(s, run, r0, rows, e0, smem_address(m.q), ak, column);
+            add_row_chunk<T, DP>(s, run, r0, rows, e0, smem_address(m.q()), ak, column);
         } else {
-            scalar = add_f32_rows<T>(s, run, r0, rows, e0, (float *)m.q, (const float *)m.k, m.ld, scalar);
+            scalar = add_f32_rows<T>(s, run, r0, rows, e0, (float *)m.q(), (const float *)m.k(s),
+                                     m.row_bytes(s) / 4, scalar);
         }
     }
     if (MODE == 3) {
@@ -247,17 +247,16 @@ __device__ __forceinline__ void score_list(const select_kernel &s, const list_ru
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 const float sum = sum_groups(column[n][c]);
-                if (lane < 4) m.partial[warp * KEYS + n * 8 + lane * 2 + c] = sum;
+                if (lane < 4) m.partial[warp][n * 8 + lane * 2 + c] = sum;
             }
     } else {
-        m.partial[threadIdx.x] = scalar;
+        m.partial[threadIdx.x / KEYS][threadIdx.x % KEYS] = scalar;
     }
     __syncthreads();
     if (threadIdx.x < KEYS) {
         float sum = 0.0f;
-        for (int w = 0; w < (MODE == 3 ? WARPS : THREADS / KEYS); w++)
-            sum += m.partial[w * KEYS + threadIdx.x];
-        (m.history + MAX_HISTORY)[threadIdx.x] = sum;
+        for (int w = 0; w < (MODE == 3 ? WARPS : THREADS / KEYS); w++) sum += m.partial[w][threadIdx.x];
+        m.history[0][MAX_HISTORY + threadIdx.x] = sum;
     }
     __syncthreads();
 }
