@@ -12,7 +12,7 @@ build=${1:-build/release}
 # parameters and blanks, and dtypes as the code calls them; numbers may follow.
 kernel_names() {
     c++filt | sed -E 's/^void //; s/\(anonymous namespace\):://g; s/\([^()]*\)(( [0-9]+)+)$/\1/; s/^([a-z_0-9]+::)+//
-                      s/__nv_bfloat16/bf16/g; s/__half/f16/g; s/, /,/g'
+                      s/__nv_bfloat16/bf16/g; s/__half/f16/g; s/, /,/g; s/> >/>>/g'
 }
 
 # compare MEASURED TABLE WHAT1 WHAT2 WHAT3: prints what was measured, or compares it with a table's rows of a name and

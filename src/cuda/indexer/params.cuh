@@ -42,13 +42,13 @@ __device__ __forceinline__ int index_sequence(const index_kernel &a, int b)
     return a.sequence != NULL ? a.sequence[b] : b;
 }
 
-/* Where the scores end that a row's query gets, its sequence's entries or all. */
+/* The end of the scores that a row's query gets: its sequence's entries, or all. */
 __device__ __forceinline__ int64_t index_scores(const index_kernel &a, int b)
 {
     return a.limit != NULL && a.limit[b] < a.scores_n ? a.limit[b] : a.scores_n;
 }
 
-/* How many entries a query of a sequence sees: the first so many. */
+/* How many entries of a sequence, from the first on, a query sees. */
 __device__ __forceinline__ int index_seen(const index_kernel &a, int b, int query)
 {
     const int64_t start = a.positions != NULL ? a.positions[b] : a.position;

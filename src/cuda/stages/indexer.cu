@@ -3,10 +3,11 @@
 /* indexer.cu - the indexer's variants. */
 #include "variants.cuh"
 
-extern const variant<indexer_args> indexer_sm90, indexer_any;
+extern const variant<indexer_args> indexer_sm90_one, indexer_sm90, indexer_any;
 
 static const variant<indexer_args> *const list[] = {
 #ifdef QUERN_SM90
+    &indexer_sm90_one,
     &indexer_sm90,
 #endif
     &indexer_any,

@@ -3,8 +3,7 @@
 /* bf16.cu - keys of bf16. */
 #include "indexer/sm90/kernel.cuh"
 
-quern_status sm90_indexer::indexer_bf16(const stage_exec *exec, const index_kernel &a, const key_feed &f,
-                                        const CUtensorMap &map, bool one)
+quern_status sm90_indexer::indexer_bf16(const stage_exec *exec, plan &p, const share_lists &lists)
 {
-    return run<bf16, ROWS>(exec, a, f, map, one);
+    return run<rows<bf16>>(exec, p, lists);
 }

@@ -3,8 +3,7 @@
 /* f16.cu - keys of f16. */
 #include "indexer/sm90/kernel.cuh"
 
-quern_status sm90_indexer::indexer_f16(const stage_exec *exec, const index_kernel &a, const key_feed &f,
-                                       const CUtensorMap &map, bool one)
+quern_status sm90_indexer::indexer_f16(const stage_exec *exec, plan &p, const share_lists &lists)
 {
-    return run<f16, ROWS>(exec, a, f, map, one);
+    return run<rows<f16>>(exec, p, lists);
 }

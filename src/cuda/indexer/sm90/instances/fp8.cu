@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* fp8.cu - keys of FP8. */
 #include "indexer/sm90/kernel.cuh"
+#include "indexer/sm90_codes/fp8.cuh"
 
-quern_status sm90_indexer::indexer_fp8(const stage_exec *exec, const index_kernel &a, const key_feed &f,
-                                       const CUtensorMap &map, bool one)
+quern_status sm90_indexer::indexer_fp8(const stage_exec *exec, plan &p, const share_lists &lists)
 {
-    return run<bf16, FP8>(exec, a, f, map, one);
+    return run<fp8>(exec, p, lists);
 }

@@ -17,7 +17,7 @@
  * blocks find room beside a product's.
  */
 #include "common/scan.cuh"
-#include "indexer/sm90/shared.cuh"
+#include "indexer/sm90_one/params.cuh"
 
 using namespace sm90_indexer;
 
@@ -274,25 +274,25 @@ static __device__ __forceinline__ bool pick_ends(const index_kernel &a, int b, c
 }
 
 /* The scores of a row can be read four at a time. */
-static __device__ __forceinline__ bool is_wide(const key_feed &f)
+static __device__ __forceinline__ bool is_wide(const raw_scores &to)
 {
-    return f.raw_row % 4 == 0 && (uintptr_t)f.raw % 16 == 0;
+    return to.row % 4 == 0 && (uintptr_t)to.raw % 16 == 0;
 }
 
 static __global__ void __launch_bounds__(TEAM, 1)
-    indexer_pick(const __grid_constant__ index_kernel a, const __grid_constant__ key_feed f)
+    indexer_pick(const __grid_constant__ index_kernel a, const __grid_constant__ raw_scores to)
 {
     extern __shared__ __align__(16) char memory[];
     pick_shared &m = *(pick_shared *)memory;
     const int b = blockIdx.x, seen = index_seen(a, b, 0);
-    const float *const raw = f.raw + b * f.raw_row;
+    const float *const raw = to.raw + b * to.row;
     int32_t *const idx = a.idx + b * a.idx_row[0];
     wait_for_before();
     if (pick_ends<TEAM>(a, b, raw, seen)) return;
     const bool by_groups = seen >= 2 * RANKED * a.k; /* of fewer, many groups would pass */
     if (seen > KEY_BITS) choose_among_all(m, raw, seen, a.k, idx);
-    else if (by_groups ? pass_groups(m, raw, f.best + b * best_row(f), seen, a.k)
-                       : pass_bound(m, raw, seen, is_wide(f), a.k))
+    else if (by_groups ? pass_groups(m, raw, to.best + b * best_row(to), seen, a.k)
+                       : pass_bound(m, raw, seen, is_wide(to), a.k))
         choose_passed(m, seen, a.k, idx);
     else choose_among_all(m, raw, seen, a.k, idx);
 }
@@ -333,16 +333,16 @@ static __device__ __forceinline__ uint32_t short_before(short_shared &m, uint32_
 /* EACH: keys of a thread. */
 template <int EACH>
 static __global__ void __launch_bounds__(SHORT_TEAM)
-    indexer_pick_short(const __grid_constant__ index_kernel a, const __grid_constant__ key_feed f)
+    indexer_pick_short(const __grid_constant__ index_kernel a, const __grid_constant__ raw_scores to)
 {
     static_assert(SHORT_TEAM * EACH < 1 << 15, "counts fit");
     __shared__ short_shared m;
     const int b = blockIdx.x, seen = index_seen(a, b, 0), first = (int)threadIdx.x * EACH;
-    const float *const raw = f.raw + b * f.raw_row;
+    const float *const raw = to.raw + b * to.row;
     int32_t *const idx = a.idx + b * a.idx_row[0];
     wait_for_before();
     if (pick_ends<SHORT_TEAM>(a, b, raw, seen)) return;
-    const bool wide = is_wide(f);
+    const bool wide = is_wide(to);
     uint32_t rank[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i += 4) {
@@ -391,17 +391,17 @@ static __global__ void __launch_bounds__(SHORT_TEAM)
     }
 }
 
-quern_status sm90_indexer::pick_best(const stage_exec *exec, const index_kernel &a, const key_feed &f)
+quern_status sm90_indexer::pick_best(const stage_exec *exec, const index_kernel &a, const raw_scores &to)
 {
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     const dim3 grid((unsigned)a.batch);
     /* Blocks of many queries that start early crowd on the multiprocessors that the scores leave first. */
     const bool early = a.batch <= SHORT_EARLY;
-    if (f.raw_row <= SHORT_TEAM * SHORT_LEAST)
+    if (to.row <= SHORT_TEAM * SHORT_LEAST)
         return launch_cluster(stream, indexer_pick_short<SHORT_LEAST>, grid, SHORT_TEAM, 0,
-                              "indexer, picking among few", 1, early, a, f);
-    if (f.raw_row <= SHORT_TEAM * SHORT_MOST)
+                              "indexer, picking among few", 1, early, a, to);
+    if (to.row <= SHORT_TEAM * SHORT_MOST)
         return launch_cluster(stream, indexer_pick_short<SHORT_MOST>, grid, SHORT_TEAM, 0,
-                              "indexer, picking among few", 1, early, a, f);
-    return launch_behind(stream, indexer_pick, grid, TEAM, sizeof(pick_shared), "indexer, picking", a, f);
+                              "indexer, picking among few", 1, early, a, to);
+    return launch_behind(stream, indexer_pick, grid, TEAM, sizeof(pick_shared), "indexer, picking", a, to);
 }

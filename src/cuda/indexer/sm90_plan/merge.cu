@@ -3,9 +3,9 @@
 /*
  * merge.cu - the k best of the shares of a query's keys: a block a query, the ranks of all shares in shared
  * memory, in the order of the shares and so of the indices. Of many ranks those that cannot be among the best
- * leave first. It may start while the scores run.
+ * are dropped first. It may start while the scores run.
  */
-#include "indexer/sm90/shared.cuh"
+#include "indexer/sm90_plan/plan.cuh"
 
 using namespace sm90_indexer;
 
@@ -14,13 +14,13 @@ enum { TEAM = 1024, MANY = 4 * TEAM };
 struct merge_shared {
     team_room<TEAM> team;
     uint32_t most[TEAM]; /* of a thread's ranks */
-    alignas(
-        16) uint32_t rank[1]; /* of all shares; then those that may be among the best, and where they were */
+    /* Of all shares; then those that may be among the best, and where they were. */
+    alignas(16) uint32_t rank[1];
 };
 
-/* Leaves out ranks below the k-th best of the threads' greatest, which that of all does not come below; the
- * rest keep their order. In place of n, how many they are; `from`: their places. */
-static __device__ __forceinline__ int leave_out(merge_shared &m, int n, int k, int32_t *from)
+/* Drops ranks below the k-th best of the threads' greatest, which the k-th best of all does not come below;
+ * the rest keep their order. Returns how many they are; `from`: their places. */
+static __device__ __forceinline__ int drop_low(merge_shared &m, int n, int k, int32_t *from)
 {
     const auto sync = []() { __syncthreads(); };
     const int t = threadIdx.x;
@@ -45,22 +45,23 @@ static __device__ __forceinline__ int leave_out(merge_shared &m, int n, int k, i
 }
 
 static __global__ void __launch_bounds__(TEAM, 1)
-    indexer_merge(const __grid_constant__ index_kernel a, const __grid_constant__ key_feed f)
+    indexer_merge(const __grid_constant__ plan p, const __grid_constant__ share_lists lists)
 {
     extern __shared__ __align__(16) char memory[];
+    const index_kernel &a = p.a;
     merge_shared &m = *(merge_shared *)memory;
     const auto sync = []() { __syncthreads(); };
     const int b = blockIdx.x / a.queries, query = blockIdx.x - b * a.queries, t = threadIdx.x,
               last = min(query / MOST_QUERIES * MOST_QUERIES + MOST_QUERIES, a.queries) - 1,
-              shown = index_seen(a, b, last), keys = share_keys(shown, f.shares),
+              shown = index_seen(a, b, last), keys = share_keys(shown, p.cut.shares),
               n = shown > 0 ? (shown + keys - 1) / keys * a.k : 0, seen = index_seen(a, b, query);
-    const int64_t from = part_at(a, f, b, query, 0);
+    const int64_t from = list_at(p, b, query, 0);
     wait_for_before();
-    for (int i = t; i < n; i += TEAM) m.rank[i] = f.rank[from + i];
+    for (int i = t; i < n; i += TEAM) m.rank[i] = lists.rank[from + i];
     __syncthreads();
-    int32_t *const place = (int32_t *)(m.rank + f.shares * a.k);
+    int32_t *const place = (int32_t *)(m.rank + p.cut.shares * a.k);
     const bool fewer = n > MANY && a.k < TEAM && seen > a.k;
-    const int left = fewer ? leave_out(m, n, a.k, place) : n;
+    const int left = fewer ? drop_low(m, n, a.k, place) : n;
     int kept = 0, met = 0, set = 0, equal = 0;
     const uint32_t least = seen > a.k && left > a.k
                                ? team_kth(
@@ -73,7 +74,7 @@ static __global__ void __launch_bounds__(TEAM, 1)
         const team_place p = team_count(m.team, set, t, same, more, sync);
         if (more || (same && met + p.same < equal))
             idx[kept + p.more + min(met + p.same, equal)] =
-                f.index[from + (fewer ? place[first + t] : first + t)];
+                lists.index[from + (fewer ? place[first + t] : first + t)];
         kept += p.all_more;
         met += p.all_same;
     }
@@ -84,9 +85,10 @@ static __global__ void __launch_bounds__(TEAM, 1)
     for (int64_t i = seen + t; a.scores != NULL && i < a.scores_n; i += TEAM) scores[i] = -INFINITY;
 }
 
-quern_status sm90_indexer::merge_shares(const stage_exec *exec, const index_kernel &a, const key_feed &f)
+quern_status sm90_indexer::merge_shares(const stage_exec *exec, const plan &p, const share_lists &lists)
 {
-    return launch_behind((cudaStream_t)exec->stream, indexer_merge, dim3((unsigned)(a.batch * a.queries)),
-                         TEAM, sizeof(merge_shared) + 2 * (size_t)f.shares * a.k * sizeof(uint32_t),
-                         "indexer, merging", a, f);
+    const size_t ranks = (size_t)p.cut.shares * p.a.k;
+    return launch_behind((cudaStream_t)exec->stream, indexer_merge,
+                         dim3((unsigned)(p.a.batch * p.a.queries)), TEAM,
+                         sizeof(merge_shared) + 2 * ranks * sizeof(uint32_t), "indexer, merging", p, lists);
 }

@@ -1,0 +1,9 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bf16.cu - keys of bf16. */
+#include "indexer/sm90_one/kernel.cuh"
+
+quern_status sm90_indexer::indexer_one_bf16(const stage_exec *exec, plan &p, const raw_scores &to)
+{
+    return run_one<rows<bf16>>(exec, p, to);
+}
