@@ -117,13 +117,66 @@ static void image_take(image *m, int run, const char *stage)
     free(now);
 }
 
+/* Bytes of the host that tensors of a call stand in. */
+typedef struct extent {
+    char *from, *to;
+} extent;
+
+/* Adds a tensor's bytes, joined with those that they overlap: views of one tensor, its columns, say. */
+static size_t join(extent *all, size_t count, extent e)
+{
+    for (size_t i = 0; i < count;) {
+        if (e.from >= all[i].to || all[i].from >= e.to) {
+            i++;
+            continue;
+        }
+        e.from = all[i].from < e.from ? all[i].from : e.from;
+        e.to = all[i].to > e.to ? all[i].to : e.to;
+        all[i] = all[--count];
+        i = 0;
+    }
+    all[count] = e;
+    return count + 1;
+}
+
+/* Images of the bytes that a call's tensors stand in, to which the tensors move. Returns their number. */
+static size_t carry(void *args, const size_t *offsets, size_t count, image *images)
+{
+    extent all[MAX_TENSORS];
+    size_t held = 0, made;
+    for (size_t i = 0; i < count; i++) {
+        const quern_tensor *t = (const quern_tensor *)((char *)args + offsets[i]);
+        if (held == MAX_TENSORS) fail_msg("more than %d tensors", MAX_TENSORS);
+        if (t->ndim > 0 && t->data != NULL && span_of(t) > 0)
+            held = join(all, held, (extent){(char *)t->data, (char *)t->data + span_of(t)});
+    }
+    for (made = 0; made < held; made++)
+        images[made] = image_make(all[made].from, (size_t)(all[made].to - all[made].from),
+                                  (uintptr_t)all[made].from % 256);
+    for (size_t i = 0; i < count; i++) {
+        quern_tensor *t = (quern_tensor *)((char *)args + offsets[i]);
+        size_t at = 0;
+        if (t->ndim == 0 || (t->data == NULL && span_of(t) > 0)) continue; /* absent, or not wanted */
+        t->device = QUERN_CUDA;
+        if (span_of(t) > 0) {
+            while ((char *)t->data < all[at].from || (char *)t->data >= all[at].to) at++;
+            t->data = images[at].device + images[at].at + ((char *)t->data - all[at].from);
+            continue;
+        }
+        if (made == MAX_TENSORS) fail_msg("more than %d tensors", MAX_TENSORS);
+        images[made] = image_make((char *)"", 0, (uintptr_t)t->data % 256);
+        t->data = images[made].device + images[made].at;
+        made++;
+    }
+    return made;
+}
+
 typedef quern_status stage_call(const stage_exec *exec, const void *args, void *workspace);
 
 static quern_status bridge(const char *stage, const stage_exec *given, void *args, const size_t *offsets,
                            size_t count, size_t workspace_bytes, stage_call *call)
 {
     image images[MAX_TENSORS + 2];
-    size_t made = 0;
     stage_exec exec = *given;
     exec.device = QUERN_CUDA;
     exec.stream = stream;
@@ -134,25 +187,7 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
             skip();
         }
     }
-    for (size_t i = 0; i < count; i++) {
-        quern_tensor *t = (quern_tensor *)((char *)args + offsets[i]);
-        if (t->ndim == 0 || (t->data == NULL && span_of(t) > 0)) continue; /* absent, or not wanted */
-        size_t same = 0; /* the image of a view of the same bytes */
-        while (same < made &&
-               (t->data == NULL || images[same].host != t->data || images[same].bytes != span_of(t)))
-            same++;
-        if (same < made) {
-            t->data = images[same].device + images[same].at;
-            t->device = QUERN_CUDA;
-            continue;
-        }
-        if (made == MAX_TENSORS) fail_msg("%s: more than %d tensors", stage, MAX_TENSORS);
-        images[made] = image_make(t->data != NULL ? t->data : "", t->data != NULL ? span_of(t) : 0,
-                                  (uintptr_t)t->data % 256);
-        t->data = images[made].device + images[made].at;
-        t->device = QUERN_CUDA;
-        made++;
-    }
+    size_t made = carry(args, offsets, count, images);
     if (given->status != NULL) {
         images[made] = image_make(given->status, sizeof *given->status, (uintptr_t)given->status % 256);
         exec.status = (int32_t *)(void *)(images[made].device + images[made].at);

@@ -99,7 +99,8 @@ struct mqa_sums {
     int64_t raw0, raw_rows; /* the slice's raw rows, from raw0 on */
     int64_t entry_rows;     /* the entries of all its sequences */
     bool cut, begins, ends; /* the slice begins, ends its sequence */
-    view3 d_kv, d_entries;  /* `p` is in fact of the activations' dtype */
+    view3 d_kv, d_entries;  /* `p` is in fact of the activations' dtype, or f32: */
+    bool wide_kv, wide_entries;
     const float *carried;   /* [raw_most][dim] */
     float *carry, *entries; /* [raw_most][dim]; [entry_rows][dim] */
 };

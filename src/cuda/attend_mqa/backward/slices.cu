@@ -5,10 +5,13 @@
  * sequences or a part of one, and as many queries as PARTIAL_BYTES of partials allow, by shape alone.
  */
 #include "attend_mqa/backward/backward.cuh"
+#include "variants.cuh"
 
 extern "C" {
 #include "core/arena.h"
 }
+
+extern const variant<convert_args> convert_any;
 
 enum { QUERIES_MOST = 4096 };
 static const int64_t PARTIAL_BYTES = (int64_t)2 << 30;
@@ -17,7 +20,7 @@ struct slicing {
     int64_t batch, n_q, n_kv, entries, heads, dim, list;
     int64_t raw_most, entries_most, groups; /* rows of keys a query sees at most */
     int64_t queries, sequences;             /* of a slice, at most */
-    bool cut;
+    bool cut, widens_q;                     /* dQ is wanted in f32, which no kernel of pairs writes */
 };
 
 static slicing slicing_of(const attend_mqa_args *args, int heads)
@@ -31,6 +34,7 @@ static slicing slicing_of(const attend_mqa_args *args, int heads)
     s.entries = present(args->entries) ? args->entries.shape[1] : 0;
     s.list = present(args->list) ? args->list.shape[2] : 0;
     s.groups = (s.heads + heads - 1) / heads;
+    s.widens_q = present(args->d_q) && args->d_q.dtype == QUERN_F32;
     s.raw_most = args->window < s.n_kv ? args->window : s.n_kv;
     s.entries_most = present(args->list) && s.list < s.entries ? s.list : s.entries;
     const int64_t bytes = (s.raw_most + s.entries_most) * s.groups * s.dim * 2;
@@ -58,6 +62,7 @@ struct slice_room {
     void *partials;
     float *carry[2], *entries;
     double *sinks;
+    void *d_q; /* of all queries, in the activations' dtype */
 };
 
 static slice_room carve(const slicing &s, arena *a)
@@ -76,6 +81,7 @@ static slice_room carve(const slicing &s, arena *a)
         r.carry[i] = (float *)take(s.cut ? s.raw_most * s.dim : 0, sizeof *r.carry[i]);
     r.entries = (float *)take(s.cut ? s.entries * s.dim : 0, sizeof *r.entries);
     r.sinks = (double *)take(s.heads, sizeof *r.sinks);
+    r.d_q = take(s.widens_q ? s.batch * s.n_q * s.heads * s.dim : 0, sizeof(uint16_t));
     return r;
 }
 
@@ -90,13 +96,14 @@ bool mqa_backward_takes(const attend_mqa_args *args, char why[STAGE_WHY_BYTES])
 {
     const quern_tensor *const like[] = {&args->o, &args->d_o, &args->d_q, &args->d_kv, &args->d_entries};
     if (!mqa_takes(args, why)) return false;
-    for (const quern_tensor *t : like)
-        if (present(*t) && t->dtype != args->q.dtype) {
-            snprintf(why, STAGE_WHY_BYTES,
-                     "q is %s, o, d_o or a gradient %s: the cuda backend takes one dtype",
-                     dtype_text(args->q.dtype), dtype_text(t->dtype));
-            return false;
-        }
+    for (int i = 0; i < 5; i++) {
+        const quern_tensor &t = *like[i];
+        if (!present(t) || t.dtype == args->q.dtype || (i >= 2 && t.dtype == QUERN_F32)) continue;
+        snprintf(why, STAGE_WHY_BYTES,
+                 "q is %s, o, d_o or a gradient %s: the cuda backend takes one dtype, and gradients in f32",
+                 dtype_text(args->q.dtype), dtype_text(t.dtype));
+        return false;
+    }
     if (present(args->kv_table) || present(args->entries_table) || args->format == ENTRY_ROW584)
         snprintf(why, STAGE_WHY_BYTES, "the backward of rows in pages or bytes is not in the cuda backend");
     else if (present(args->seqs.cu_kv))
@@ -114,15 +121,15 @@ static mqa_planner planner_of(const stage_exec *exec, const attend_mqa_args *arg
     return p;
 }
 
-static mqa_backward backward_of(const attend_mqa_args *args, const mqa_planner &plan, const slicing &s,
-                                const slice_room &r)
+static mqa_backward backward_of(const attend_mqa_args *args, const quern_tensor &d_q, const mqa_planner &plan,
+                                const slicing &s, const slice_room &r)
 {
     mqa_backward b = {};
     b.of = mqa_kernel_of(args, plan);
     b.d_o = view4_of(args->d_o);
-    b.d_q = view4_of(args->d_q);
+    b.d_q = view4_of(d_q);
     b.d_o_wide = rows_aligned16(args->d_o);
-    b.d_q_wide = rows_aligned16(args->d_q);
+    b.d_q_wide = rows_aligned16(d_q);
     b.heads = r.heads;
     b.choices = r.choices;
     b.first = r.first;
@@ -151,6 +158,8 @@ static mqa_sums sums_of(const attend_mqa_args *args, const slicing &s, const sli
     x.ends = end == s.n_q;
     x.d_kv = view3_of(args->d_kv);
     x.d_entries = view3_of(args->d_entries);
+    x.wide_kv = args->d_kv.dtype == QUERN_F32;
+    x.wide_entries = args->d_entries.dtype == QUERN_F32;
     x.entries = r.entries;
     const int64_t slice = s.cut ? first / s.queries : 0;
     x.carried = r.carry[(slice + 1) & 1];
@@ -189,6 +198,20 @@ static quern_status run_slice(const stage_exec *exec, const attend_mqa_args *arg
     return status;
 }
 
+/* dQ as the kernels of pairs write it. */
+static quern_tensor narrow_d_q(const attend_mqa_args *args, const slicing &s, const slice_room &r)
+{
+    quern_tensor t = args->d_q;
+    if (!s.widens_q) return t;
+    t.data = r.d_q;
+    t.dtype = args->q.dtype;
+    t.strides[3] = 1;
+    t.strides[2] = s.dim;
+    t.strides[1] = s.heads * s.dim;
+    t.strides[0] = s.n_q * t.strides[1];
+    return t;
+}
+
 quern_status mqa_backward_run(const stage_exec *exec, const attend_mqa_args *args, void *workspace, int heads,
                               mqa_pairs *pairs)
 {
@@ -196,7 +219,8 @@ quern_status mqa_backward_run(const stage_exec *exec, const attend_mqa_args *arg
     arena a = arena_on(workspace);
     const slice_room r = carve(s, &a);
     const mqa_planner plan = planner_of(exec, args, r);
-    const mqa_backward b = backward_of(args, plan, s, r);
+    const quern_tensor d_q = narrow_d_q(args, s, r);
+    const mqa_backward b = backward_of(args, d_q, plan, s, r);
     if (s.batch == 0)
         return present(args->d_sink)
                    ? cuda_report(cudaMemsetAsync(args->d_sink.data, 0, (size_t)s.heads * sizeof(float),
@@ -212,5 +236,6 @@ quern_status mqa_backward_run(const stage_exec *exec, const attend_mqa_args *arg
             more = end < s.n_q;
         }
     }
-    return QUERN_OK;
+    const convert_args widening = {args->seqs, d_q, args->d_q};
+    return s.widens_q ? convert_any.run(exec, &widening, NULL) : QUERN_OK;
 }

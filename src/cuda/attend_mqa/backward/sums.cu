@@ -47,6 +47,13 @@ template <typename T> __device__ __forceinline__ void add_eight(float (&sum)[8],
     }
 }
 
+/* to[at] = x; `to` is f32 where it is wide. */
+template <typename T> __device__ __forceinline__ void store(void *to, int64_t at, float x, bool wide)
+{
+    if (wide) ((float *)to)[at] = x;
+    else ((T *)to)[at] = from_float<T>(x);
+}
+
 template <typename T> __global__ void __launch_bounds__(THREADS) mqa_sum(const __grid_constant__ mqa_sums s)
 {
     __shared__ float shares[WARPS][MQA_DIM];
@@ -103,16 +110,17 @@ template <typename T> __global__ void __launch_bounds__(THREADS) mqa_sum(const _
             const int64_t held = s.cut && s.b.raw_most > 0 ? x.row % s.b.raw_most * dim + c : 0;
             if (s.cut && !s.begins && x.before) all += s.carried[held];
             if (s.cut && !s.ends && x.after) s.carry[held] = all;
-            else ((T *)s.d_kv.p)[x.sequence * s.d_kv.s[0] + x.row * s.d_kv.s[1] + c] = from_float<T>(all);
+            else store<T>(s.d_kv.p, x.sequence * s.d_kv.s[0] + x.row * s.d_kv.s[1] + c, all, s.wide_kv);
         } else {
             float *const held = s.cut ? s.entries + entry * dim + c : NULL;
             if (s.cut && !s.begins) all += *held;
             if (s.cut && !s.ends) *held = all;
             else {
                 const int64_t in = entry / s.b.entry_rows;
-                ((T *)s.d_entries.p)[(s.b.sequence0 + in) * s.d_entries.s[0] +
-                                     (entry - in * s.b.entry_rows) * s.d_entries.s[1] + c] =
-                    from_float<T>(all);
+                store<T>(s.d_entries.p,
+                         (s.b.sequence0 + in) * s.d_entries.s[0] +
+                             (entry - in * s.b.entry_rows) * s.d_entries.s[1] + c,
+                         all, s.wide_entries);
             }
         }
     }
