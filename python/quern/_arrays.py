@@ -142,6 +142,11 @@ def is_torch(tensor: Any) -> bool:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
+def gpu_of(tensor: Any) -> Any:
+    """The GPU that a torch.Tensor is on; None: it is on the CPU."""
+    return tensor.device if is_torch(tensor) and tensor.is_cuda else None
+
+
 def is_int64(tensor: Any) -> bool:
     """Whether these are the integers that frameworks make by themselves."""
     return str(getattr(tensor, "dtype", "")).removeprefix("torch.") == "int64"

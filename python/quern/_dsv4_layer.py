@@ -12,6 +12,7 @@ from . import _arrays
 from . import _operations as ops
 from ._batch import OF_ONE, closed_again, integer, lists_of, named, numbers_of, packed
 from ._faces import cast, run
+from ._layer_steps import Steps
 from .nvfp4 import as_bytes
 
 KINDS = ("csa", "hca", "swa")
@@ -102,8 +103,8 @@ class Cache:
     pages: as many as all sequences can need.
 
     However a sequence is cut into calls, its rows are those of layer(), but for the rounding of formats and
-    dtype. The first call says the rows' shapes. The CPU alone; without gradients. One thread at a time may
-    use a cache.
+    dtype. The first call says the rows' shapes, and where they are: on the CPU, or with torch on a GPU, where
+    x has 16 bits. Without gradients. One thread at a time may use a cache.
     """
 
     def __init__(
@@ -128,8 +129,10 @@ class Cache:
         self._window, self._ring, self._pages = window, ring, (page, pages)
         self._formats = (format_of(format), format_of(key_format))
         self._dtype = None if dtype is None else ops.dtype_number(dtype)
-        self._params = ops.params("v4-layer", **dict(settings_of(kind, window, top_k, eps)))
-        self._handle = 0
+        self._settings = settings_of(kind, window, top_k, eps)
+        self._params = ops.params("v4-layer", **dict(self._settings))
+        self._handle = 0  # of a cache on a GPU the books are in _steps
+        self._steps: Steps | None = None
         self._fields: dict[str, int] = {}
         self._memory: Any = None
         self._rows: Any = None
@@ -137,11 +140,17 @@ class Cache:
     def __reduce__(self) -> Any:
         raise TypeError("a Cache is neither copied nor pickled: fork() and save() copy a sequence")
 
-    def _open(self, dtype: int, dim: int, ratio: int, index_dim: int) -> None:
+    def _open(self, dtype: int, dim: int, ratio: int, index_dim: int, device: Any) -> None:
         kind = KINDS.index(self.kind)
         numbers = (kind, dtype, self.sequences, self.capacity, dim, self._window, ratio, index_dim)
         values = packed(_FIELDS_OF, (*numbers, self._ring, *self._formats, *self._pages))
         self._fields = dict(zip(_NAMES, _FIELDS_OF.unpack(values)))
+        self._steps = None
+        if device is not None:
+            formats = FORMATS[self._formats[0]], FORMATS[self._formats[1]]
+            self._steps = Steps(self._fields, formats, self._settings, device)
+            self._handle = -1
+            return
         text = named(self._fields)
         sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(text)))
         self._memory, self._rows = (_arrays.room(size) for size in sizes)
@@ -154,7 +163,8 @@ class Cache:
         extents = [0 if t is None or not len(t.shape) else t.shape[0] for t in found]
         if x is None or not extents[0]:
             raise ValueError("x and kv_norm.weight say what a cache's rows are: both are needed")
-        self._open(ops.dtype_number(x.dtype) if self._dtype is None else self._dtype, *extents)
+        dtype = ops.dtype_number(x.dtype) if self._dtype is None else self._dtype
+        self._open(dtype, *extents, _arrays.gpu_of(x))
 
     def open(self, x: Any, weights: Mapping[str, Any]) -> None:
         """Makes room for the rows that such tensors make, once; the first append() does it otherwise."""
@@ -165,8 +175,7 @@ class Cache:
         """How many pages a sequence of so many tokens needs, and how many no sequence holds."""
         if not self._handle:
             raise ValueError("the cache is empty: append comes first")
-        found = bytes(ops.library.layer_cache_pages(self._handle, integer("tokens", tokens)))
-        needed, free = struct.unpack("2q", found)
+        needed, free = struct.unpack("2q", bytes(self._do("pages", integer("tokens", tokens))))
         return needed, free
 
     def append(
@@ -195,14 +204,21 @@ class Cache:
         with closed_again(self):
             if not self._handle:
                 self._open_for(tensors)
-            ops.library.layer_decode(self._handle, self._params, *batch, *slots)
+            if self._steps is not None:
+                self._steps.append(passed, batch)
+            else:
+                ops.library.layer_decode(self._handle, self._params, *batch, *slots)
         return out.reshape(x.shape)
 
-    def _need(self, function: Any, *arguments: Any) -> Any:
+    def _do(self, what: str, *arguments: Any) -> Any:
+        if self._steps is not None:
+            return getattr(self._steps, what)(*arguments)
+        return getattr(ops.library, f"layer_cache_{what}")(self._handle, *arguments)
+
+    def _need(self, what: str, *arguments: Any) -> Any:
         if not self._handle:
             raise ValueError("the cache is empty: append comes first")
-        whole = [integer("sequence", arguments[0]), *arguments[1:]]
-        return function(self._handle, *whole)
+        return self._do(what, integer("sequence", arguments[0]), *arguments[1:])
 
     def length(self, sequence: int = 0) -> int:
         """Tokens of a sequence."""
@@ -215,9 +231,7 @@ class Cache:
     def _length(self, sequence: int) -> tuple[int, int]:
         if not self._handle:
             return 0, 0
-        tokens, held = struct.unpack(
-            "2q", bytes(ops.library.layer_cache_length(self._handle, integer("sequence", sequence)))
-        )
+        tokens, held = struct.unpack("2q", bytes(self._do("length", integer("sequence", sequence))))
         return tokens, held
 
     def rollback(self, n: int, sequence: int | None = None) -> None:
@@ -226,22 +240,22 @@ class Cache:
         # Of all: the one that can give back the fewest is the first, so that where it cannot none does.
         every = range(self.sequences) if sequence is None else (sequence,)
         for i in sorted(every, key=self._held):
-            self._need(ops.library.layer_cache_rollback, i, n)
+            self._need("rollback", i, n)
 
     def reset(self, sequence: int | None = None) -> None:
         """Empties a sequence, or all."""
         for i in range(self.sequences) if sequence is None else (sequence,):
-            self._need(ops.library.layer_cache_reset, i)
+            self._need("reset", i)
 
     def fork(self, source: int, to: int) -> None:
         """Gives sequence `to` the tokens of sequence `source`. They share pages until one of them is
         written; neither sees what happens to the other."""
-        self._need(ops.library.layer_cache_fork, source, integer("to", to))
+        self._need("fork", source, integer("to", to))
 
     def save(self, sequence: int) -> bytes:
         """A sequence as bytes, with a version and a checksum."""
         body = _SAVED + _FIELDS_OF.pack(*self._fields.values())
-        body += bytes(self._need(ops.library.layer_cache_save, sequence))
+        body += bytes(self._need("save", sequence))
         return body + struct.pack("I", zlib.crc32(body))
 
     def restore(self, sequence: int, saved: bytes) -> None:
@@ -265,8 +279,25 @@ class Cache:
             )
         with closed_again(self):
             if not self._handle:
-                self._open(dtype, dim, ratio, index_dim)
-            self._need(ops.library.layer_cache_restore, sequence, body[start:])
+                self._open(dtype, dim, ratio, index_dim, None)
+            self._need("restore", sequence, body[start:])
+
+    def copy_to(self, other: Cache, sequence: int, *to: int) -> None:
+        """Gives sequences of another cache of the kind, dims, window and formats the tokens of one of this;
+        the capacity and pages of the other may differ."""
+        if self._steps is None:
+            saved = self.save(sequence)
+            for one in to:
+                other.restore(one, saved)
+            return
+        numbers = self._fields
+        with closed_again(other):
+            if not other._handle:
+                dims = (numbers[name] for name in ("dtype", "dim", "ratio", "index_dim"))
+                other._open(*dims, self._steps.device)
+            taken = self._steps.taken(integer("sequence", sequence))
+            for one in to:
+                other._need("give", one, taken)
 
 
 def _named(kind: int, window: int, ring: int, *formats: int) -> tuple[str | int, ...]:

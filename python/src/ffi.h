@@ -8,6 +8,7 @@
 #ifndef QUERN_PYTHON_FFI_H
 #define QUERN_PYTHON_FFI_H
 
+#include <quern/dsv4_layer.h>
 #include <quern/op.h>
 
 #include <tvm/ffi/c_api.h>
@@ -74,6 +75,9 @@ typedef struct named_field {
     }
 /* Sets the fields of "name=number" lines; false where a name or a number is none of these. */
 bool read_fields(const TVMFFIAny *a, const named_field *fields, size_t count, void *to);
+
+/* The fields of a cache of a layer of DeepSeek-V4. */
+bool read_layer_fields(const TVMFFIAny *a, quern_dsv4_layer_cache_params *p);
 
 /* Memory in a tensor of bytes. */
 int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes);

@@ -37,7 +37,7 @@ static const named_field fields[] = {
 };
 #undef FIELD
 
-static bool read_params_of(const TVMFFIAny *a, quern_dsv4_layer_cache_params *p)
+bool read_layer_fields(const TVMFFIAny *a, quern_dsv4_layer_cache_params *p)
 {
     *p = (quern_dsv4_layer_cache_params)QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
     return read_fields(a, fields, sizeof fields / sizeof *fields, p);
@@ -58,7 +58,7 @@ FUNCTION(layer_cache_size)
     (void)self;
     quern_dsv4_layer_cache_params p;
     size_t memory, rows;
-    if (count != 1 || !read_params_of(&args[0], &p)) return refuse();
+    if (count != 1 || !read_layer_fields(&args[0], &p)) return refuse();
     const quern_status status = quern_dsv4_layer_cache_size(&p, &memory, &rows);
     const int64_t sizes[] = {(int64_t)memory, (int64_t)rows};
     return status == QUERN_OK ? give_bytes(sizes, sizeof sizes, result) : fail_as(status);
@@ -71,7 +71,7 @@ FUNCTION(layer_cache_create)
     quern_dsv4_layer_cache *cache = NULL;
     void *memory, *rows;
     size_t memory_bytes, row_bytes;
-    if (count != 3 || !read_params_of(&args[0], &p)) return refuse();
+    if (count != 3 || !read_layer_fields(&args[0], &p)) return refuse();
     if (read_memory(&args[1], &memory, &memory_bytes) != 0 || read_memory(&args[2], &rows, &row_bytes) != 0)
         return -1;
     const quern_status status =

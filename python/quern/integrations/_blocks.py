@@ -35,6 +35,16 @@ class Chooser(NamedTuple):
         return tokens <= self.block * self.count
 
 
+def attend_from(rows: list[Tensor], first: Tensor | None, **settings: Any) -> Tensor:
+    """Attention of sequences that begin at these keys, None: at 0. A GPU's fast kernels, and its backward,
+    take sequences that begin at 0: whole ones are moved there and back."""
+    tokens = rows[0].shape[1]
+    if first is None or not rows[0].is_cuda or tokens != rows[1].shape[1]:
+        return attention(*rows, **settings, kv_first=first)
+    there, back = to_front(first, tokens)
+    return rows_at(attention(*(rows_at(t, there) for t in rows), **settings), back)
+
+
 def attend_lists(
     rows: list[Tensor], lists: Tensor, block: int, scale: float | None, **varlen: Any
 ) -> Tensor:
@@ -62,7 +72,7 @@ def attend_chosen(
     if starts is not None:
         return _packed(rows, chooser, scale, starts)
     if chooser.takes_all(keys):
-        return attention(q, k, v, scale=scale, kv_first=first)
+        return attend_from(rows, first, scale=scale)
     if tokens == keys:
         return _whole(rows, chooser, scale, first)
     if first is None and tokens > FEW:

@@ -35,16 +35,30 @@ class Table:
         self.rotary, self.kind = rotary, kind
         self.made: Tensor | None = None
         self.of: Tensor | None = None
+        self.read: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def upto(self, positions: int) -> Tensor:
         """[at least so many, R] f32."""
         frequencies = getattr(self.rotary, f"{self.kind}_inv_freq")
         if self.made is None or len(self.made) < positions or self.of is not frequencies:
-            every = torch.arange(max(LEAST, 1 << (positions - 1).bit_length()))[None]
+            device = frequencies.device
+            every = torch.arange(max(LEAST, 1 << (positions - 1).bit_length()), device=device)[None]
             with torch.no_grad():
-                halves = self.rotary(torch.empty(0), every, layer_type=self.kind)
+                halves = self.rotary(torch.empty(0, device=device), every, layer_type=self.kind)
             self.made, self.of = torch.cat(halves, -1)[0].contiguous(), frequencies
         return self.made
+
+    def here(self, numbers: Tensor) -> Tensor:
+        """Positions, or first tokens, on the CPU: all layers are handed the same ones, and a GPU is waited
+        for once."""
+        if not numbers.is_cuda:
+            return numbers
+        if numbers.is_inference():  # which has no version
+            return numbers.cpu()
+        kept = self.read.get(numbers.dim())
+        if kept is None or kept[0] is not numbers or kept[1] != numbers._version:
+            kept = self.read[numbers.dim()] = numbers, numbers._version, numbers.cpu()
+        return kept[2]
 
 
 class Rows(CacheLayerMixin):
@@ -108,11 +122,9 @@ class Rows(CacheLayerMixin):
         """A cache with these of the sequences, in this order."""
         old, rows = self.cache, list(rows)
         made = dsv4.Cache(sequences=len(rows), capacity=capacity, **self.settings)
-        saved: dict[int, bytes] = {}
-        for to, row in enumerate(rows):
+        for row in set(rows):
             if old.length(row):
-                saved[row] = saved.get(row) or old.save(row)
-                made.restore(to, saved[row])
+                old.copy_to(made, row, *(to for to, of in enumerate(rows) if of == row))
         self.cache = made
 
     def _choose(self, rows: list[int]) -> None:
@@ -132,7 +144,7 @@ class Rows(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.cache is not None:
-            self._choose(torch.arange(self.cache.sequences)[indices].tolist())
+            self._choose(torch.arange(self.cache.sequences)[indices.cpu()].tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         copied = Rows(self.settings)
@@ -173,7 +185,7 @@ class Rows(CacheLayerMixin):
         self._follow(positions, tokens)
         if not any(begins):
             return cache.append(x, **given)
-        at = torch.arange(tokens)[None] >= torch.tensor(begins)[:, None]
+        at = (torch.arange(tokens)[None] >= torch.tensor(begins)[:, None]).to(x.device)
         out = torch.zeros_like(x)
         rows = [row for row in range(batch) if begins[row] < tokens]
         if rows:
@@ -214,13 +226,14 @@ class Attention(v4.DeepseekV4Attention):
         self._check(attention_mask, kwargs)
         batch, tokens = hidden_states.shape[:2]
         lengths = Lengths(0) if attention_mask is None else attention_mask
-        positions = position_ids
+        positions = None if position_ids is None else self.quern_table.here(position_ids)
         if positions is not None:
             positions = positions.view(-1, tokens).expand(batch, -1)
         starts = kwargs.get("cu_seq_lens_q")
         if starts is None:
             starts = lengths.starts
         layer = None if cache is None else self._layer_of(cache)
+        first = None if lengths.first is None else self.quern_table.here(lengths.first)
         if starts is None and lengths.first is None and (layer is None or not layer.slots):
             starts = restarts(positions, batch, tokens)
         why = "packed sequences" if starts is not None else None
@@ -229,13 +242,13 @@ class Attention(v4.DeepseekV4Attention):
         if layer is None or why is not None:
             if layer is not None:
                 self._spend(layer, tokens, why)
-            return self._whole(hidden_states, lengths.first, starts, positions), None
+            return self._whole(hidden_states, lengths.first, first, starts, positions), None
         if layer.spent:
             raise ValueError(
                 f"accelerate: the cache was filled with {layer.spent}, which leave it empty: {_WITHOUT}"
             )
         given = {"cos_sin": self.quern_table.upto(layer.slots + tokens), "weights": self._weights()}
-        return layer.append(hidden_states, lengths.first, positions, **given), None
+        return layer.append(hidden_states, first, positions, **given), None
 
     def _check(self, mask: Any, more: dict[str, Any]) -> None:
         if mask is not None and not isinstance(mask, Lengths):
@@ -290,9 +303,14 @@ class Attention(v4.DeepseekV4Attention):
         layer.slots += tokens
 
     def _whole(
-        self, x: Tensor, first: Tensor | None, starts: Tensor | None, positions: Tensor | None
+        self,
+        x: Tensor,
+        there: Tensor | None,
+        first: Tensor | None,
+        starts: Tensor | None,
+        positions: Tensor | None,
     ) -> Tensor:
-        """Whole sequences, without a cache."""
+        """Whole sequences, without a cache. Their first tokens by x, `there`, and on the CPU."""
         if starts is not None and first is not None:
             raise ValueError("accelerate: packed sequences with padding are given: one of them is accepted")
         weights, table = self._weights(), self.quern_table.upto(x.shape[1])
@@ -305,8 +323,8 @@ class Attention(v4.DeepseekV4Attention):
             _need_consecutive(positions, [0])
             return layer(x)
         _need_consecutive(positions, first.tolist())
-        there, back = to_front(first, x.shape[1])
-        return rows_at(layer(rows_at(x, there)), back)
+        front, back = to_front(there, x.shape[1])
+        return rows_at(layer(rows_at(x, front)), back)
 
 
 MADE = Attention
@@ -315,6 +333,9 @@ _WITHOUT = "torch.no_grad() or use_cache=False is accepted"
 
 def refusal(module: v4.DeepseekV4Attention) -> str | None:
     """Why an attention layer cannot be replaced."""
+    weight = module.sinks
+    if weight.is_cuda and weight.element_size() > 2:
+        return f"it is in {weight.dtype} on a GPU: bfloat16 and float16 are accepted there"
     if type(module) is not v4.DeepseekV4Attention:
         return f"it is a {type(module).__name__}"
     if module.layer_type not in KINDS:

@@ -59,8 +59,8 @@ def refusal(module: Any) -> str | None:
         return "they have a norm or no gate: gated experts without a norm are accepted"
     if getattr(module, "_is_expert_parallel", False):
         return "they are spread over processes: whole ones are accepted"
-    if module.gate_up_proj.device.type != "cpu":
-        return f"they are on {module.gate_up_proj.device.type}, the cpu is accepted so far"
+    if module.gate_up_proj.device.type not in ("cpu", "cuda"):
+        return f"they are on {module.gate_up_proj.device.type}: the cpu and cuda are accepted"
     if not module.gate_up_proj.is_floating_point() or module.gate_up_proj.element_size() < 2:
         return f"gate_up_proj is {module.gate_up_proj.dtype}: bfloat16, float16 and float32 are accepted"
     if gate_of(module) is None:
@@ -152,16 +152,24 @@ class Quantized(nn.Module):
         missing = more[2]
         for name, pair in pairs.items():
             if all(t is not None for t in pair):
-                getattr(self, f"{name}_repacked").copy_(nvfp4.prepack(*pair))
+                held = getattr(self, f"{name}_repacked")
+                held.copy_(nvfp4.prepack(*(t.to(held.device) for t in pair)))
             else:
                 missing.append(f"{prefix}{name}_codes")
 
     def _apply(self, *given: Any, **named: Any) -> Any:
-        """What to() and half() do: halves would change what the codes stand for."""
+        """What to() and half() do: halves would change what the codes stand for, and devices have layouts of
+        their own."""
         before = {name: getattr(self, f"{name}_global") for name in self.quern_rows}
+        packed = {name: getattr(self, f"{name}_repacked") for name in self.quern_rows}
         super()._apply(*given, **named)
         for name, kept in before.items():
-            setattr(self, f"{name}_global", kept.to(getattr(self, f"{name}_repacked").device))
+            made, old = getattr(self, f"{name}_repacked"), packed[name]
+            setattr(self, f"{name}_global", kept.to(made.device))
+            if made.device.type != old.device.type:
+                rows, columns = self.quern_rows[name]
+                pair = (nvfp4.as_bytes(t).to(made.device) for t in nvfp4.unpack(old, columns, rows))
+                setattr(self, f"{name}_repacked", nvfp4.prepack(*pair))
         return self
 
 

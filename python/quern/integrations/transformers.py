@@ -26,7 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .. import attention
 from . import _experts
-from ._blocks import attend_chosen, attend_lists
+from ._blocks import attend_chosen, attend_from, attend_lists
 from ._experts import experts
 from ._masks import Lengths, lengths_of, restarts
 
@@ -121,7 +121,7 @@ def attend(
     if lists is not None:
         return attend_chosen(rows, lists, scaling, lengths.first, starts), None
     if starts is None:
-        return attention(*rows, **settings, kv_first=lengths.first), None
+        return attend_from(rows, lengths.first, **settings), None
     flat = [t.reshape(-1, *t.shape[2:]) for t in rows]
     o = attention(*flat, **settings, cu_seqlens_q=starts, cu_seqlens_kv=starts_kv)
     return o.reshape(*rows[0].shape[:3], o.shape[-1]), None
@@ -140,7 +140,8 @@ def _replace(name: str, modules: list[Any], model: Any, ours: Any, together: boo
     accepted = []
     for module in modules:
         device = next(module.parameters()).device.type
-        reason = ours.refusal(module) if device == "cpu" else f"it is on {device}, the cpu is accepted so far"
+        known = device in ("cpu", "cuda")
+        reason = ours.refusal(module) if known else f"it is on {device}: the cpu and cuda are accepted"
         if reason is None:
             accepted.append(module)
         else:
@@ -194,7 +195,7 @@ def accelerate(model: Any, *, experts: str | None = None) -> Any:
     "quern" where the experts function takes the model's; experts="nvfp4" also rounds their weights to NVFP4,
     in place and for good: state_dict then has codes, scales and globals. One line a kind says how many were
     replaced, and why others were not: of DeepSeek-V4's attention layers all are or none, and
-    attn_implementation stays. On the CPU so far.
+    attn_implementation stays. On the CPU and on GPUs, where DeepSeek-V4 has 16 bits.
     """
     if experts not in (None, "nvfp4"):
         raise ValueError(f"accelerate: experts is {experts!r}: None and 'nvfp4' are accepted")
