@@ -70,6 +70,9 @@ environment python/tests/requirements.txt python/tests/requirements-*.txt
 torch || quietly "$venv/bin/pip" install -r python/tests/requirements-torch.txt >/dev/null || true
 ! torch || "$venv/bin/python" -c 'import transformers' 2>/dev/null ||
     quietly "$venv/bin/pip" install -r python/tests/requirements-peers.txt >/dev/null || true
+! torch || [[ -e $venv/oldest ]] ||
+    quietly "$venv/bin/pip" install --no-deps --target "$venv/oldest" \
+        -r python/tests/requirements-oldest.txt >/dev/null || true
 ! torch || "$venv/bin/python" -c 'import compressed_tensors, gguf' 2>/dev/null ||
     quietly "$venv/bin/pip" install -r python/tests/requirements-quantize.txt >/dev/null || true
 "$venv/bin/python" -c 'import jax' 2>/dev/null ||
@@ -85,4 +88,14 @@ if ! kept quern "$sum"; then
     echo "$sum" >"$venv/quern.key"
 fi
 [[ $mode != --prepare ]] || { torch; exit; }
-exec "$venv/bin/pytest" -q -p no:cacheprovider -c python/pyproject.toml --rootdir python python/tests "$@"
+tests() { "$venv/bin/pytest" -q -p no:cacheprovider -c python/pyproject.toml --rootdir python "$@"; }
+if [[ $# -gt 0 || ! -e $venv/oldest ]]; then
+    tests python/tests "$@"
+    exit
+fi
+# The integration's tests also with the oldest transformers that it takes.
+failed=0
+tests python/tests || failed=1
+say "$(<python/tests/requirements-oldest.txt):"
+PYTHONPATH=$venv/oldest tests python/tests/test_{accelerate,transformers,transformers_attention}.py || failed=1
+exit $failed
