@@ -50,6 +50,7 @@ typedef struct dsv4_case {
     dsv4_batch kind;
     quern_dtype dtype;
     bool round_bf16;
+    bool spaced; /* tensors' rows stand on multiples of 16 bytes */
     int64_t batch, tokens, max_pos, in, limit; /* in: Dm, 0 without X; limit: n_blocks */
     test_tensor t[DSV4_TENSORS];
     const double *w_values; /* what a weight in another format means; NULL: there is W */
@@ -66,6 +67,7 @@ typedef struct dsv4_sequence {
 typedef struct dsv4_wish {
     int64_t in_of; /* hidden states of a multiple of so many channels; 0: with or without any */
     bool overlap;
+    bool wide; /* projections of 16 bits and 512 channels, most on multiples of 16 bytes, no block before */
 } dsv4_wish;
 
 dsv4_case dsv4_case_random(test_random *random);

@@ -12,6 +12,14 @@
 quern_status sum_runs(const float *parts, int64_t runs, int64_t run_floats, const quern_tensor &out, bool add,
                       cudaStream_t stream);
 
+/* The same of up to three sums in one launch. */
+struct run_shares {
+    const float *parts;
+    int64_t runs, run_floats;
+    const quern_tensor &out;
+};
+quern_status sum_runs(const run_shares *shares, int count, bool add, cudaStream_t stream);
+
 /* The sum of x[n] on thread 0 of a block of THREADS, which all call: each adds every THREADS-th value, and
  * that one adds these sums in the order of the threads. */
 template <int THREADS> __device__ __forceinline__ double block_sum(const double *x, int64_t n)

@@ -256,15 +256,14 @@ static quern_status forward_run(const stage_exec *exec, const pool_args *given, 
     return part(a, pool_rows_of_entries(args), exec->multiprocessors, stream);
 }
 
-static quern_status sum_all(const pool_kernel &a, const pool_args *args, cudaStream_t stream)
+quern_status pool_sum_gradients(const pool_kernel &a, const pool_args *args, cudaStream_t stream)
 {
     const int64_t width = args->width, run = slots_of(args) * width;
     const float *const series_a = a.parts + (args->overlap ? args->ratio * width : 0);
-    const bool add = args->accumulate;
-    quern_status status = sum_runs(series_a, a.runs, run, args->d_bias_a, add, stream);
-    if (status == QUERN_OK) status = sum_runs(a.parts, a.runs, run, args->d_bias_b, add, stream);
-    if (status != QUERN_OK) return status;
-    return sum_runs(a.norm_parts, a.norm_runs, width, args->d_norm_weight, add, stream);
+    const run_shares shares[] = {{series_a, a.runs, run, args->d_bias_a},
+                                 {a.parts, a.runs, run, args->d_bias_b},
+                                 {a.norm_parts, a.norm_runs, width, args->d_norm_weight}};
+    return sum_runs(shares, 3, args->accumulate, stream);
 }
 
 static quern_status backward_run(const stage_exec *exec, const pool_args *given, void *workspace)
@@ -284,7 +283,7 @@ static quern_status backward_run(const stage_exec *exec, const pool_args *given,
     if (status != QUERN_OK) return status;
     pool_part *const part = pool_part_of(args->proj.dtype, bias_dtype(args, s), parts);
     status = part(a, pool_rows_of_entries(args), exec->multiprocessors, stream);
-    if (status == QUERN_OK) status = sum_all(a, args, stream);
+    if (status == QUERN_OK) status = pool_sum_gradients(a, args, stream);
     for (int i = 1; i < PRODUCTS && status == QUERN_OK && present(given->x); i++)
         status = multiply(exec, given, p, i);
     return status;

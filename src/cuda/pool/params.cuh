@@ -130,6 +130,8 @@ size_t pool_plan_bytes(const pool_args *args);
 quern_status pool_plan_run(const pool_kernel &a, cudaStream_t stream);
 /* Clears what no block writes: rows of d_proj, and d_prev_b of sequences without a block before. */
 quern_status pool_clear_run(const pool_kernel &a, quern_dtype proj, cudaStream_t stream);
+/* Sums the runs' shares of the gradients of biases and of the norm's weight. */
+quern_status pool_sum_gradients(const pool_kernel &a, const pool_args *args, cudaStream_t stream);
 /* All rows of `out` and the like. */
 static inline int64_t pool_rows_of_entries(const pool_args *args)
 {

@@ -216,7 +216,9 @@ quern_status pool_clear_run(const pool_kernel &a, quern_dtype proj, cudaStream_t
 {
     enum { SHARES = 16, THREADS = 128 };
     const int64_t sequences = a.batch + (a.cu != NULL ? 1 : 0);
-    if (sequences == 0) return QUERN_OK;
+    const bool all_are_written = a.plan == NULL && a.start == 0 && a.blocks * a.ratio == a.rows,
+               has_prev = a.d_prev == NULL || (a.prev != NULL && a.blocks > 0);
+    if (sequences == 0 || (all_are_written && has_prev)) return QUERN_OK;
     pool_clear<<<dim3((unsigned)sequences, SHARES), THREADS, 0, stream>>>(a, proj == QUERN_F32 ? 4 : 2);
     return LAUNCHED("pool's rows without a block");
 }

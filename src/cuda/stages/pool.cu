@@ -3,11 +3,16 @@
 /* pool.cu - the variants of DeepSeek-V4's compressors. */
 #include "variants.cuh"
 
-extern const variant<pool_args> pool_forward_any, pool_backward_any;
+extern const variant<pool_args> pool_forward_any, pool_backward_sm90, pool_backward_any;
 
 static const variant<pool_args> *const forward_list[] = {&pool_forward_any};
 static const variants<pool_args> forward(forward_list);
-static const variant<pool_args> *const backward_list[] = {&pool_backward_any};
+static const variant<pool_args> *const backward_list[] = {
+#ifdef QUERN_SM90
+    &pool_backward_sm90,
+#endif
+    &pool_backward_any,
+};
 static const variants<pool_args> backward(backward_list);
 
 static const stage_rows rows([](quern_backend &backend) {

@@ -13,14 +13,14 @@
 #include <string.h>
 #include <sys/mman.h>
 
-static void random_calls(void **state)
+/* Random calls with a wish, each against the oracle. */
+static void check_calls(const char *name, uint64_t number, int trials, dsv4_wish wish)
 {
-    (void)state;
-    const uint64_t seed = test_seed("random_calls", 21);
-    for (int trial = 0; trial < test_trials(400); trial++) {
+    const uint64_t seed = test_seed(name, number);
+    for (int trial = 0; trial < test_trials(trials); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        dsv4_case c = dsv4_case_random(&random);
+        dsv4_case c = dsv4_case_random_of(&random, wish);
         quern_context *ctx =
             test_context(test_random_level(&random), (int32_t)test_random_int(&random, 1, 3));
         dsv4_case_run(&c, ctx);
@@ -31,6 +31,18 @@ static void random_calls(void **state)
         dsv4_case_free(&c);
         quern_context_destroy(ctx);
     }
+}
+
+static void random_calls(void **state)
+{
+    (void)state;
+    check_calls("random_calls", 21, 400, (dsv4_wish){0});
+}
+
+static void entries_of_512_channels(void **state)
+{
+    (void)state;
+    check_calls("entries_of_512_channels", 22, 60, (dsv4_wish){.wide = true});
 }
 
 static void threads_change_no_bit(void **state)
@@ -408,7 +420,8 @@ static void packing(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(random_calls),   cmocka_unit_test(threads_change_no_bit),
+        cmocka_unit_test(random_calls),   cmocka_unit_test(entries_of_512_channels),
+        cmocka_unit_test(threads_change_no_bit),
         cmocka_unit_test(golden_vectors), cmocka_unit_test(row_formats),
         cmocka_unit_test(long_sequences), cmocka_unit_test(offsets_beyond_32_bits),
         cmocka_unit_test(rope_tables),    cmocka_unit_test(packing),

@@ -1,0 +1,9 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* f16.cu - pooling's gradients with rows in shared memory, for projections of f16. */
+#include "pool/sm90/short.cuh"
+
+quern_status pool_sm90_short_f16(const pool_gradients_kernel &a, cudaStream_t stream)
+{
+    return pool_sm90_short<f16>(a, stream);
+}
