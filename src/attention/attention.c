@@ -69,8 +69,7 @@ void attention_build(op_build *b)
 quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_attention_params *params,
                                                const quern_attention_tensors *tensors, size_t *bytes)
 {
-    attention_call call;
-    return op_workspace_of(&call.head, &attention_family, ATTENTION_FORWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&attention_family, ATTENTION_FORWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec,
@@ -78,16 +77,14 @@ quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec,
                                      const quern_attention_tensors *tensors, void *workspace,
                                      size_t workspace_bytes)
 {
-    attention_call call;
-    return op_run(&call.head, &attention_family, ATTENTION_FORWARD, ctx, exec, params, tensors, workspace,
+    return op_run(&attention_family, ATTENTION_FORWARD, ctx, exec, params, tensors, workspace,
                   workspace_bytes);
 }
 
 quern_status quern_attention_backward_workspace(quern_context *ctx, const quern_attention_params *params,
                                                 const quern_attention_tensors *tensors, size_t *bytes)
 {
-    attention_call call;
-    return op_workspace_of(&call.head, &attention_family, ATTENTION_BACKWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&attention_family, ATTENTION_BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec,
@@ -95,7 +92,6 @@ quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec
                                       const quern_attention_tensors *tensors, void *workspace,
                                       size_t workspace_bytes)
 {
-    attention_call call;
-    return op_run(&call.head, &attention_family, ATTENTION_BACKWARD, ctx, exec, params, tensors, workspace,
+    return op_run(&attention_family, ATTENTION_BACKWARD, ctx, exec, params, tensors, workspace,
                   workspace_bytes);
 }

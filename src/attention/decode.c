@@ -96,8 +96,7 @@ const op_family attention_decode_family = {
 quern_status quern_attention_decode_step_workspace(quern_context *ctx, const quern_attention_params *params,
                                                    const quern_decode_tensors *tensors, size_t *bytes)
 {
-    decode_call c;
-    return op_workspace_of(&c.head, &attention_decode_family, 0, ctx, params, tensors, bytes);
+    return op_workspace_of(&attention_decode_family, 0, ctx, params, tensors, bytes);
 }
 
 quern_status quern_attention_decode_step(quern_context *ctx, const quern_exec *exec,
@@ -105,9 +104,7 @@ quern_status quern_attention_decode_step(quern_context *ctx, const quern_exec *e
                                          const quern_decode_tensors *tensors, void *workspace,
                                          size_t workspace_bytes)
 {
-    decode_call c;
-    return op_run(&c.head, &attention_decode_family, 0, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&attention_decode_family, 0, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 /* The caller's tensors with those of the newest tokens, without entries. */

@@ -241,16 +241,14 @@ const op_family cache_append_family = {
 quern_status quern_cache_append_step_workspace(quern_context *ctx, const quern_cache_step_params *p,
                                                const quern_cache_tensors *of, size_t *bytes)
 {
-    append_call c;
-    return op_workspace_of(&c.head, &cache_append_family, 0, ctx, p, of, bytes);
+    return op_workspace_of(&cache_append_family, 0, ctx, p, of, bytes);
 }
 
 quern_status quern_cache_append_step(quern_context *ctx, const quern_exec *exec,
                                      const quern_cache_step_params *p, const quern_cache_tensors *of,
                                      void *workspace, size_t workspace_bytes)
 {
-    append_call c;
-    return op_run(&c.head, &cache_append_family, 0, ctx, exec, p, of, workspace, workspace_bytes);
+    return op_run(&cache_append_family, 0, ctx, exec, p, of, workspace, workspace_bytes);
 }
 
 /* ---- of a cache's sequences ---- */

@@ -191,27 +191,23 @@ const op_family cache_pack_family = {
 quern_status quern_cache_pack_workspace(quern_context *ctx, const quern_cache_pack_params *p,
                                         const quern_cache_pack_tensors *of, size_t *bytes)
 {
-    pack_call c;
-    return op_workspace_of(&c.head, &cache_pack_family, PACK, ctx, p, of, bytes);
+    return op_workspace_of(&cache_pack_family, PACK, ctx, p, of, bytes);
 }
 
 quern_status quern_cache_pack(quern_context *ctx, const quern_exec *exec, const quern_cache_pack_params *p,
                               const quern_cache_pack_tensors *of, void *workspace, size_t workspace_bytes)
 {
-    pack_call c;
-    return op_run(&c.head, &cache_pack_family, PACK, ctx, exec, p, of, workspace, workspace_bytes);
+    return op_run(&cache_pack_family, PACK, ctx, exec, p, of, workspace, workspace_bytes);
 }
 
 quern_status quern_cache_unpack_workspace(quern_context *ctx, const quern_cache_pack_params *p,
                                           const quern_cache_pack_tensors *of, size_t *bytes)
 {
-    pack_call c;
-    return op_workspace_of(&c.head, &cache_pack_family, UNPACK, ctx, p, of, bytes);
+    return op_workspace_of(&cache_pack_family, UNPACK, ctx, p, of, bytes);
 }
 
 quern_status quern_cache_unpack(quern_context *ctx, const quern_exec *exec, const quern_cache_pack_params *p,
                                 const quern_cache_pack_tensors *of, void *workspace, size_t workspace_bytes)
 {
-    pack_call c;
-    return op_run(&c.head, &cache_pack_family, UNPACK, ctx, exec, p, of, workspace, workspace_bytes);
+    return op_run(&cache_pack_family, UNPACK, ctx, exec, p, of, workspace, workspace_bytes);
 }

@@ -9,6 +9,7 @@
 #include "runtime/plugin.h"
 #include "core/view.h"
 
+#include <alloca.h>
 #include <math.h>
 #include <string.h>
 
@@ -360,9 +361,10 @@ quern_status op_prepare(op_call *call, const op_family *family, int32_t operatio
     return status;
 }
 
-quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+quern_status op_workspace_of(const op_family *family, int32_t operation, quern_context *ctx,
                              const void *params, const void *tensors, size_t *bytes)
 {
+    op_call *call = alloca(family->call_size);
     const quern_status status = op_prepare(call, family, operation, ctx, params, tensors, OP_AT_SHAPES);
     if (status != QUERN_OK) return status;
     if (bytes == NULL)
@@ -463,9 +465,8 @@ static quern_status run_kept(const op_call *call, const quern_exec *exec, const 
     return status == QUERN_OK ? run_on(call, &how, given, used, workspace) : status;
 }
 
-quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                    const quern_exec *exec, const void *params, const void *tensors, void *workspace,
-                    size_t bytes)
+quern_status op_run(const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec,
+                    const void *params, const void *tensors, void *workspace, size_t bytes)
 {
     op_tensors own;
     op_used used;
@@ -480,6 +481,7 @@ quern_status op_run(op_call *call, const op_family *family, int32_t operation, q
         kept_call_release(kept);
         return status;
     }
+    op_call *call = alloca(family->call_size);
     status = prepare(call, family, operation, ctx, params, tensors, OP_AT_DATA, &own, &used);
     call->given = NULL;
     if (status == QUERN_OK && kept != NULL) kept_call_fill(kept, &request, call, &used);

@@ -318,12 +318,11 @@ quern_status op_derive(op_call *call);
 /* The extents that a tensor has by its description; returns how many. */
 int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DIMS]);
 
-/* The public functions of an operation; `call` is room for the family's struct. */
-quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+/* The public functions of an operation. The family's struct stands on the stack: 2 to 52 KiB. */
+quern_status op_workspace_of(const op_family *family, int32_t operation, quern_context *ctx,
                              const void *params, const void *tensors, size_t *bytes);
-quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                    const quern_exec *exec, const void *params, const void *tensors, void *workspace,
-                    size_t bytes);
+quern_status op_run(const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec,
+                    const void *params, const void *tensors, void *workspace, size_t bytes);
 
 /* What plans add: preparing alone, and running with pointers (NULL: absent) in the order of the family's
  * tensors. */

@@ -9,19 +9,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Room for a call of any family. */
-static quern_status make_call(const quern_op *op, quern_op_pass pass, const op_family **family,
-                              int32_t *operation, op_call **call)
+/* The family and the operation of a pass. */
+static quern_status find(const quern_op *op, quern_op_pass pass, const op_family **family, int32_t *operation)
 {
     const quern_status status = op_need(op, family);
-    *call = NULL;
     if (status != QUERN_OK) return status;
     *operation = pass == QUERN_OP_FORWARD ? op->forward : op->backward;
-    if (*operation == OP_NONE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no backward pass", op->name);
-    *call = malloc((*family)->call_size);
-    return *call != NULL ? QUERN_OK
-                         : error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a call of %s", op->name);
+    if (*operation != OP_NONE) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no backward pass", op->name);
 }
 
 /* A call that is only inspected, not run. */
@@ -35,8 +30,11 @@ static quern_status open_query(const quern_op *op, quern_op_pass pass, const voi
 {
     const op_family *family;
     int32_t operation;
-    const quern_status status = make_call(op, pass, &family, &operation, &q->call);
-    return status == QUERN_OK ? op_begin(q->call, family, operation, params, tensors, &q->own) : status;
+    const quern_status status = find(op, pass, &family, &operation);
+    q->call = status == QUERN_OK ? malloc(family->call_size) : NULL;
+    if (status != QUERN_OK) return status;
+    if (q->call == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a call of %s", op->name);
+    return op_begin(q->call, family, operation, params, tensors, &q->own);
 }
 
 quern_status quern_op_roles(const quern_op *op, quern_op_pass pass, const void *params, const void *tensors,
@@ -174,11 +172,8 @@ quern_status quern_op_workspace(quern_context *ctx, const quern_op *op, quern_op
 {
     const op_family *family;
     int32_t operation;
-    op_call *call;
-    quern_status status = make_call(op, pass, &family, &operation, &call);
-    if (status == QUERN_OK) status = op_workspace_of(call, family, operation, ctx, params, tensors, bytes);
-    free(call);
-    return status;
+    const quern_status status = find(op, pass, &family, &operation);
+    return status == QUERN_OK ? op_workspace_of(family, operation, ctx, params, tensors, bytes) : status;
 }
 
 quern_status quern_op_run(quern_context *ctx, const quern_exec *exec, const quern_op *op, quern_op_pass pass,
@@ -186,10 +181,7 @@ quern_status quern_op_run(quern_context *ctx, const quern_exec *exec, const quer
 {
     const op_family *family;
     int32_t operation;
-    op_call *call;
-    quern_status status = make_call(op, pass, &family, &operation, &call);
-    if (status == QUERN_OK)
-        status = op_run(call, family, operation, ctx, exec, params, tensors, workspace, workspace_bytes);
-    free(call);
-    return status;
+    const quern_status status = find(op, pass, &family, &operation);
+    if (status != QUERN_OK) return status;
+    return op_run(family, operation, ctx, exec, params, tensors, workspace, workspace_bytes);
 }

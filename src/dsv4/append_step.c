@@ -458,8 +458,7 @@ const op_family dsv4_append_step_family = {
 quern_status quern_dsv4_append_step_workspace(quern_context *ctx, const quern_dsv4_compress_params *given,
                                               const quern_dsv4_append_tensors *of, size_t *bytes)
 {
-    step_call call;
-    return op_workspace_of(&call.head, &dsv4_append_step_family, 0, ctx, given, of, bytes);
+    return op_workspace_of(&dsv4_append_step_family, 0, ctx, given, of, bytes);
 }
 
 quern_status quern_dsv4_append_step(quern_context *ctx, const quern_exec *exec,
@@ -467,6 +466,5 @@ quern_status quern_dsv4_append_step(quern_context *ctx, const quern_exec *exec,
                                     const quern_dsv4_append_tensors *of, void *workspace,
                                     size_t workspace_bytes)
 {
-    step_call call;
-    return op_run(&call.head, &dsv4_append_step_family, 0, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&dsv4_append_step_family, 0, ctx, exec, given, of, workspace, workspace_bytes);
 }

@@ -50,8 +50,7 @@ void dsv4_attention_build(op_build *b)
 quern_status quern_dsv4_attention_workspace(quern_context *ctx, const quern_dsv4_attention_params *params,
                                             const quern_dsv4_attention_tensors *tensors, size_t *bytes)
 {
-    dsv4_attention_call call;
-    return op_workspace_of(&call.head, &dsv4_attention_family, DSV4_ATTENTION, ctx, params, tensors, bytes);
+    return op_workspace_of(&dsv4_attention_family, DSV4_ATTENTION, ctx, params, tensors, bytes);
 }
 
 quern_status quern_dsv4_attention(quern_context *ctx, const quern_exec *exec,
@@ -59,8 +58,7 @@ quern_status quern_dsv4_attention(quern_context *ctx, const quern_exec *exec,
                                   const quern_dsv4_attention_tensors *tensors, void *workspace,
                                   size_t workspace_bytes)
 {
-    dsv4_attention_call call;
-    return op_run(&call.head, &dsv4_attention_family, DSV4_ATTENTION, ctx, exec, params, tensors, workspace,
+    return op_run(&dsv4_attention_family, DSV4_ATTENTION, ctx, exec, params, tensors, workspace,
                   workspace_bytes);
 }
 
@@ -69,9 +67,7 @@ quern_status quern_dsv4_attention_backward_workspace(quern_context *ctx,
                                                      const quern_dsv4_attention_tensors *tensors,
                                                      size_t *bytes)
 {
-    dsv4_attention_call call;
-    return op_workspace_of(&call.head, &dsv4_attention_family, DSV4_ATTENTION_BACKWARD, ctx, params, tensors,
-                           bytes);
+    return op_workspace_of(&dsv4_attention_family, DSV4_ATTENTION_BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_dsv4_attention_backward(quern_context *ctx, const quern_exec *exec,
@@ -79,7 +75,6 @@ quern_status quern_dsv4_attention_backward(quern_context *ctx, const quern_exec 
                                            const quern_dsv4_attention_tensors *tensors, void *workspace,
                                            size_t workspace_bytes)
 {
-    dsv4_attention_call call;
-    return op_run(&call.head, &dsv4_attention_family, DSV4_ATTENTION_BACKWARD, ctx, exec, params, tensors,
-                  workspace, workspace_bytes);
+    return op_run(&dsv4_attention_family, DSV4_ATTENTION_BACKWARD, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }

@@ -160,8 +160,7 @@ void dsv4_compress_build(op_build *b)
 quern_status quern_dsv4_compress_workspace(quern_context *ctx, const quern_dsv4_compress_params *params,
                                            const quern_dsv4_compress_tensors *tensors, size_t *bytes)
 {
-    dsv4_compress_call call;
-    return op_workspace_of(&call.head, &dsv4_compress_family, DSV4_COMPRESS, ctx, params, tensors, bytes);
+    return op_workspace_of(&dsv4_compress_family, DSV4_COMPRESS, ctx, params, tensors, bytes);
 }
 
 quern_status quern_dsv4_compress(quern_context *ctx, const quern_exec *exec,
@@ -169,8 +168,7 @@ quern_status quern_dsv4_compress(quern_context *ctx, const quern_exec *exec,
                                  const quern_dsv4_compress_tensors *tensors, void *workspace,
                                  size_t workspace_bytes)
 {
-    dsv4_compress_call call;
-    return op_run(&call.head, &dsv4_compress_family, DSV4_COMPRESS, ctx, exec, params, tensors, workspace,
+    return op_run(&dsv4_compress_family, DSV4_COMPRESS, ctx, exec, params, tensors, workspace,
                   workspace_bytes);
 }
 
@@ -178,9 +176,7 @@ quern_status quern_dsv4_compress_backward_workspace(quern_context *ctx,
                                                     const quern_dsv4_compress_params *params,
                                                     const quern_dsv4_compress_tensors *tensors, size_t *bytes)
 {
-    dsv4_compress_call call;
-    return op_workspace_of(&call.head, &dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, params, tensors,
-                           bytes);
+    return op_workspace_of(&dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_dsv4_compress_backward(quern_context *ctx, const quern_exec *exec,
@@ -188,7 +184,6 @@ quern_status quern_dsv4_compress_backward(quern_context *ctx, const quern_exec *
                                           const quern_dsv4_compress_tensors *tensors, void *workspace,
                                           size_t workspace_bytes)
 {
-    dsv4_compress_call call;
-    return op_run(&call.head, &dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, exec, params, tensors,
-                  workspace, workspace_bytes);
+    return op_run(&dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }

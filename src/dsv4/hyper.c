@@ -208,23 +208,20 @@ const op_family dsv4_hyper_family = {
 quern_status quern_dsv4_hyper_workspace(quern_context *ctx, const quern_dsv4_hyper_params *given,
                                         const quern_dsv4_hyper_tensors *of, size_t *bytes)
 {
-    hyper_call call;
-    return op_workspace_of(&call.head, &dsv4_hyper_family, FORWARD, ctx, given, of, bytes);
+    return op_workspace_of(&dsv4_hyper_family, FORWARD, ctx, given, of, bytes);
 }
 
 quern_status quern_dsv4_hyper(quern_context *ctx, const quern_exec *exec,
                               const quern_dsv4_hyper_params *given, const quern_dsv4_hyper_tensors *of,
                               void *workspace, size_t workspace_bytes)
 {
-    hyper_call call;
-    return op_run(&call.head, &dsv4_hyper_family, FORWARD, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&dsv4_hyper_family, FORWARD, ctx, exec, given, of, workspace, workspace_bytes);
 }
 
 quern_status quern_dsv4_hyper_backward_workspace(quern_context *ctx, const quern_dsv4_hyper_params *given,
                                                  const quern_dsv4_hyper_tensors *of, size_t *bytes)
 {
-    hyper_call call;
-    return op_workspace_of(&call.head, &dsv4_hyper_family, BACKWARD, ctx, given, of, bytes);
+    return op_workspace_of(&dsv4_hyper_family, BACKWARD, ctx, given, of, bytes);
 }
 
 quern_status quern_dsv4_hyper_backward(quern_context *ctx, const quern_exec *exec,
@@ -232,6 +229,5 @@ quern_status quern_dsv4_hyper_backward(quern_context *ctx, const quern_exec *exe
                                        const quern_dsv4_hyper_tensors *of, void *workspace,
                                        size_t workspace_bytes)
 {
-    hyper_call call;
-    return op_run(&call.head, &dsv4_hyper_family, BACKWARD, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&dsv4_hyper_family, BACKWARD, ctx, exec, given, of, workspace, workspace_bytes);
 }

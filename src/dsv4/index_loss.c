@@ -158,8 +158,7 @@ const op_family dsv4_index_loss_family = {
 quern_status quern_dsv4_index_loss_workspace(quern_context *ctx, const quern_dsv4_index_loss_params *given,
                                              const quern_dsv4_index_loss_tensors *of, size_t *bytes)
 {
-    loss_call call;
-    return op_workspace_of(&call.head, &dsv4_index_loss_family, 0, ctx, given, of, bytes);
+    return op_workspace_of(&dsv4_index_loss_family, 0, ctx, given, of, bytes);
 }
 
 quern_status quern_dsv4_index_loss(quern_context *ctx, const quern_exec *exec,
@@ -167,6 +166,5 @@ quern_status quern_dsv4_index_loss(quern_context *ctx, const quern_exec *exec,
                                    const quern_dsv4_index_loss_tensors *of, void *workspace,
                                    size_t workspace_bytes)
 {
-    loss_call call;
-    return op_run(&call.head, &dsv4_index_loss_family, 0, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&dsv4_index_loss_family, 0, ctx, exec, given, of, workspace, workspace_bytes);
 }

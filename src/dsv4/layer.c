@@ -89,25 +89,20 @@ void layer_build(op_build *b)
 quern_status quern_dsv4_layer_workspace(quern_context *ctx, const quern_dsv4_layer_params *params,
                                         const quern_dsv4_layer_tensors *tensors, size_t *bytes)
 {
-    layer_whole_call call;
-    return op_workspace_of(&call.call.head, &dsv4_layer_family, DSV4_LAYER, ctx, params, tensors, bytes);
+    return op_workspace_of(&dsv4_layer_family, DSV4_LAYER, ctx, params, tensors, bytes);
 }
 
 quern_status quern_dsv4_layer(quern_context *ctx, const quern_exec *exec,
                               const quern_dsv4_layer_params *params, const quern_dsv4_layer_tensors *tensors,
                               void *workspace, size_t workspace_bytes)
 {
-    layer_whole_call call;
-    return op_run(&call.call.head, &dsv4_layer_family, DSV4_LAYER, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&dsv4_layer_family, DSV4_LAYER, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 quern_status quern_dsv4_layer_backward_workspace(quern_context *ctx, const quern_dsv4_layer_params *params,
                                                  const quern_dsv4_layer_tensors *tensors, size_t *bytes)
 {
-    layer_whole_call call;
-    return op_workspace_of(&call.call.head, &dsv4_layer_family, DSV4_LAYER_BACKWARD, ctx, params, tensors,
-                           bytes);
+    return op_workspace_of(&dsv4_layer_family, DSV4_LAYER_BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_dsv4_layer_backward(quern_context *ctx, const quern_exec *exec,
@@ -115,7 +110,6 @@ quern_status quern_dsv4_layer_backward(quern_context *ctx, const quern_exec *exe
                                        const quern_dsv4_layer_tensors *tensors, void *workspace,
                                        size_t workspace_bytes)
 {
-    layer_whole_call call;
-    return op_run(&call.call.head, &dsv4_layer_family, DSV4_LAYER_BACKWARD, ctx, exec, params, tensors,
-                  workspace, workspace_bytes);
+    return op_run(&dsv4_layer_family, DSV4_LAYER_BACKWARD, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }

@@ -291,8 +291,7 @@ const op_family dsv4_layer_pack_family = {
 quern_status quern_dsv4_layer_pack_workspace(quern_context *ctx, const quern_dsv4_layer_pack_params *given,
                                              const quern_dsv4_layer_pack_tensors *of, size_t *bytes)
 {
-    pack_call c;
-    return op_workspace_of(&c.head, &dsv4_layer_pack_family, PACK, ctx, given, of, bytes);
+    return op_workspace_of(&dsv4_layer_pack_family, PACK, ctx, given, of, bytes);
 }
 
 quern_status quern_dsv4_layer_pack(quern_context *ctx, const quern_exec *exec,
@@ -300,15 +299,13 @@ quern_status quern_dsv4_layer_pack(quern_context *ctx, const quern_exec *exec,
                                    const quern_dsv4_layer_pack_tensors *of, void *workspace,
                                    size_t workspace_bytes)
 {
-    pack_call c;
-    return op_run(&c.head, &dsv4_layer_pack_family, PACK, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&dsv4_layer_pack_family, PACK, ctx, exec, given, of, workspace, workspace_bytes);
 }
 
 quern_status quern_dsv4_layer_unpack_workspace(quern_context *ctx, const quern_dsv4_layer_pack_params *given,
                                                const quern_dsv4_layer_pack_tensors *of, size_t *bytes)
 {
-    pack_call c;
-    return op_workspace_of(&c.head, &dsv4_layer_pack_family, UNPACK, ctx, given, of, bytes);
+    return op_workspace_of(&dsv4_layer_pack_family, UNPACK, ctx, given, of, bytes);
 }
 
 quern_status quern_dsv4_layer_unpack(quern_context *ctx, const quern_exec *exec,
@@ -316,6 +313,5 @@ quern_status quern_dsv4_layer_unpack(quern_context *ctx, const quern_exec *exec,
                                      const quern_dsv4_layer_pack_tensors *of, void *workspace,
                                      size_t workspace_bytes)
 {
-    pack_call c;
-    return op_run(&c.head, &dsv4_layer_pack_family, UNPACK, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&dsv4_layer_pack_family, UNPACK, ctx, exec, given, of, workspace, workspace_bytes);
 }

@@ -416,8 +416,7 @@ void layer_step_build(op_build *b)
 quern_status quern_dsv4_layer_step_workspace(quern_context *ctx, const quern_dsv4_layer_step_params *given,
                                              const quern_dsv4_layer_step_tensors *of, size_t *bytes)
 {
-    layer_step_call call;
-    return op_workspace_of(&call.call.head, &dsv4_layer_step_family, 0, ctx, given, of, bytes);
+    return op_workspace_of(&dsv4_layer_step_family, 0, ctx, given, of, bytes);
 }
 
 quern_status quern_dsv4_layer_step(quern_context *ctx, const quern_exec *exec,
@@ -425,7 +424,5 @@ quern_status quern_dsv4_layer_step(quern_context *ctx, const quern_exec *exec,
                                    const quern_dsv4_layer_step_tensors *of, void *workspace,
                                    size_t workspace_bytes)
 {
-    layer_step_call call;
-    return op_run(&call.call.head, &dsv4_layer_step_family, 0, ctx, exec, given, of, workspace,
-                  workspace_bytes);
+    return op_run(&dsv4_layer_step_family, 0, ctx, exec, given, of, workspace, workspace_bytes);
 }

@@ -182,31 +182,25 @@ void linear_build(op_build *b)
 quern_status quern_linear_forward_workspace(quern_context *ctx, const quern_linear_params *params,
                                             const quern_linear_tensors *tensors, size_t *bytes)
 {
-    linear_call call;
-    return op_workspace_of(&call.head, &linear_family, LINEAR_FORWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&linear_family, LINEAR_FORWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_linear_forward(quern_context *ctx, const quern_exec *exec,
                                   const quern_linear_params *params, const quern_linear_tensors *tensors,
                                   void *workspace, size_t workspace_bytes)
 {
-    linear_call call;
-    return op_run(&call.head, &linear_family, LINEAR_FORWARD, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&linear_family, LINEAR_FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 quern_status quern_linear_backward_workspace(quern_context *ctx, const quern_linear_params *params,
                                              const quern_linear_tensors *tensors, size_t *bytes)
 {
-    linear_call call;
-    return op_workspace_of(&call.head, &linear_family, LINEAR_BACKWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&linear_family, LINEAR_BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_linear_backward(quern_context *ctx, const quern_exec *exec,
                                    const quern_linear_params *params, const quern_linear_tensors *tensors,
                                    void *workspace, size_t workspace_bytes)
 {
-    linear_call call;
-    return op_run(&call.head, &linear_family, LINEAR_BACKWARD, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&linear_family, LINEAR_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }

@@ -125,8 +125,7 @@ const op_family rms_norm_family = {
 quern_status quern_rms_norm_forward_workspace(quern_context *ctx, const quern_rms_norm_params *params,
                                               const quern_rms_norm_tensors *tensors, size_t *bytes)
 {
-    norm_call call;
-    return op_workspace_of(&call.head, &rms_norm_family, FORWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&rms_norm_family, FORWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_rms_norm_forward(quern_context *ctx, const quern_exec *exec,
@@ -134,16 +133,13 @@ quern_status quern_rms_norm_forward(quern_context *ctx, const quern_exec *exec,
                                     const quern_rms_norm_tensors *tensors, void *workspace,
                                     size_t workspace_bytes)
 {
-    norm_call call;
-    return op_run(&call.head, &rms_norm_family, FORWARD, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&rms_norm_family, FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 quern_status quern_rms_norm_backward_workspace(quern_context *ctx, const quern_rms_norm_params *params,
                                                const quern_rms_norm_tensors *tensors, size_t *bytes)
 {
-    norm_call call;
-    return op_workspace_of(&call.head, &rms_norm_family, BACKWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&rms_norm_family, BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_rms_norm_backward(quern_context *ctx, const quern_exec *exec,
@@ -151,9 +147,7 @@ quern_status quern_rms_norm_backward(quern_context *ctx, const quern_exec *exec,
                                      const quern_rms_norm_tensors *tensors, void *workspace,
                                      size_t workspace_bytes)
 {
-    norm_call call;
-    return op_run(&call.head, &rms_norm_family, BACKWARD, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&rms_norm_family, BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 /* ---- rotation ---- */
@@ -285,27 +279,23 @@ const op_family rope_family = {
 quern_status quern_rope_forward_workspace(quern_context *ctx, const quern_rope_params *params,
                                           const quern_rope_tensors *tensors, size_t *bytes)
 {
-    rope_call call;
-    return op_workspace_of(&call.head, &rope_family, FORWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&rope_family, FORWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_rope_forward(quern_context *ctx, const quern_exec *exec, const quern_rope_params *params,
                                 const quern_rope_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
-    rope_call call;
-    return op_run(&call.head, &rope_family, FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&rope_family, FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 quern_status quern_rope_backward_workspace(quern_context *ctx, const quern_rope_params *params,
                                            const quern_rope_tensors *tensors, size_t *bytes)
 {
-    rope_call call;
-    return op_workspace_of(&call.head, &rope_family, BACKWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&rope_family, BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_rope_backward(quern_context *ctx, const quern_exec *exec, const quern_rope_params *params,
                                  const quern_rope_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
-    rope_call call;
-    return op_run(&call.head, &rope_family, BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&rope_family, BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }

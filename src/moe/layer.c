@@ -240,29 +240,23 @@ void moe_build(op_build *b)
 quern_status quern_moe_forward_workspace(quern_context *ctx, const quern_moe_params *params,
                                          const quern_moe_tensors *tensors, size_t *bytes)
 {
-    moe_call call;
-    return op_workspace_of(&call.head, &moe_family, MOE_FORWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&moe_family, MOE_FORWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_moe_forward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params,
                                const quern_moe_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
-    moe_call call;
-    return op_run(&call.head, &moe_family, MOE_FORWARD, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&moe_family, MOE_FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 quern_status quern_moe_backward_workspace(quern_context *ctx, const quern_moe_params *params,
                                           const quern_moe_tensors *tensors, size_t *bytes)
 {
-    moe_call call;
-    return op_workspace_of(&call.head, &moe_family, MOE_BACKWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&moe_family, MOE_BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_moe_backward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params,
                                 const quern_moe_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
-    moe_call call;
-    return op_run(&call.head, &moe_family, MOE_BACKWARD, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&moe_family, MOE_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }

@@ -166,29 +166,24 @@ const op_family moe_route_family = {
 quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *given,
                                        const quern_moe_route_tensors *of, size_t *bytes)
 {
-    route_call call;
-    return op_workspace_of(&call.head, &moe_route_family, ROUTE, ctx, given, of, bytes);
+    return op_workspace_of(&moe_route_family, ROUTE, ctx, given, of, bytes);
 }
 
 quern_status quern_moe_route(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *given,
                              const quern_moe_route_tensors *of, void *workspace, size_t workspace_bytes)
 {
-    route_call call;
-    return op_run(&call.head, &moe_route_family, ROUTE, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&moe_route_family, ROUTE, ctx, exec, given, of, workspace, workspace_bytes);
 }
 
 quern_status quern_moe_route_backward_workspace(quern_context *ctx, const quern_moe_route_params *given,
                                                 const quern_moe_route_tensors *of, size_t *bytes)
 {
-    route_call call;
-    return op_workspace_of(&call.head, &moe_route_family, ROUTE_BACKWARD, ctx, given, of, bytes);
+    return op_workspace_of(&moe_route_family, ROUTE_BACKWARD, ctx, given, of, bytes);
 }
 
 quern_status quern_moe_route_backward(quern_context *ctx, const quern_exec *exec,
                                       const quern_moe_route_params *given, const quern_moe_route_tensors *of,
                                       void *workspace, size_t workspace_bytes)
 {
-    route_call call;
-    return op_run(&call.head, &moe_route_family, ROUTE_BACKWARD, ctx, exec, given, of, workspace,
-                  workspace_bytes);
+    return op_run(&moe_route_family, ROUTE_BACKWARD, ctx, exec, given, of, workspace, workspace_bytes);
 }

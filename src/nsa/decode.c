@@ -247,16 +247,14 @@ const op_family nsa_decode_family = {
 quern_status quern_nsa_decode_step_workspace(quern_context *ctx, const quern_nsa_params *params,
                                              const quern_decode_tensors *tensors, size_t *bytes)
 {
-    decode_call c;
-    return op_workspace_of(&c.head, &nsa_decode_family, 0, ctx, params, tensors, bytes);
+    return op_workspace_of(&nsa_decode_family, 0, ctx, params, tensors, bytes);
 }
 
 quern_status quern_nsa_decode_step(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                    const quern_decode_tensors *tensors, void *workspace,
                                    size_t workspace_bytes)
 {
-    decode_call c;
-    return op_run(&c.head, &nsa_decode_family, 0, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&nsa_decode_family, 0, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 /* ---- of a cache's sequences ---- */

@@ -153,8 +153,7 @@ const op_family nsa_index_loss_family = {
 quern_status quern_nsa_index_loss_workspace(quern_context *ctx, const quern_nsa_index_loss_params *given,
                                             const quern_nsa_index_loss_tensors *views, size_t *bytes)
 {
-    loss_call call;
-    return op_workspace_of(&call.head, &nsa_index_loss_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nsa_index_loss_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nsa_index_loss(quern_context *ctx, const quern_exec *exec,
@@ -162,6 +161,5 @@ quern_status quern_nsa_index_loss(quern_context *ctx, const quern_exec *exec,
                                   const quern_nsa_index_loss_tensors *views, void *workspace,
                                   size_t workspace_bytes)
 {
-    loss_call call;
-    return op_run(&call.head, &nsa_index_loss_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+    return op_run(&nsa_index_loss_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

@@ -201,14 +201,12 @@ const op_family nsa_list_family = {
 quern_status quern_nsa_list_convert_workspace(quern_context *ctx, const quern_nsa_list_params *given,
                                               const quern_nsa_list_tensors *views, size_t *bytes)
 {
-    list_call call;
-    return op_workspace_of(&call.head, &nsa_list_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nsa_list_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nsa_list_convert(quern_context *ctx, const quern_exec *exec,
                                     const quern_nsa_list_params *given, const quern_nsa_list_tensors *views,
                                     void *workspace, size_t workspace_bytes)
 {
-    list_call call;
-    return op_run(&call.head, &nsa_list_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+    return op_run(&nsa_list_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

@@ -168,8 +168,7 @@ const op_family nvfp4_dequantize_family = {
 quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nvfp4_dequantize_params *given,
                                               const quern_nvfp4_dequantize_tensors *views, size_t *bytes)
 {
-    dequantize_call call;
-    return op_workspace_of(&call.head, &nvfp4_dequantize_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nvfp4_dequantize_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec,
@@ -177,7 +176,5 @@ quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec,
                                     const quern_nvfp4_dequantize_tensors *views, void *workspace,
                                     size_t workspace_bytes)
 {
-    dequantize_call call;
-    return op_run(&call.head, &nvfp4_dequantize_family, 0, ctx, exec, given, views, workspace,
-                  workspace_bytes);
+    return op_run(&nvfp4_dequantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

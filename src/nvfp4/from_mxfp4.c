@@ -105,8 +105,7 @@ const op_family nvfp4_from_mxfp4_family = {
 quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nvfp4_from_mxfp4_params *given,
                                               const quern_nvfp4_from_mxfp4_tensors *views, size_t *bytes)
 {
-    from_call call;
-    return op_workspace_of(&call.head, &nvfp4_from_mxfp4_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nvfp4_from_mxfp4_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec,
@@ -114,7 +113,5 @@ quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec,
                                     const quern_nvfp4_from_mxfp4_tensors *views, void *workspace,
                                     size_t workspace_bytes)
 {
-    from_call call;
-    return op_run(&call.head, &nvfp4_from_mxfp4_family, 0, ctx, exec, given, views, workspace,
-                  workspace_bytes);
+    return op_run(&nvfp4_from_mxfp4_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

@@ -153,8 +153,7 @@ quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx,
                                                   const quern_nvfp4_fused_quantize_tensors *views,
                                                   size_t *bytes)
 {
-    fused_call call;
-    return op_workspace_of(&call.head, &nvfp4_fused_quantize_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nvfp4_fused_quantize_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec,
@@ -162,7 +161,5 @@ quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *ex
                                         const quern_nvfp4_fused_quantize_tensors *views, void *workspace,
                                         size_t workspace_bytes)
 {
-    fused_call call;
-    return op_run(&call.head, &nvfp4_fused_quantize_family, 0, ctx, exec, given, views, workspace,
-                  workspace_bytes);
+    return op_run(&nvfp4_fused_quantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

@@ -129,24 +129,20 @@ void nvfp4_gemm_build(op_build *b)
 quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
                                         const quern_nvfp4_gemm_tensors *tensors, size_t *bytes)
 {
-    gemm_call call;
-    return op_workspace_of(&call.head, &nvfp4_gemm_family, GEMM, ctx, params, tensors, bytes);
+    return op_workspace_of(&nvfp4_gemm_family, GEMM, ctx, params, tensors, bytes);
 }
 
 quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec,
                               const quern_nvfp4_gemm_params *params, const quern_nvfp4_gemm_tensors *tensors,
                               void *workspace, size_t workspace_bytes)
 {
-    gemm_call call;
-    return op_run(&call.head, &nvfp4_gemm_family, GEMM, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&nvfp4_gemm_family, GEMM, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
 
 quern_status quern_nvfp4_gemm_backward_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
                                                  const quern_nvfp4_gemm_tensors *tensors, size_t *bytes)
 {
-    gemm_call call;
-    return op_workspace_of(&call.head, &nvfp4_gemm_family, GEMM_BACKWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&nvfp4_gemm_family, GEMM_BACKWARD, ctx, params, tensors, bytes);
 }
 
 quern_status quern_nvfp4_gemm_backward(quern_context *ctx, const quern_exec *exec,
@@ -154,7 +150,5 @@ quern_status quern_nvfp4_gemm_backward(quern_context *ctx, const quern_exec *exe
                                        const quern_nvfp4_gemm_tensors *tensors, void *workspace,
                                        size_t workspace_bytes)
 {
-    gemm_call call;
-    return op_run(&call.head, &nvfp4_gemm_family, GEMM_BACKWARD, ctx, exec, params, tensors, workspace,
-                  workspace_bytes);
+    return op_run(&nvfp4_gemm_family, GEMM_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }

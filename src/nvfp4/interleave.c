@@ -161,8 +161,7 @@ const op_family nvfp4_interleave_family = {
 quern_status quern_nvfp4_interleave_workspace(quern_context *ctx, const quern_nvfp4_interleave_params *given,
                                               const quern_nvfp4_interleave_tensors *views, size_t *bytes)
 {
-    interleave_call call;
-    return op_workspace_of(&call.head, &nvfp4_interleave_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nvfp4_interleave_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec,
@@ -170,7 +169,5 @@ quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec,
                                     const quern_nvfp4_interleave_tensors *views, void *workspace,
                                     size_t workspace_bytes)
 {
-    interleave_call call;
-    return op_run(&call.head, &nvfp4_interleave_family, 0, ctx, exec, given, views, workspace,
-                  workspace_bytes);
+    return op_run(&nvfp4_interleave_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

@@ -176,14 +176,12 @@ quern_status quern_nvfp4_repacked_bytes(quern_context *ctx, quern_device device,
 quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *given,
                                          const quern_moe_prepack_tensors *views, size_t *bytes)
 {
-    prepack_call call;
-    return op_workspace_of(&call.head, &moe_prepack_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&moe_prepack_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *exec,
                                const quern_moe_prepack_params *given, const quern_moe_prepack_tensors *views,
                                void *workspace, size_t workspace_bytes)
 {
-    prepack_call call;
-    return op_run(&call.head, &moe_prepack_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+    return op_run(&moe_prepack_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

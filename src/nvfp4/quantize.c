@@ -168,8 +168,7 @@ const op_family nvfp4_quantize_family = {
 quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp4_quantize_params *given,
                                             const quern_nvfp4_quantize_tensors *views, size_t *bytes)
 {
-    quantize_call call;
-    return op_workspace_of(&call.head, &nvfp4_quantize_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nvfp4_quantize_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec,
@@ -177,6 +176,5 @@ quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec,
                                   const quern_nvfp4_quantize_tensors *views, void *workspace,
                                   size_t workspace_bytes)
 {
-    quantize_call call;
-    return op_run(&call.head, &nvfp4_quantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+    return op_run(&nvfp4_quantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

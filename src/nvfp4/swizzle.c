@@ -230,8 +230,7 @@ const op_family nvfp4_swizzle_family = {
 quern_status quern_nvfp4_swizzle_workspace(quern_context *ctx, const quern_nvfp4_swizzle_params *given,
                                            const quern_nvfp4_swizzle_tensors *views, size_t *bytes)
 {
-    swizzle_call call;
-    return op_workspace_of(&call.head, &nvfp4_swizzle_family, 0, ctx, given, views, bytes);
+    return op_workspace_of(&nvfp4_swizzle_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec *exec,
@@ -239,6 +238,5 @@ quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec *exec,
                                  const quern_nvfp4_swizzle_tensors *views, void *workspace,
                                  size_t workspace_bytes)
 {
-    swizzle_call call;
-    return op_run(&call.head, &nvfp4_swizzle_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+    return op_run(&nvfp4_swizzle_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

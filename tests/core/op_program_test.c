@@ -97,16 +97,15 @@ static void forward_make(forward *f, quern_nsa_metric metric)
 static void forward_run(forward *f, bool records)
 {
     op_family family = nsa_family;
-    nsa_call call;
     size_t bytes = 0;
     family.build = build_beside;
     memset(&seen, 0, sizeof seen);
     test_tensor_reset(&f->o);
-    if (op_workspace_of(&call.head, &family, NSA_FORWARD, ctx, &f->params, &f->tensors, &bytes) != QUERN_OK)
+    if (op_workspace_of(&family, NSA_FORWARD, ctx, &f->params, &f->tensors, &bytes) != QUERN_OK)
         fail_msg("%s", quern_last_error(ctx));
     test_workspace workspace = test_workspace_make(bytes);
     seen.records = records;
-    if (op_run(&call.head, &family, NSA_FORWARD, ctx, NULL, &f->params, &f->tensors, workspace.data, bytes) !=
+    if (op_run(&family, NSA_FORWARD, ctx, NULL, &f->params, &f->tensors, workspace.data, bytes) !=
         QUERN_OK)
         fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&workspace);
@@ -243,11 +242,10 @@ enum { A = 2, B = 3, ROWS = 4, COLUMNS = 5 };
 static quern_status copy(void (*build)(op_build *), const test_tensor *in, test_tensor *out)
 {
     op_family family = copying;
-    copy_call call;
     const copy_tensors t = {sizeof t, &in->view, &out->view};
     static _Alignas(64) char workspace[4096];
     family.build = build;
-    return op_run(&call.head, &family, 0, ctx, NULL, &defaults, &t, workspace, sizeof workspace);
+    return op_run(&family, 0, ctx, NULL, &defaults, &t, workspace, sizeof workspace);
 }
 
 /* The last two dimensions at index 0 of the others. */

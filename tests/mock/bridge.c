@@ -268,16 +268,14 @@ __attribute__((destructor)) static void need_stages(void)
 
 /* ---- the library's functions ---- */
 
-quern_status __wrap_op_workspace_of(op_call *call, const op_family *family, int32_t operation,
-                                    quern_context *ctx, const void *params, const void *tensors,
-                                    size_t *bytes);
-quern_status __real_op_workspace_of(op_call *call, const op_family *family, int32_t operation,
-                                    quern_context *ctx, const void *params, const void *tensors,
-                                    size_t *bytes);
-quern_status __wrap_op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+quern_status __wrap_op_workspace_of(const op_family *family, int32_t operation, quern_context *ctx,
+                                    const void *params, const void *tensors, size_t *bytes);
+quern_status __real_op_workspace_of(const op_family *family, int32_t operation, quern_context *ctx,
+                                    const void *params, const void *tensors, size_t *bytes);
+quern_status __wrap_op_run(const op_family *family, int32_t operation, quern_context *ctx,
                            const quern_exec *exec, const void *params, const void *tensors, void *workspace,
                            size_t bytes);
-quern_status __real_op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+quern_status __real_op_run(const op_family *family, int32_t operation, quern_context *ctx,
                            const quern_exec *exec, const void *params, const void *tensors, void *workspace,
                            size_t bytes);
 quern_status __wrap_op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
@@ -291,14 +289,13 @@ quern_status __wrap_op_run_at(const op_call *call, const quern_exec *exec, void 
 quern_status __real_op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
                               size_t bytes);
 
-quern_status __wrap_op_workspace_of(op_call *call, const op_family *family, int32_t operation,
-                                    quern_context *ctx, const void *params, const void *tensors,
-                                    size_t *bytes)
+quern_status __wrap_op_workspace_of(const op_family *family, int32_t operation, quern_context *ctx,
+                                    const void *params, const void *tensors, size_t *bytes)
 {
     on_device d;
     const int count = views_of(family, tensors, &d);
     move_views(&d, count, NULL);
-    return __real_op_workspace_of(call, family, operation, ctx, params, count > 0 ? &d.own : tensors, bytes);
+    return __real_op_workspace_of(family, operation, ctx, params, count > 0 ? &d.own : tensors, bytes);
 }
 
 /* Adds the ranges of the struct's tensors; false where one is too large to move. */
@@ -314,7 +311,7 @@ static bool add_views(ranges *all, const on_device *d, int count)
     return true;
 }
 
-quern_status __wrap_op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+quern_status __wrap_op_run(const op_family *family, int32_t operation, quern_context *ctx,
                            const quern_exec *exec, const void *params, const void *tensors, void *workspace,
                            size_t bytes)
 {
@@ -324,21 +321,27 @@ quern_status __wrap_op_run(op_call *call, const op_family *family, int32_t opera
     void *data[OP_TENSORS_MAX] = {NULL};
     const int count = views_of(family, tensors, &d);
     if (count == 0 || !add_views(&all, &d, count))
-        return __real_op_run(call, family, operation, ctx, exec, params, tensors, workspace, bytes);
+        return __real_op_run(family, operation, ctx, exec, params, tensors, workspace, bytes);
     for (int i = 0; i < count; i++) data[i] = d.own.t[i] != NULL ? d.own.t[i]->data : NULL;
     add_status(&all, exec);
     send(&all);
     move_views(&d, count, &all);
     (void)mock_take_faults();
-    quern_status status = __real_op_run(call, family, operation, ctx, exec_of(&room, exec, &all), params,
-                                        &d.own, workspace_of(&room, workspace, bytes), bytes);
+    quern_status status = __real_op_run(family, operation, ctx, exec_of(&room, exec, &all), params, &d.own,
+                                        workspace_of(&room, workspace, bytes), bytes);
     const int bits = mock_take_faults();
-    if (status == QUERN_OK && bits == 0) check_accepted(call, data); /* of what was there before the run */
+    op_call *call = malloc(family->call_size);
+    assert_non_null(call);
+    const bool known = (status == QUERN_OK || bits != 0) &&
+                       __real_op_prepare(call, family, operation, ctx, params, &d.own, OP_AT_SHAPES) == QUERN_OK;
+    if (known && bits == 0) check_accepted(call, data); /* of what was there before the run */
     fetch(&all, status == QUERN_OK && bits == 0);
     free_room(&room);
-    if (bits != 0)
-        return need_refused(
-            call, __real_op_run(call, family, operation, ctx, exec, params, tensors, workspace, bytes), bits);
+    if (bits != 0) {
+        status = __real_op_run(family, operation, ctx, exec, params, tensors, workspace, bytes);
+        if (known) status = need_refused(call, status, bits);
+    }
+    free(call);
     return status;
 }
 

@@ -27,15 +27,13 @@ static op_family composed(void)
 quern_status nsa_composed_workspace(quern_context *ctx, const quern_nsa_params *params,
                                     const quern_nsa_tensors *tensors, size_t *bytes)
 {
-    nsa_call call;
     const op_family family = composed();
-    return op_workspace_of(&call.head, &family, NSA_FORWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&family, NSA_FORWARD, ctx, params, tensors, bytes);
 }
 
 quern_status nsa_composed_forward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                   const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
-    nsa_call call;
     const op_family family = composed();
-    return op_run(&call.head, &family, NSA_FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&family, NSA_FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
 }
