@@ -339,8 +339,10 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
 {
     DEFAULT_FLOAT_STATE; /* a plan resolves defaults, such as the scale */
     used->count = 0;
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (ctx == NULL) {
+        (void)error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+        return QUERN_ERR_INVALID_ARGUMENT;
+    }
     quern_status status = op_begin(call, family, operation, params, tensors, own);
     if (status != QUERN_OK || (status = op_derive(call)) != QUERN_OK ||
         (status = check_tensors(call, looks, used)) != QUERN_OK || (status = check_sources(call)) != QUERN_OK)

@@ -33,8 +33,9 @@ static quern_status open_query(const quern_op *op, quern_op_pass pass, const voi
     const quern_status status = find(op, pass, &family, &operation);
     q->call = status == QUERN_OK ? malloc(family->call_size) : NULL;
     if (status != QUERN_OK) return status;
-    if (q->call == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a call of %s", op->name);
-    return op_begin(q->call, family, operation, params, tensors, &q->own);
+    if (q->call != NULL) return op_begin(q->call, family, operation, params, tensors, &q->own);
+    (void)error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a call of %s", op->name);
+    return QUERN_ERR_OUT_OF_MEMORY;
 }
 
 quern_status quern_op_roles(const quern_op *op, quern_op_pass pass, const void *params, const void *tensors,

@@ -332,8 +332,9 @@ quern_status __wrap_op_run(const op_family *family, int32_t operation, quern_con
     const int bits = mock_take_faults();
     op_call *call = malloc(family->call_size);
     assert_non_null(call);
-    const bool known = (status == QUERN_OK || bits != 0) &&
-                       __real_op_prepare(call, family, operation, ctx, params, &d.own, OP_AT_SHAPES) == QUERN_OK;
+    bool known = status == QUERN_OK || bits != 0;
+    if (known)
+        known = __real_op_prepare(call, family, operation, ctx, params, &d.own, OP_AT_SHAPES) == QUERN_OK;
     if (known && bits == 0) check_accepted(call, data); /* of what was there before the run */
     fetch(&all, status == QUERN_OK && bits == 0);
     free_room(&room);
