@@ -3,19 +3,21 @@
 /*
  * kernel.cuh - dK and dV of lists of single tokens on Hopper, for bf16 and f16.
  *
- * A block owns 64 keys of a listed block and walks the tokens that chose it (backward/inverse.cu), 64 rows a
- * stage:
+ * A block owns a listed block's 64 keys, or 128 of them, and walks the tokens that chose it
+ * (backward/inverse.cu), 64 rows a stage:
  *
  *   P = exp(S - lse), dS = P (row_scale dP - delta), dV = P^T row_scale dO, dK = scale dS^T Q.
  *
  * Everything is transposed, as in backward/dkv.cuh, so P^T and dS^T stay in registers as
  * operands. The feeding warpgroup's warp 0 copies each token's rows of Q and dO by TMA, warp 1 fetches their
- * statistics; the computing warpgroup runs four products a stage one after another. Two blocks an SM run
- * one's exponentials beside the other's products.
+ * statistics; a computing warpgroup has 64 keys and runs four products a stage one after another. One of them
+ * runs its exponentials beside the other's products: two blocks an SM with one warpgroup, or, where listed
+ * blocks have more than 64 keys, one block with two, which share each stage.
  *
- * At D = 128: dK 64, dV 64, S^T 32, dP^T 32 of 224 registers; shared memory: K, V 32 KB, Q, dO in two stages
- * 64 KB. Limit: shared memory, of which a stage's products read 96 KB in 1024 clocks of the tensor cores, and
- * the rows' way from memory: 8 KB for each token and block, 34 GB at 64k tokens of 64/4 heads.
+ * At D = 128: dK 64, dV 64, S^T 32, dP^T 32 of 224 or 232 registers; shared memory for a warpgroup: K, V
+ * 32 KB, Q, dO in two stages 64 KB. Limit: shared memory, of which a stage's products read 96 KB in 1024
+ * clocks of the tensor cores, and the rows' way from memory: 8 KB for each token and block, 34 GB at 64k
+ * tokens of 64/4 heads and 16 blocks a token.
  */
 #ifndef QUERN_CUDA_ATTEND_SM90_TOKENS_DKV_KERNEL_CUH
 #define QUERN_CUDA_ATTEND_SM90_TOKENS_DKV_KERNEL_CUH
@@ -30,8 +32,7 @@
 namespace sm90_tokens_keys
 {
 
-enum { ROWS = 64, KEYS = 64, STAGES = 2, FEED = 32, COMPUTE = 224 };
-static_assert(FEED + COMPUTE <= 2 * 128, "more registers than the launch gave");
+enum { ROWS = 64, KEYS = 64 /* of a computing warpgroup */ };
 
 struct maps {
     CUtensorMap q, d_o;
@@ -43,17 +44,23 @@ struct statistics {
     int32_t end[ROWS];                              /* of the keys that the row sees */
 };
 
-template <int DP> struct __align__(1024) shared
+/* GROUPS: computing warpgroups. */
+template <int DP, int GROUPS> struct __align__(1024) shared
 {
+    static constexpr int STAGES = 2 * GROUPS, FEED = GROUPS == 1 ? 32 : 40, COMPUTE = GROUPS == 1 ? 224 : 232;
+    static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * (512 / (GROUPS + 1) * GROUPS / 2 / 8 * 8),
+                  "more registers than the launch gave");
+    typedef ring_place<STAGES> place;
     typedef uint16_t panel_row[64];
-    panel_row k[DP / 64][KEYS], v[DP / 64][KEYS], q[STAGES][DP / 64][ROWS], d_o[STAGES][DP / 64][ROWS];
+    panel_row k[DP / 64][GROUPS * KEYS], v[DP / 64][GROUPS * KEYS];
+    panel_row q[STAGES][DP / 64][ROWS], d_o[STAGES][DP / 64][ROWS];
     statistics stats[STAGES];
     ring<STAGES> rows;
 
     /* One thread. */
     __device__ __forceinline__ void init()
     {
-        rows.init(1 + WARP_ARRIVALS, 4 * WARP_ARRIVALS);
+        rows.init(1 + WARP_ARRIVALS, GROUPS * 4 * WARP_ARRIVALS);
         mbar_init_done();
     }
 };
@@ -79,9 +86,9 @@ __device__ __forceinline__ token_stream find_tokens(const attend_kernel &a, cons
 }
 
 /* Copies the rows of the tokens, a lane each. A token past the end lies outside the tensor: zeros arrive. */
-template <int DP>
+template <int DP, int GROUPS>
 __device__ __forceinline__ void feed(const attend_kernel &a, const key_block &b, const token_stream &x,
-                                     const maps &m, shared<DP> &s)
+                                     const maps &m, shared<DP, GROUPS> &s)
 {
     const int lane = threadIdx.x & 31, head0 = b.kvh * a.group;
     auto token_at = [&](int t) {
@@ -90,7 +97,7 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const key_block &b,
     };
     int token = token_at(0);
     for (int t = 0; t < x.steps; t++) {
-        const auto at = ring_place<STAGES>::of(t);
+        const auto at = shared<DP, GROUPS>::place::of(t);
         const int next = token_at(t + 1);
         const uint32_t to = lane * a.hs * 128, q = stage_address(s.q, at.stage) + to,
                        d_o = stage_address(s.d_o, at.stage) + to;
@@ -133,14 +140,14 @@ __device__ __forceinline__ two_rows fetch_rows(const attend_kernel &a, const key
 }
 
 /* Fetches the rows' statistics, a stage ahead. */
-template <int DP>
+template <int DP, int GROUPS>
 __device__ __forceinline__ void fetch(const attend_kernel &a, const key_block &b, const token_stream &x,
-                                      shared<DP> &s)
+                                      shared<DP, GROUPS> &s)
 {
     const int lane = threadIdx.x & 31;
     two_rows r = fetch_rows(a, b, x, 0);
     for (int t = 0; t < x.steps; t++) {
-        const auto at = ring_place<STAGES>::of(t);
+        const auto at = shared<DP, GROUPS>::place::of(t);
         statistics *to = &s.stats[at.stage];
         s.rows.wait_free(at);
 #pragma unroll
@@ -183,81 +190,85 @@ __device__ __forceinline__ void find_gradients(const float (&s)[ROWS / 8][4], co
     }
 }
 
-/* Whether `x` holds for any thread of the computing warpgroup; a barrier of it. */
-__device__ __forceinline__ bool any_of_group(bool x)
+/* Whether `x` holds for any of the computing threads; a barrier of these. */
+template <int THREADS> __device__ __forceinline__ bool any_computes(bool x)
 {
     uint32_t any;
     asm volatile(
-        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, 128, p;\nselp.u32 %0, 1, 0, "
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, %2, p;\nselp.u32 %0, 1, 0, "
         "q;\n}"
         : "=r"(any)
-        : "r"((uint32_t)x)
+        : "r"((uint32_t)x), "n"(THREADS)
         : "memory");
     return any != 0;
 }
 
 /* What is not finite in a stage, some of whose pairs do not see each other: the keys that see it get it, and
  * the products find 0. */
-template <typename T, int DP>
+template <typename T, int DP, int THREADS>
 __device__ __forceinline__ void guard(char *q, char *g, const statistics *st, int key, float (&dk)[DP / 8][4],
                                       float (&dv)[DP / 8][4])
 {
-    if (!any_of_group(any_nonfinite<T, ROWS, 128, DP / 8>(q) || any_nonfinite<T, ROWS, 128, DP / 8>(g)))
+    if (!any_computes<THREADS>(any_nonfinite<T, ROWS, THREADS, DP / 8>(q) ||
+                               any_nonfinite<T, ROWS, THREADS, DP / 8>(g)))
         return;
     auto sees = [&](int j, int h) { return key + h * 8 < st->end[j]; };
     spread_nonfinite<T, ROWS>(dk, q, 0, ROWS, true, sees);
     spread_nonfinite<T, ROWS>(dv, g, 0, ROWS, false, sees);
-    named_sync(1, 128);
-    clear_nonfinite<T, ROWS, 128, DP / 8>(q);
-    clear_nonfinite<T, ROWS, 128, DP / 8>(g);
+    named_sync(1, THREADS);
+    clear_nonfinite<T, ROWS, THREADS, DP / 8>(q);
+    clear_nonfinite<T, ROWS, THREADS, DP / 8>(g);
     async_fence();
-    named_sync(1, 128);
+    named_sync(1, THREADS);
 }
 
-/* C[64][64] = A[64][.] B[64][.]^T over DP columns of two tiles of 64 rows. */
-template <typename T, int DP>
+/* C[64][64] = A[64][.] B[64][.]^T over DP columns, of 64 rows of a tile of KEYS_HERE and a tile of 64. */
+template <typename T, int DP, int KEYS_HERE>
 __device__ __forceinline__ void multiply(float (&c)[8][4], uint32_t a, uint32_t b)
 {
     const uint64_t ta = wg_fresh(wg_tile(a, 0)), tb = wg_fresh(wg_tile(b, 0));
 #pragma unroll
     for (int k = 0; k < DP; k += 16) {
-        const uint32_t at = (k >> 6) * (64 * 128) + (k & 63) * 2;
-        if (k == 0) wg_ss_wide<T, 64, false>(c, wg_further(ta, at), wg_further(tb, at));
-        else wg_ss_wide<T, 64, true>(c, wg_further(ta, at), wg_further(tb, at));
+        const uint64_t x = wg_further(ta, (k >> 6) * (KEYS_HERE * 128) + (k & 63) * 2),
+                       y = wg_further(tb, (k >> 6) * (ROWS * 128) + (k & 63) * 2);
+        if (k == 0) wg_ss_wide<T, 64, false>(c, x, y);
+        else wg_ss_wide<T, 64, true>(c, x, y);
     }
     wg_commit();
 }
 
-template <typename T, int DP>
-__device__ __forceinline__ void compute(const attend_kernel &a, const key_block &b, shared<DP> &sm)
+template <typename T, int DP, int GROUPS>
+__device__ __forceinline__ void compute(const attend_kernel &a, const key_block &b, shared<DP, GROUPS> &sm,
+                                        int group)
 {
-    constexpr int NT = ROWS / 8, OT = DP / 8;
+    constexpr int NT = ROWS / 8, OT = DP / 8, THREADS = GROUPS * 128, KEYS_HERE = GROUPS * KEYS;
     const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16 + (lane >> 2), key = b.key0 + row;
     const token_stream x = find_tokens<T>(a, b);
-    const uint32_t k = smem_address(sm.k), v = smem_address(sm.v);
-    load_keys<T, KEYS, 128, DP / 8>(a, b, k, (char *)sm.k, v, (char *)sm.v);
+    const uint32_t k = smem_address(sm.k) + group * KEYS * 128, v = smem_address(sm.v) + group * KEYS * 128;
+    load_keys<T, KEYS_HERE, THREADS, DP / 8>(a, b, smem_address(sm.k), (char *)sm.k, smem_address(sm.v),
+                                             (char *)sm.v);
     float dk[OT][4] = {}, dv[OT][4] = {};
     cp_async_commit();
     cp_async_wait<0>();
     async_fence();
-    named_sync(1, 128);
+    named_sync(1, THREADS);
     for (int t = 0; t < x.steps; t++) {
-        const auto at = ring_place<STAGES>::of(t);
+        const auto at = shared<DP, GROUPS>::place::of(t);
         const statistics *st = &sm.stats[at.stage];
         const uint32_t q = stage_address(sm.q, at.stage), g = stage_address(sm.d_o, at.stage);
         float s[NT][4], dp[NT][4];
         uint32_t fp[NT][2], fs[NT][2];
         sm.rows.wait_full(at);
         wg_start();
-        multiply<T, DP>(s, k, q);
-        multiply<T, DP>(dp, v, g);
+        multiply<T, DP, KEYS_HERE>(s, k, q);
+        multiply<T, DP, KEYS_HERE>(dp, v, g);
         wg_wait<0>(s);
         wg_wait<0>(dp);
         if (st->end[0] >= b.key_end) {
             find_gradients<T, true>(s, dp, st, a.scale_log2, key, fp, fs);
         } else {
             find_gradients<T, false>(s, dp, st, a.scale_log2, key, fp, fs);
-            guard<T, DP>((char *)sm.q[at.stage], (char *)sm.d_o[at.stage], st, key, dk, dv);
+            guard<T, DP, THREADS>((char *)sm.q[at.stage], (char *)sm.d_o[at.stage], st, key, dk, dv);
         }
         const uint64_t tq = wg_fresh(wg_tile(q, ROWS * 128)), tg = wg_fresh(wg_tile(g, ROWS * 128));
         wg_start();
@@ -279,27 +290,39 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const key_block 
     store_keys<T, true, true, true, OT>(a, b, row, a.list_block, dk, dv);
 }
 
-template <typename T, int DP>
-__global__ void __launch_bounds__(256, 2) attend_tokens_keys(const __grid_constant__ attend_kernel a,
-                                                             int64_t pieces, const __grid_constant__ maps m)
+template <typename T, int DP, int GROUPS>
+__global__ void __launch_bounds__((GROUPS + 1) * 128, 2 / GROUPS)
+    attend_tokens_keys(const __grid_constant__ attend_kernel a, int64_t pieces,
+                       const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
+    typedef shared<DP, GROUPS> S;
     extern __shared__ __align__(1024) char smem[];
-    shared<DP> &s = *(shared<DP> *)smem;
+    S &s = *(S *)smem;
     key_block b;
-    if (!find_item<KEYS, true>(a, pieces, &b)) return;
+    if (!find_item<GROUPS * KEYS, true>(a, pieces, &b)) return;
     if (threadIdx.x == 0) s.init();
     __syncthreads();
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-    if (warp >= 4) {
-        registers_down<FEED>();
-        if (warp == 4) feed(a, b, find_tokens<T>(a, b), m, s);
-        else if (warp == 5) fetch(a, b, find_tokens<T>(a, b), s);
+    if (warp >= GROUPS * 4) {
+        registers_down<S::FEED>();
+        if (warp == GROUPS * 4) feed(a, b, find_tokens<T>(a, b), m, s);
+        else if (warp == GROUPS * 4 + 1) fetch(a, b, find_tokens<T>(a, b), s);
     } else {
-        registers_up<COMPUTE>();
-        compute<T>(a, b, s);
+        registers_up<S::COMPUTE>();
+        compute<T>(a, b, s, GROUPS == 1 ? 0 : warp / 4);
     }
 #endif
+}
+
+template <typename T, int DP, int GROUPS>
+static quern_status launch(const attend_args *args, const attend_kernel &a, int64_t pieces, const maps &m,
+                           cudaStream_t stream)
+{
+    const int parts = (a.list_block + GROUPS * KEYS - 1) / (GROUPS * KEYS);
+    const dim3 grid((unsigned)inverse_items(args), 1, (unsigned)parts);
+    return launch_shared({stream, NULL}, attend_tokens_keys<T, DP, GROUPS>, grid, (GROUPS + 1) * 128,
+                         sizeof(shared<DP, GROUPS>), "attend_backward_sm90_tokens by keys", a, pieces, m);
 }
 
 template <typename T, int DP>
@@ -312,9 +335,8 @@ static quern_status run(const attend_args *args, const attend_launch &l, cudaStr
     quern_status status = tma_describe(&m.q, args->q, a.hs, 1);
     if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, a.hs, 1);
     if (status != QUERN_OK) return status;
-    const dim3 grid((unsigned)inverse_items(args), 1, (unsigned)(a.list_block / KEYS));
-    return launch_shared({stream, NULL}, attend_tokens_keys<T, DP>, grid, 256, sizeof(shared<DP>),
-                         "attend_backward_sm90_tokens by keys", a, pieces, m);
+    return a.list_block > KEYS ? launch<T, DP, 2>(args, a, pieces, m, stream)
+                               : launch<T, DP, 1>(args, a, pieces, m, stream);
 }
 
 } // namespace sm90_tokens_keys
