@@ -4,13 +4,13 @@
  * kernel.cuh - products of 16-bit rows with e4m3 weights on Hopper.
  *
  *   feed      one thread copies runs of W and of TOKENS rows of a into stages
- *   multiply  two warpgroups of 64 rows of W: a lane reads its codes, pairs along the sum, and widens them
- *             into the products' first operand while the products of the run before are under way. A run is
- *             summed from zero and added times its rows' scales.
+ *   multiply  two warpgroups of 64 rows of W: a lane reads its codes, two of K at a time, and widens them
+ *             into the products' first operand while the products of the run before are under way. Each run
+ *             is summed from zero and added times its rows' scales.
  *
- * Of few tiles the runs are shared by up to 8 blocks of a cluster. They keep each run's sums in shared memory
- * and then add them in the order of the runs, each block for some rows, so the bits are those of one block.
- * TOKENS, 8 to 128, is the width of the products and changes no bit either.
+ * Where there are few tiles, up to 8 blocks of a cluster split a tile's runs. They keep each run's sums in
+ * shared memory and then add them in the order of the runs, each block for some rows: the bits are those of
+ * one block. TOKENS, 8 to 128, is the width of the products and changes no bit either.
  *
  * Registers at 128 tokens: 64 + 64 sums, 2 x 32 of operands. Shared memory of a stage: 16 KiB of W, 256 bytes
  * a token. Limits: W's bytes over the read rate; tensor cores.
@@ -23,12 +23,7 @@
 namespace sm90_e4m3
 {
 
-enum {
-    FEW_REGISTERS = 40,
-    MANY_REGISTERS = 232,
-    PARTS_BYTES = 64 * 1024,
-    ROOM = 220 * 1024
-};
+enum { FEW_REGISTERS = 40, MANY_REGISTERS = 232, PARTS_BYTES = 64 * 1024, ROOM = 220 * 1024 };
 
 template <int TOKENS> struct form {
     enum {
@@ -90,12 +85,7 @@ __device__ __forceinline__ void start_run(float (&part)[TOKENS / 8][4], const ui
                                           uint32_t tokens)
 {
     const uint64_t b = wg_fresh(wg_tile(tokens, 0));
-    if constexpr (TOKENS < 64) {
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) part[n][e] = 0.0f;
-    }
+    if constexpr (TOKENS < 64) clear_sums(part);
     wg_start();
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
@@ -151,7 +141,7 @@ __device__ __forceinline__ void step(const product_params &q, shared<TOKENS> &m,
     walk.at.advance();
     if constexpr (form<TOKENS>::SPLITS)
         if (kept) keep_run<TOKENS>(part, m, run - r.first, warpgroup);
-    if (!kept) add_run(c, part, s);
+    if (!kept) add_scaled_rows(c, part, s.low, s.high);
 }
 
 template <typename T, int TOKENS>
@@ -160,10 +150,7 @@ __device__ __forceinline__ void sum_tile(const product_params &q, shared<TOKENS>
 {
     const run_range r = runs_here(q);
     uint32_t a[STEPS][4], b[STEPS][4];
-#pragma unroll
-    for (int n = 0; n < TOKENS / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) c[n][e] = 0.0f;
+    clear_sums(c);
     if (r.first < r.end) take_operand<T>(a, m, walk, warpgroup);
     for (int run = r.first; run < r.end; run += 2) {
         step<T, TOKENS>(q, m, walk, t, warpgroup, run, r, a, b, c);

@@ -2,15 +2,16 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * tiles.cuh - what Hopper's products with e4m3 weights share: tiles of 128 rows of W, two warpgroups of 64,
- * by TOKENS rows of a; the walk of a block over them, and how results leave. A run is 128 of the sum.
+ * by TOKENS rows of a; the walk of a block over them, and the store. A run is 128 of K.
  *
- * W's rows and a's arrive by the copy engine as they stand, in rows of 128 bytes whose chunks of 16 are
- * permuted (common/mma.cuh). What lies behind the last column arrives as 0.
+ * TMA copies rows of W and of a as they stand, in rows of 128 bytes whose chunks of 16 are permuted
+ * (common/mma.cuh), and fills columns past the last one with 0.
  */
 #ifndef QUERN_CUDA_E4M3_GEMM_SM90_TILES_CUH
 #define QUERN_CUDA_E4M3_GEMM_SM90_TILES_CUH
 
 #include "e4m3_gemm/params.cuh"
+#include "hopper/epilogue.cuh"
 #include "hopper/ring.cuh"
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
@@ -65,31 +66,13 @@ __device__ __forceinline__ row_scales scales_at(const product_params &q, const t
             q.p.scales.at(row0 + min(first + 8, last), (int64_t)run * RUN, q.p.status)};
 }
 
-/* c += scales times the sums of a run. */
-template <int TILES>
-__device__ __forceinline__ void add_run(float (&c)[TILES][4], const float (&part)[TILES][4], row_scales s)
-{
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        c[n][0] = fmaf(s.low, part[n][0], c[n][0]);
-        c[n][1] = fmaf(s.low, part[n][1], c[n][1]);
-        c[n][2] = fmaf(s.high, part[n][2], c[n][2]);
-        c[n][3] = fmaf(s.high, part[n][3], c[n][3]);
-    }
-}
-
-/* Where element `column` of 64 of 16 bits stands in a row's 128 bytes. */
-__device__ __forceinline__ int tile_at_bytes(int row, int column)
-{
-    return row * 128 + ((column / 8 ^ (row & 7)) << 4) + column % 8 * 2;
-}
-
-/* A warpgroup's 64 columns of c through `room`, a row of 128 bytes a token. */
+/* Stores a warpgroup's 64 columns of c, which `staged` transposes: a row of 128 bytes a token. */
 template <typename T, int TOKENS>
 __device__ __forceinline__ void store_tile(const float (&c)[TOKENS / 8][4], const product_params &q,
-                                           const tile_place &t, int warpgroup, char *room)
+                                           const tile_place &t, int warpgroup, char *staged)
 {
-    const int lane = threadIdx.x % 32, thread = threadIdx.x % 128, column = (int)low_row(0);
+    enum { ROW = WG_ROWS * 2 };
+    const int lane = threadIdx.x % 32, column = (int)low_row(0);
     const int64_t first = t.column + warpgroup * WG_ROWS, at = t.group * q.p.out;
     float bias[2] = {0.0f, 0.0f};
     for (int i = 0; i < 2; i++)
@@ -100,24 +83,15 @@ __device__ __forceinline__ void store_tile(const float (&c)[TOKENS / 8][4], cons
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int token = n * 8 + lane % 4 * 2 + e % 2, to = column + e / 2 * 8;
-            *(T *)(room + tile_at_bytes(token, to)) = from_float<T>(c[n][e] + bias[e / 2]);
+            *(T *)(staged + staged_at<ROW>(token, to)) = from_float<T>(c[n][e] + bias[e / 2]);
         }
     named_sync(1 + warpgroup, 128);
-    const int part = thread % 8;
-#pragma unroll 4
-    for (int token = thread / 8; token < TOKENS; token += 16) {
-        const int64_t row = t.token + token, left = q.p.out - first - part * 8;
-        const T *const from = (const T *)(room + tile_at_bytes(token, part * 8));
-        T *const to = (T *)q.p.c + row * q.p.c_row + at + first + part * 8;
-        if (row >= q.p.tokens) break;
-        if (left >= 8 && q.wide) *(uint4 *)to = *(const uint4 *)from;
-        else
-            for (int i = 0; i < 8 && i < left; i++) to[i] = from[i];
-    }
+    store_staged<T, ROW, TOKENS>(staged, (T *)q.p.c + at + first, q.p.c_row, t.token, q.p.tokens,
+                                 q.p.out - first, q.wide);
     named_sync(1 + warpgroup, 128);
 }
 
-/* a's rows as the copy engine is told of them. */
+/* a's rows as TMA's descriptor has them. */
 static inline quern_tensor rows_of_a(const e4m3_gemm_args *args)
 {
     quern_tensor t = args->a;
@@ -131,7 +105,7 @@ static inline quern_tensor rows_of_a(const e4m3_gemm_args *args)
     return t;
 }
 
-/* Whether the copy engine reads W and rows of a, and a run has one scale a row. */
+/* Whether TMA can read W and rows of a, and a run has one scale a row. */
 static inline bool tiles_take(const e4m3_gemm_args *args)
 {
     const quern_tensor &w = args->codes;

@@ -86,10 +86,7 @@ __device__ __forceinline__ void multiply(const product_params &q, shared &m, int
     for (int64_t i = blockIdx.x; i < tiles_of(q); i += gridDim.x) {
         const tile_place t = tile_at(q, i, TOKENS);
         float c[TOKENS / 8][4], part[TOKENS / 8][4];
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) c[n][e] = 0.0f;
+        clear_sums(c);
         for (int run = 0; run < q.runs; run++) {
             const row_scales s = scales_at(q, t, warpgroup, run);
             m.stages.wait_full(at);
