@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """What DeepSeek-V4's attention and indexer must reach on one H200, for hopper.py: prefill over random lists,
 each token its own; decode from rows of 584 bytes in pages, in graphs that rotate eight caches; the indexer of
-keys that all queries see. Operations: 4 H D a pair of query and key, an entry in list and window counted
-twice, 10 H D in the backward; 2 Hi C a pair of query and entry."""
+keys that all queries see; compressors. Operations: 4 H D a pair of query and key, an entry in list and window
+counted twice, 10 H D in the backward; 2 Hi C a pair of query and entry."""
 
 import torch
 
-from measure import act, attempt, empty, graph_us, line, ms, smooth
+from experts import copy_rate
+from measure import act, attempt, empty, graph_us, in_turns, line, ms, smooth
 
 F32, I32, U8 = torch.float32, torch.int32, torch.uint8
 DIM, WINDOW, TOP, PAGE, POOLS = 512, 128, 512, 64, 8
@@ -227,6 +228,57 @@ def index_decode(quern, sequences, entries, form="fp8"):
     return sequences * entries * 132 / copy / ms(call, 9, 2)
 
 
+def compressor(kind, n):
+    """The tensors of a compressor's pooling, norm and rotation of n rows, but for these."""
+    r, series = (4, "ab") if kind == "csa" else (128, "a")
+    t = {f"b_{s}": torch.randn(r, DIM, device="cuda") for s in series}
+    t |= dict(norm_weight=torch.randn(DIM, device="cuda"), cos_sin=tables(n), out=empty(1, n // r, DIM))
+    return t
+
+
+def columns(kind):
+    return (4 if kind == "csa" else 2) * DIM
+
+
+def pooling(quern, kind, n, backward=False):
+    """What moving rows and entries, and the rows' gradients, would take at the rate of a copy, over what it
+    takes."""
+    p, t = quern.params(kind + "-compress"), compressor(kind, n)
+    t |= dict(proj=act(1, n, columns(kind)))
+    moved = t["proj"].nbytes * (2 if backward else 1) + t["out"].nbytes
+    name = "dsv4_compress_backward" if backward else "dsv4_compress"
+    if backward:
+        t |= {"d_" + x: torch.empty_like(t[x]) for x in ("proj", "b_a", "b_b", "norm_weight") if x in t}
+        t |= dict(d_out=act(*t.pop("out").shape))
+    return moved / copy_rate() / ms(quern.call(name, p, **t))
+
+
+def from_hidden(quern, kind, f32, n=16384, width=4096):
+    """A compressor from hidden states over its product alone. In f32 the call has both; in bf16 the product
+    comes before it."""
+    p, t = quern.params(kind + "-compress"), compressor(kind, n)
+    x, w = act(1, n, width), act(width, columns(kind)) * width**-0.5
+    proj = empty(1, n, columns(kind), dtype=F32 if f32 else x.dtype)
+
+    def product():
+        if f32:
+            torch.mm(x[0], w, out_dtype=F32, out=proj[0])
+        else:
+            torch.mm(x[0], w, out=proj[0])
+
+    if f32:
+        both = quern.call("dsv4_compress", p, x=x, w=w, **t)
+    else:
+        pool = quern.call("dsv4_compress", p, proj=proj, **t)
+
+        def both():
+            product()
+            pool()
+
+    mine, alone = in_turns(both, product, reps=15)
+    return mine / alone
+
+
 def rows(quern):
     """Of each figure what it is, its target, how to measure it, its unit, and whether less is better."""
     csa = "CSA prefill, window 128 + top-512 random"
@@ -244,6 +296,15 @@ def rows(quern):
     yield what, 6, lambda: append_us(quern, 128), "us", True
     what = "CSA layer step, Flash dims, bf16 weights, 64 sequences of 32k, row584 + fp8, in a graph"
     yield what, 170, lambda: graph_us(layer_step(quern, 64), 4), "us", True
+    for kind, passes in (("csa", (0.85, 0.75)), ("hca", (0.85, 0.65))):
+        for n in (65536, 262144):
+            what = f"{kind} pooling, norm and RoPE, bf16, {n >> 10}k rows, over the copy rate"
+            yield what, passes[0], lambda: pooling(quern, kind, n), "", False
+            yield what + ": backward", passes[1], lambda: pooling(quern, kind, n, True), "", False
+    for kind in ("csa", "hca"):
+        for f32, most in enumerate((1.1, 1.15)):
+            what = f"{kind} compressor from hidden states, 16k, {('bf16', 'f32')[f32]}, over its product"
+            yield what, most, lambda: from_hidden(quern, kind, f32), "x", True
     for form, least in (("rows", 500), ("fp8", 440), ("fp4", 400), ("fp8 products", 750)):
         what = f"indexer + top-512, 64 x 128, 64k entries, 1k queries, {form}"
         yield what, least, lambda: index_rate(quern, 1024, 65536, form), "TFLOP/s", False
