@@ -14,7 +14,7 @@
 set -u
 jobs=$(nproc)
 cd "$(dirname "$0")/../.." || exit 1
-export NVCC_APPEND_FLAGS="-lineinfo ${NVCC_APPEND_FLAGS:-}" # reports name source lines
+export NVCC_APPEND_FLAGS="-lineinfo -DQUERN_RACECHECK ${NVCC_APPEND_FLAGS:-}" # reports name source lines
 tests/gpu/build.sh || exit 1
 sanitizer=$(command -v compute-sanitizer || echo "$(dirname "$(readlink -f "$(command -v nvcc)")")/compute-sanitizer")
 "$sanitizer" --version | tail -n 1 || exit 1

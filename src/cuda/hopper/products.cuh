@@ -7,12 +7,20 @@
 #include "hopper/ring.cuh"
 #include "hopper/wgmma.cuh"
 
-/* A warp has read its part of a stage: one arrival, as 32 at one address come one after the other. */
+/* Arrivals of a warp that returns a stage: one, as 32 at one address come one after the other; all lanes' in
+ * a build for compute-sanitizer's racecheck, which does not follow __syncwarp(). */
+#ifdef QUERN_RACECHECK
+enum { READER_ARRIVALS = 32 };
+#else
+enum { READER_ARRIVALS = 1 };
+#endif
+
+/* A warp has read its part of a stage. */
 template <int STAGES>
 __device__ __forceinline__ void give_back_by_warp(ring<STAGES> &stages, const ring_place<STAGES> &at)
 {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) stages.give_back(at);
+    if (threadIdx.x % 32 < READER_ARRIVALS) stages.give_back(at);
 }
 
 #ifdef QUERN_WGMMA

@@ -376,8 +376,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     shared<DK, MOST> &s = *(shared<DK, MOST> *)memory;
     if (threadIdx.x == 0) {
-        s.rows.init(1, GROUPS * 4);
-        s.keys.init(1, GROUPS * 4);
+        s.rows.init(1, GROUPS * 4 * READER_ARRIVALS);
+        s.keys.init(1, GROUPS * 4 * READER_ARRIVALS);
         mbar_init_done();
     }
     __syncthreads();

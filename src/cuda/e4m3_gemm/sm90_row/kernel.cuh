@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 2)
     extern __shared__ __align__(1024) char memory[];
     shared<RUNS> &m = *(shared<RUNS> *)memory;
     if (threadIdx.x == PRODUCTS) {
-        m.stages.init(1, HALVES);
+        m.stages.init(1, HALVES * READER_ARRIVALS);
         mbar_init_done();
     }
     __syncthreads();

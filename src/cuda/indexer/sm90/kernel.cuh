@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     shared<K, STAGES> &m = *(shared<K, STAGES> *)memory;
     if (threadIdx.x == 0) {
-        m.keys.init(1, KEY_USERS);
+        m.keys.init(1, KEY_USERS * READER_ARRIVALS);
         m.queries.init(Q_FILLERS, SCORERS * 128);
         m.scores.init(SCORE_GIVERS, CHOOSERS);
         mbar_init_done();

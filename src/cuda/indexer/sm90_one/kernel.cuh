@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(ONE_THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     auto &m = *(fed<K, 1, K::ONE_STAGES> *)memory;
     if (threadIdx.x == 0) {
-        m.keys.init(1, KEY_USERS);
+        m.keys.init(1, KEY_USERS * READER_ARRIVALS);
         m.queries.init(Q_FILLERS, ONE_SCORERS * 128);
         mbar_init_done();
     }

@@ -95,8 +95,8 @@ template <int DK, int LIST_ROWS> struct __align__(1024) shared
     /* One thread. */
     __device__ __forceinline__ void init()
     {
-        rows.init(1, COMPUTING);
-        entries.init(1, COMPUTING);
+        rows.init(1, COMPUTING * READER_ARRIVALS);
+        entries.init(1, COMPUTING * READER_ARRIVALS);
         plans.init(1, (COMPUTING + 1) * WARP_ARRIVALS);
         noted.init(WARP_ARRIVALS);
         mbar_init_done();
