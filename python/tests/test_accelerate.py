@@ -18,6 +18,7 @@ from tiny_models import (  # noqa: E402
     check_greedy,
     check_packed,
     error,
+    minimax,
     tokens,
 )
 
@@ -275,6 +276,14 @@ def test_what_cannot_be_replaced(capsys):
     said = "quern: 0 of 3 DeepseekV4Attention replaced; 1 not: kv_proj is a Sequential: Linear is accepted"
     assert capsys.readouterr().out.splitlines()[0] == said
     assert model.config._attn_implementation == "eager"
+
+
+def test_index_heads_unlike_the_lists(capsys):
+    model = accelerate(minimax(index_heads=4).eval())
+    said = "0 of 1 MiniMaxM3VLIndexer replaced; 1 not: index_n_heads is 4, num_key_value_heads 2: the same is"
+    assert said in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"block_idx.shape\[1\] is 4: 2 is accepted"):
+        model(tokens())
 
 
 def with_experts(kind, experts):

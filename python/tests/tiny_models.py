@@ -25,8 +25,8 @@ def gpt_oss():
     return model
 
 
-def minimax():
-    index = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3}
+def minimax(index_heads=2):
+    index = {"index_n_heads": index_heads, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3}
     config = m3.MiniMaxM3VLTextConfig(
         **SIZES,
         **EXPERTS,
