@@ -5,8 +5,7 @@
  * entry once; the losses' sum; the shares of keys_index's gradient added in order. Limit: reads; of lists
  * that are not ascending yet k k comparisons each.
  */
-#include "common/sums.cuh"
-#include "indexer_loss/params.cuh"
+#include "indexer_loss/losses.cuh"
 
 /* Whether place i of a list follows those before it: an entry that is seen, or nothing after these. */
 __device__ __forceinline__ bool in_order(const int32_t *list, int64_t i, int64_t seen)
@@ -71,10 +70,7 @@ quern_status loss_choose(const loss_params &p, bool keeps, cudaStream_t stream)
 __global__ void __launch_bounds__(LOSS_THREADS)
     add_losses(const __grid_constant__ loss_params p, int64_t seen)
 {
-    const double sum = block_sum<LOSS_THREADS>(p.losses, p.batch * p.queries);
-    if (threadIdx.x != 0) return;
-    const int64_t rows = p.listed < 0 ? seen : *p.rows;
-    *p.loss = (float)((double)p.lambda * sum / (double)(rows > 1 ? rows : 1));
+    sum_losses(p, seen);
 }
 
 __global__ void __launch_bounds__(LOSS_THREADS) add_keys(const __grid_constant__ loss_params p)

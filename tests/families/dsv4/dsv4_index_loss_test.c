@@ -186,20 +186,22 @@ static void calls_against_float64(void **state)
 /* As many heads and channels as models have, over several tiles of a GPU's kernels. */
 static void wide_calls_against_float64(void **state)
 {
-    static const int64_t dims[] = {128, 264};
+    static const struct {
+        int64_t dim, entries, listed;
+    } shapes[] = {{128, 290, 150}, {128, 590, 500}, {264, 290, 150}};
     (void)state;
-    for (int trial = 0; trial < 4; trial++) {
+    for (int trial = 0; trial < 6; trial++) {
         test_random random = {test_seed("the indexer's loss of models", 55 + (uint64_t)trial)};
         const oracle_indexer_loss extents = {.batch = 1,
                                              .queries = 7,
                                              .index_heads = 64,
                                              .width = 128,
-                                             .entries = 290,
+                                             .entries = shapes[trial / 2].entries,
                                              .heads = 64,
-                                             .dim = dims[trial / 2],
-                                             .listed = 150,
+                                             .dim = shapes[trial / 2].dim,
+                                             .listed = shapes[trial / 2].listed,
                                              .ratio = 1,
-                                             .start = 250,
+                                             .start = shapes[trial / 2].entries - 40,
                                              .lambda = 1};
         loss_case c = make(&random, &extents, QUERN_BF16, trial % 2 == 0, true, TEST_CONTIGUOUS);
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);

@@ -1,14 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* index.cu - the inverted index of a slice's lists, a bit for each query that chose an entry, and the sums
- * of an entry's rows of partials, a warp an entry. Where an entry's rows begin depends on the order of
- * blocks; no value does. Limit: reads. */
+ * of an entry's rows of partials, a warp an entry; the last slice's are rounded. Where an entry's rows begin
+ * depends on the order of blocks; no value does. Limit: reads. */
+#include "common/scan.cuh"
+#include "indexer_loss/losses.cuh"
 #include "indexer_loss/sm90/params.cuh"
 
 namespace sm90_loss
 {
 
-enum { WARPS = 8, AT_ONCE = 4 };
+enum { WARPS = LOSS_WARPS, AT_ONCE = 4, RANKED = 32 };
 
 __global__ void __launch_bounds__(128) loss_choose_rows(const __grid_constant__ slice s)
 {
@@ -19,24 +21,31 @@ __global__ void __launch_bounds__(128) loss_choose_rows(const __grid_constant__ 
         atomicOr(&s.choices[chosen[at] * s.words + i / 32].chose, 1u << i % 32);
 }
 
-__global__ void __launch_bounds__(WARPS * 32) loss_rank_rows(const __grid_constant__ slice s)
+/* A warp an entry. The block takes the rows of all of its entries at once: thousands of additions to one
+ * number would follow one another. */
+__global__ void __launch_bounds__(RANKED * 32) loss_rank_rows(const __grid_constant__ slice s)
 {
-    const int64_t entry = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (entry >= s.of.entries) return;
-    const int before = rank_choices(s.choices + entry * s.words, s.words);
-    if (threadIdx.x % 32 == 0) s.rows_before[entry] = before > 0 ? atomicAdd(s.taken, before) : 0;
+    __shared__ int rows[RANKED];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t entry = (int64_t)blockIdx.x * RANKED + warp;
+    const int own = entry < s.of.entries ? rank_choices(s.choices + entry * s.words, s.words) : 0;
+    if (lane == 0) rows[warp] = own;
+    __syncthreads();
+    if (warp > 0) return;
+    const int sum = sum_to_lane(rows[lane]);
+    int first = lane == 31 && sum > 0 ? atomicAdd(s.taken, sum) : 0;
+    first = __shfl_sync(~0u, first, 31);
+    if (entry + lane < s.of.entries) s.rows_before[entry + lane] = first + sum - rows[lane];
 }
 
 quern_status index_lists(const slice &s, cudaStream_t stream)
 {
-    const size_t bytes = (size_t)(s.of.entries * s.words) * sizeof(choice);
-    cudaError_t code = cudaMemsetAsync(s.choices, 0, bytes, stream);
-    if (code == cudaSuccess) code = cudaMemsetAsync(s.taken, 0, sizeof *s.taken, stream);
+    const cudaError_t code = cudaMemsetAsync(s.choices, 0, cleared_bytes(s), stream);
     if (code != cudaSuccess) return cuda_report(code, "indexer_loss, clearing choices");
     loss_choose_rows<<<(unsigned)s.count, 128, 0, stream>>>(s);
     const quern_status status = LAUNCHED("indexer_loss, choices of queries");
     if (status != QUERN_OK) return status;
-    loss_rank_rows<<<blocks_for(s.of.entries, WARPS), WARPS * 32, 0, stream>>>(s);
+    loss_rank_rows<<<blocks_for(s.of.entries, RANKED), RANKED * 32, 0, stream>>>(s);
     return LAUNCHED("indexer_loss, ranks of choices");
 }
 
@@ -45,6 +54,10 @@ __global__ void __launch_bounds__(WARPS * 32) loss_sum_rows(const __grid_constan
 {
     const int64_t entry = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32, column = lane % 16 * 8;
+    if (s.gives_loss && blockIdx.x == gridDim.x - 1) {
+        sum_losses(s.of, 0);
+        return;
+    }
     if (entry >= s.of.entries) return;
     const choice last = s.choices[entry * s.words + s.words - 1];
     const int count = last.before + __popc(last.chose);
@@ -70,14 +83,24 @@ __global__ void __launch_bounds__(WARPS * 32) loss_sum_rows(const __grid_constan
 #pragma unroll
     for (int k = 0; k < 8; k++) sum[k] += __shfl_xor_sync(~0u, sum[k], 16);
     if (lane >= 16 || column >= s.of.width) return;
-    float *const to = s.sums + entry * s.of.width + column;
+    float *const kept = s.sums + entry * s.of.width + column;
 #pragma unroll
-    for (int k = 0; k < 8; k++) to[k] = s.adds ? to[k] + sum[k] : sum[k];
+    for (int k = 0; k < 8; k++) {
+        if (s.adds) sum[k] += kept[k];
+        if (!s.last) kept[k] = sum[k];
+    }
+    if (!s.last) return;
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) words[k] = pack2<bf16>(sum[k * 2], sum[k * 2 + 1]);
+    store_eight((bf16 *)s.of.d_keys_index.p + s.b * s.of.d_keys_index.s[0] + entry * s.of.d_keys_index.s[1] +
+                    column,
+                words, s.d_keys_wide);
 }
 
 quern_status sum_rows(const slice &s, cudaStream_t stream)
 {
-    loss_sum_rows<<<blocks_for(s.of.entries, WARPS), WARPS * 32, 0, stream>>>(s);
+    loss_sum_rows<<<blocks_for(s.of.entries, WARPS) + s.gives_loss, WARPS * 32, 0, stream>>>(s);
     return LAUNCHED("indexer_loss, sums of partials");
 }
 

@@ -266,10 +266,11 @@ template <int QUERIES, int STAGES>
 __device__ __forceinline__ void issue_rows(own_query<QUERIES, STAGES> &x, float (&c)[COLUMN_TILES][4],
                                            uint32_t (&a)[4][4], int tile, int half)
 {
-    enum { ONE = 0x3f80 }; /* in bf16 */
+    const uint32_t one = 0x3f803f80; /* in bf16, twice */
+    const uint32_t ones[4] = {one, one, one, one};
     const uint8_t *const bits = (const uint8_t *)(x.s.positive + (x.at + tile) * TILE);
 #pragma unroll
-    for (int k = 0; k < 4; k++) turn_bits(a[k], bits, half, k, ONE, ONE);
+    for (int k = 0; k < 4; k++) turn_bits(a[k], bits, half, k, ones);
     const uint64_t heads = wg_fresh(wg_tile(smem_address(x.m.q_index[x.group]), HEAD_PANEL));
     wg_start();
 #pragma unroll
@@ -305,7 +306,7 @@ __device__ __forceinline__ void walk_back(own_query<QUERIES, STAGES> &x, float (
         uint32_t a[TILE / 16][4];
 #pragma unroll
         for (int k = 0; k < TILE / 16; k++)
-            mask_pairs(a[k], (uint32_t)(positive >> k * 8), pairs[k * 8], pairs[k * 8 + 4]);
+            mask_pairs(a[k], (uint32_t)(positive >> k / 4 * 32), k % 4, pairs[k * 8], pairs[k * 8 + 4]);
         x.take();
         const uint64_t entries = wg_fresh(wg_tile(x.stage(), ENTRY_PANEL));
         wg_start();

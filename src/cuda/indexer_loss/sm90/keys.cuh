@@ -88,10 +88,11 @@ __global__ void __launch_bounds__(KEYS_THREADS, 1) indexer_loss_keys(const __gri
         m.queries.wait_full(at);
         const keys_stage &here = m.stages[at.stage];
         const uint16_t *const gradient = (const uint16_t *)here.gradient;
-        const uint32_t low = gradient[row], high = gradient[row + 8];
+        const uint32_t low = gradient[row] * 0x10001u, high = gradient[row + 8] * 0x10001u,
+                       rows[4] = {low, high, low, high};
         uint32_t a[4][4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) turn_bits(a[k], (const uint8_t *)here.positive, half, k, low, high);
+        for (int k = 0; k < 4; k++) turn_bits(a[k], (const uint8_t *)here.positive, half, k, rows);
         const uint64_t heads = wg_fresh(wg_tile(stage_address(m.stages, at.stage), HEAD_PANEL));
         wg_start();
 #pragma unroll

@@ -41,6 +41,7 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     s.tiles = pairs / TILE;
     c.slice_queries = (p.queries + slices - 1) / slices;
     s.words = (c.slice_queries + 31) / 32;
+    s.of.entries = p.entries;
     const int64_t tiles = (p.entries + TILE - 1) / TILE, fit = KEYS_BLOCKS / tiles,
                   some = c.slice_queries / QUERIES_A_SHARE, shares = fit < some ? fit : some;
     p.shares = lists ? 1 : (shares < 1 ? 1 : shares) * KEYS_PAIRS;
@@ -57,14 +58,15 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     s.positive = (uint64_t *)arena_take(&a, room * sizeof(uint64_t));
     if (wanted && !lists) s.heads = (char *)arena_take(&a, (size_t)(c.slice_queries * LOSS_HEAD_BYTES));
     if (wanted && lists) {
-        s.choices = (choice *)arena_take(&a, (size_t)(p.entries * s.words) * sizeof(choice));
+        s.choices = (choice *)arena_take(&a, cleared_bytes(s));
+        s.taken = (int32_t *)(s.choices + p.entries * s.words);
         s.rows_before = (int32_t *)arena_take(&a, (size_t)p.entries * sizeof(int32_t));
-        s.taken = (int32_t *)arena_take(&a, sizeof(int32_t));
         s.partials = (bf16 *)arena_take(&a, (size_t)(c.slice_queries * p.listed * WIDTH) * sizeof(bf16));
     }
     const int64_t blind = p.ratio - p.position - 1, first = blind > 0 ? blind : 0;
     s.seen = p.queries > first ? p.batch * (p.queries - first) : 0;
     s.d_q_wide = rows_aligned(args->d_q_index, 16);
+    s.d_keys_wide = rows_aligned(args->d_keys_index, 16);
     c.bytes = a.used + ARENA_ALIGN - 1;
     return c;
 }
@@ -104,10 +106,13 @@ quern_status indexer_loss_sm90_run(const stage_exec *exec, const indexer_loss_ar
         for (s.first = 0; s.first < p.queries && status == QUERN_OK; s.first += c.slice_queries) {
             s.count = c.slice_queries < p.queries - s.first ? c.slice_queries : p.queries - s.first;
             s.adds = s.first > 0;
+            s.last = s.first + s.count == p.queries;
+            s.gives_loss = s.last && s.b + 1 == p.batch;
             if (p.d_keys != NULL) s.sums = p.d_keys + s.b * p.shares * p.entries * p.width;
             status = run_slice(s, stream);
         }
-    return status == QUERN_OK ? loss_finish(p, stream) : status;
+    if (p.listed >= 0 && p.d_keys != NULL) c.p.d_keys_index.p = NULL, c.p.loss = NULL; /* they are complete */
+    return status == QUERN_OK ? loss_finish(c.p, stream) : status;
 }
 
 } // namespace

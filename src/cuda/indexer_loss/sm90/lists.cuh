@@ -4,8 +4,8 @@
  * lists.cuh - `pairs` of lists of up to 512 entries and up to 128 channels. Blocks are persistent and take a
  * query at a time:
  *
- *   feed      one warpgroup gathers its keys, then its keys_index, each once; of the next query it is ahead
- *             by as many tiles as stages are free
+ *   feed      one warpgroup gathers its keys, then its keys_index, each once, and looks up where its partials
+ *             go; of the next query it is ahead by as many tiles as stages are free
  *   compute   two warpgroups, each with every second tile of 128 entries. Attention's scores stay in
  *             registers until the normalisers of heads are known, 128 a thread; keys_index stays in stages
  *             from the indexer's scores until u is made, of which each has 64 channels.
@@ -17,265 +17,227 @@
 #ifndef QUERN_CUDA_INDEXER_LOSS_SM90_LISTS_CUH
 #define QUERN_CUDA_INDEXER_LOSS_SM90_LISTS_CUH
 
-#include "indexer_loss/sm90/kernel.cuh"
+#include "indexer_loss/sm90/lists_feed.cuh"
 
 namespace sm90_loss
 {
 
-enum {
-    LIST_MOST = 512,
-    GROUPS = 2,
-    GROUP_TILES = LIST_MOST / TILE / GROUPS, /* at most, of a warpgroup */
-    LIST_TILES = GROUPS * GROUP_TILES,
-    LIST_STAGES = 5,
-    COMPUTING = GROUPS * 128,
-    LISTS_THREADS = FEEDERS + COMPUTING,
-    HALF_TILES = COLUMN_TILES / 2
-};
-
-struct lists_shared {
-    bf16 stages[LIST_STAGES][WIDTH / 64][TILE][64];
-    bf16 q[WIDTH / 64][HEADS][64], q_index[WIDTH / 64][HEADS][64];
-    uint64_t positive[LIST_TILES][TILE];
-    float sums[GROUPS][GROUP_TILES][SUM_KINDS][4][TILE]; /* over a warp's heads */
-    float g[LIST_TILES][TILE];
-    int32_t row[LIST_TILES][TILE]; /* of partials, or -1 */
-    int32_t chosen[LIST_MOST];     /* the feed's; -1 past the last */
-    bf16 gradient[LIST_TILES][TILE];
-    float2 heads[GROUPS][HEADS]; /* the largest score of a warpgroup's entries, and the sum */
-    float mass[HEADS], d_w[HEADS];
-    float2 student[GROUPS][4];
-    float loss[GROUPS][4];
-    ring<LIST_STAGES> entries;
-    ring<1> of_q, of_index;
-};
-static_assert(sizeof(lists_shared) <= 227 * 1024, "a block has room");
-
-/* ---- feed ---- */
-
-__device__ __forceinline__ void copy_chosen(char *to, const rows_of &from, const int32_t *chosen)
-{
-    const int column = threadIdx.x % 16, row0 = threadIdx.x / 16 % 8, at = column * 8;
-#pragma unroll 4
-    for (int i = 0; i < TILE / 8; i++) {
-        const int row = row0 + i * 8, entry = chosen[row];
-        const bool there = entry >= 0 && at < from.channels;
-        load_chunk16<bf16>(smem_address(to), to, tile_at<TILE>(row, column),
-                           from.base + (there ? entry * from.stride + at : 0), there, from.wide);
-    }
-}
-
-__device__ __forceinline__ void feed_tiles(lists_shared &m, ring_place<LIST_STAGES> &at, const rows_of &from,
-                                           int tiles)
-{
-    for (int tile = 0; tile < tiles; tile++) {
-        m.entries.wait_free(at);
-        copy_chosen((char *)m.stages[at.stage], from, m.chosen + tile * TILE);
-        m.entries.give_copies(at);
-        m.entries.give(at);
-        at.advance();
-    }
-}
-
-__device__ __forceinline__ void feed_heads(ring<1> &ring, const ring_place<1> &at, char *to,
-                                           const rows_of &from, int heads)
-{
-    ring.wait_free(at);
-    copy_heads(to, from, heads, 0);
-    ring.give_copies(at);
-    ring.give(at);
-}
-
-__device__ __forceinline__ void feed_lists(const slice &s, lists_shared &m, int tiles)
-{
-    const loss_params &p = s.of;
-    const rows_of keys = {(const bf16 *)p.keys.p + s.b * p.keys.s[0], p.keys.s[1], p.dim, p.keys_wide},
-                  index = {(const bf16 *)p.keys_index.p + s.b * p.keys_index.s[0], p.keys_index.s[1], p.width,
-                           p.keys_index_wide};
-    ring_place<LIST_STAGES> at;
-    ring_place<1> heads;
-    for (int64_t i = blockIdx.x; i < s.count; i += gridDim.x) {
-        const int64_t query = s.first + i;
-        const int32_t *const chosen = chosen_of(s, i);
-        const int count = entries_of(s, i);
-        const rows_of q = {(const bf16 *)p.q.p + s.b * p.q.s[0] + query * p.q.s[1], p.q.s[2], p.dim,
-                           p.q_wide},
-                      q_index = {(const bf16 *)p.q_index.p + s.b * p.q_index.s[0] + query * p.q_index.s[1],
-                                 p.q_index.s[2], p.width, p.q_index_wide};
-        named_sync(2, FEEDERS); /* the list before it has been read */
-        for (int e = threadIdx.x % 128; e < tiles * TILE; e += FEEDERS)
-            m.chosen[e] = e < count ? __ldg(chosen + e) : -1;
-        named_sync(2, FEEDERS);
-        feed_heads(m.of_q, heads, (char *)m.q, q, p.heads);
-        feed_tiles(m, at, keys, tiles);
-        feed_heads(m.of_index, heads, (char *)m.q_index, q_index, p.index_heads);
-        feed_tiles(m, at, index, tiles);
-        heads.advance();
-    }
-}
-
-/* ---- compute ---- */
-
-/* A thread's query. Thread e of a warpgroup has entry e of each of its tiles, too. */
-struct list_query {
+/* A thread's query, of whose tiles a warpgroup has EACH. Thread e of a warpgroup has entry e of each of its
+ * tiles, too. */
+template <int EACH> struct list_query {
+    enum { TILES = GROUPS * EACH };
     const slice &s;
     lists_shared &m;
-    int group, tiles; /* tiles: of the call's lists */
+    int group;
     int64_t i;
-    int count;
-    ring_place<LIST_STAGES> place; /* the next tile in order, of keys or of keys_index */
+    int count, turn;
+    int32_t uses; /* of stages, before this query's */
     ring_place<1> heads;
 
     __device__ __forceinline__ int thread() const { return threadIdx.x % 128; }
     __device__ __forceinline__ int head0() const { return warp_of_group() * 16 + threadIdx.x % 32 / 4; }
     __device__ __forceinline__ int tile(int t) const { return t * GROUPS + group; }
     __device__ __forceinline__ int left(int t) const { return count - tile(t) * TILE; }
+    __device__ __forceinline__ const list_facts &facts() const { return m.facts[turn]; }
+    __device__ __forceinline__ ring_place<LIST_STAGES> keys_at(int tile) const
+    {
+        return ring_place<LIST_STAGES>::of(uses + tile);
+    }
+    __device__ __forceinline__ ring_place<LIST_STAGES> index_at(int tile) const
+    {
+        return ring_place<LIST_STAGES>::of(uses + TILES + tile);
+    }
+    __device__ __forceinline__ uint32_t address(const ring_place<LIST_STAGES> &at) const
+    {
+        return stage_address(m.stages, at.stage);
+    }
     __device__ __forceinline__ void sync() const
     {
         if (group == 0) named_sync(3, 128);
         else named_sync(4, 128);
     }
     __device__ __forceinline__ void sync_all() const { named_sync(1, COMPUTING); }
+    /* Of eight arrivals a stage, one a warp; keys are read by one warpgroup alone, whose warps make two. */
+    __device__ __forceinline__ void give_back(const ring_place<LIST_STAGES> &at, int arrivals) const
+    {
+        if ((int)(threadIdx.x % 32) < arrivals) m.entries.give_back(at);
+    }
 };
 
-/* Attention's scores of the warpgroup's tiles. */
-__device__ __forceinline__ void score_lists(list_query &x, float (&c)[GROUP_TILES][COLUMN_TILES][4])
+/* The products of the warpgroup's tile t of keys, and of keys_index; they are under way. */
+template <int EACH>
+__device__ __forceinline__ void issue_keys(const list_query<EACH> &x, float (&c)[COLUMN_TILES][4], int t)
 {
-    x.m.of_q.wait_full(x.heads);
-    for (int tile = 0; tile < x.tiles; tile++) {
-        x.m.entries.wait_full(x.place);
-        wg_show();
-#pragma unroll
-        for (int t = 0; t < GROUP_TILES; t++)
-            if (tile == x.tile(t)) {
-                issue_scores<false>(c[t], smem_address(x.m.q), stage_address(x.m.stages, x.place.stage));
-                wg_wait<0>(c[t]);
-            }
-        x.m.entries.give_back(x.place);
-        x.place.advance();
-    }
-    x.m.of_q.give_back(x.heads);
+    const ring_place<LIST_STAGES> at = x.keys_at(x.tile(t));
+    x.m.entries.wait_full(at);
+    wg_show();
+    issue_scores<false>(c, smem_address(x.m.q), x.address(at));
+}
+template <int EACH>
+__device__ __forceinline__ void issue_index(const list_query<EACH> &x, float (&z)[COLUMN_TILES][4], int t)
+{
+    const ring_place<LIST_STAGES> at = x.index_at(x.tile(t));
+    x.m.entries.wait_full(at);
+    wg_show();
+    issue_scores<false>(z, smem_address(x.m.q_index), x.address(at));
 }
 
-/* Scores become their exponentials over the warpgroup's largest; returns the factors that make them shares of
- * a head's whole mass, and leaves the mass that each head gives to the entries. */
-__device__ __forceinline__ void share_heads(list_query &x, float (&c)[GROUP_TILES][COLUMN_TILES][4],
-                                            float (&factor)[2])
+/* A tile's scores become their exponentials over the largest of each of a thread's two heads. */
+template <int EACH>
+__device__ __forceinline__ void raise_tile(const list_query<EACH> &x, float (&c)[COLUMN_TILES][4], int t,
+                                           float (&most)[2], float (&sum)[2])
 {
-    const loss_params &p = x.s.of;
-    const float scale2 = p.scale * log2_of_e;
-    const int lane = threadIdx.x % 32;
-    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int t = 0; t < GROUP_TILES; t++) {
-        clear_rows(c[t], x.head0(), p.heads);
-        if (x.left(t) < TILE || x.tile(t) >= x.tiles) {
-#pragma unroll
-            for (int j = 0; j < COLUMN_TILES; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (j * 8 + lane % 4 * 2 + e % 2 >= x.left(t)) c[t][j][e] = -INFINITY;
-        }
+    const float scale2 = x.s.of.scale * log2_of_e;
+    clear_rows(c, x.head0(), x.s.of.heads);
+    if (x.left(t) < TILE) {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) most[e / 2] = fmaxf(most[e / 2], c[t][j][e]);
+            for (int e = 0; e < 4; e++)
+                if (j * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= x.left(t)) c[j][e] = -INFINITY;
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+        float high[2] = {-INFINITY, -INFINITY}, all[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) high[e] = fmaxf(high[e], c[j][r * 2 + e]);
+        most[r] = fmaxf(high[0], high[1]);
         most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
         most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2));
         const float base = most[r] == -INFINITY ? 0.0f : most[r] * scale2;
 #pragma unroll
-        for (int t = 0; t < GROUP_TILES; t++)
+        for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
-            for (int j = 0; j < COLUMN_TILES; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &here = c[t][j][r * 2 + e];
-                    here = exp2_fast(fmaf(here, scale2, -base));
-                    sum[r] += here;
-                }
+            for (int e = 0; e < 2; e++) {
+                float &here = c[j][r * 2 + e];
+                here = exp2_fast(fmaf(here, scale2, -base));
+                all[e] += here;
+            }
+        sum[r] = all[0] + all[1];
         sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
         sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-        if (lane % 4 == 0) x.m.heads[x.group][x.head0() + r * 8] = make_float2(most[r], sum[r]);
+    }
+}
+
+/* What makes a tile's exponentials shares of a head's whole mass; leaves the mass that each head gives to the
+ * entries. */
+template <int EACH>
+__device__ __forceinline__ void share_heads(const list_query<EACH> &x, const float (&most)[EACH][2],
+                                            const float (&sum)[EACH][2], float (&factor)[EACH][2])
+{
+    const loss_params &p = x.s.of;
+    const float scale2 = p.scale * log2_of_e;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float now = most[0][r], whole = sum[0][r];
+#pragma unroll
+        for (int t = 1; t < EACH; t++) now = fmaxf(now, most[t][r]);
+        if (EACH > 1) {
+            const float base = now == -INFINITY ? 0.0f : now;
+            whole = 0.0f;
+#pragma unroll
+            for (int t = 0; t < EACH; t++)
+                whole = fmaf(sum[t][r], exp2_fast((most[t][r] - base) * scale2), whole);
+        }
+        if (lane % 4 == 0) x.m.heads[x.group][x.head0() + r * 8] = make_float2(now, whole);
     }
     x.sync_all();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int head = x.head0() + r * 8;
         float mass = 0.0f;
-        factor[r] = 0.0f;
+#pragma unroll
+        for (int t = 0; t < EACH; t++) factor[t][r] = 0.0f;
         if (head < p.heads) {
             const float2 a = x.m.heads[0][head], b = x.m.heads[1][head];
             const float now = fmaxf(a.x, b.x), base = now == -INFINITY ? 0.0f : now,
                         whole = a.y * exp2_fast((a.x - base) * scale2) +
                                 b.y * exp2_fast((b.x - base) * scale2);
-            const float own = now * p.scale + logf(whole),
-                        window = p.lse_win.p[x.s.b * p.lse_win.s[0] + head * p.lse_win.s[1] +
-                                             (x.s.first + x.i) * p.lse_win.s[2]],
-                        sink = p.sink != NULL ? p.sink[head] : -INFINITY,
-                        all = log_add_f32(own, log_add_f32(window, sink));
+            const float own = now * p.scale + logf(whole), all = log_add_f32(own, x.facts().elsewhere[head]);
             mass = expf(own - all);
-            factor[r] = exp2_fast((most[r] == -INFINITY ? 0.0f : most[r] * scale2) - all * log2_of_e);
+#pragma unroll
+            for (int t = 0; t < EACH; t++)
+                factor[t][r] =
+                    exp2_fast((most[t][r] == -INFINITY ? 0.0f : most[t][r] * scale2) - all * log2_of_e);
         }
-        if (x.group == 0 && lane % 4 == 0) x.m.mass[head] = mass;
+        if (lane % 4 == 0) x.m.mass[x.group][head] = mass;
     }
 }
 
-/* Both sums over heads of the warpgroup's tiles: of entry `thread`. */
-__device__ __forceinline__ void sum_lists(list_query &x, const float (&c)[GROUP_TILES][COLUMN_TILES][4],
-                                          const float (&factor)[2], const float (&w)[2],
-                                          float (&teacher)[GROUP_TILES], float (&student)[GROUP_TILES])
+/* The sums over a warp's heads of the shares of a tile. */
+__device__ __forceinline__ void sum_shares(float *to, const float (&c)[COLUMN_TILES][4],
+                                           const float (&factor)[2])
 {
-    ring_place<LIST_STAGES> at = x.place;
+    float v[32];
+#pragma unroll
+    for (int i = 0; i < 32; i++) v[i] = fmaf(c[i / 2][i % 2], factor[0], c[i / 2][2 + i % 2] * factor[1]);
+    sum_columns(v);
+    put_columns(to, v);
+}
+
+/* Both sums over heads of the warpgroup's tiles: of entry `thread`. */
+template <int EACH>
+__device__ __forceinline__ void sum_lists(list_query<EACH> &x, float (&teacher)[EACH], float (&student)[EACH])
+{
+    float c[EACH][COLUMN_TILES][4], z[EACH][COLUMN_TILES][4], most[EACH][2], sum[EACH][2], factor[EACH][2];
+    x.m.of_q.wait_full(x.heads);
+    x.count = x.facts().count;
+#pragma unroll
+    for (int t = 0; t < EACH; t++) issue_keys(x, c[t], t);
+    if constexpr (EACH == 2) {
+        wg_wait<1>(c[0]);
+        x.give_back(x.keys_at(x.tile(0)), 2);
+        raise_tile(x, c[0], 0, most[0], sum[0]);
+    }
+    wg_wait<0>(c[EACH - 1]);
+    x.give_back(x.keys_at(x.tile(EACH - 1)), 2);
+    if (threadIdx.x % 32 == 0) x.m.of_q.give_back(x.heads);
+    raise_tile(x, c[EACH - 1], EACH - 1, most[EACH - 1], sum[EACH - 1]);
+    share_heads(x, most, sum, factor);
     x.m.of_index.wait_full(x.heads);
-    for (int tile = 0; tile < x.tiles; tile++) {
-        x.m.entries.wait_full(at);
-        wg_show();
+    const float w[2] = {x.facts().w[x.head0()], x.facts().w[x.head0() + 8]};
 #pragma unroll
-        for (int t = 0; t < GROUP_TILES; t++)
-            if (tile == x.tile(t)) {
-                float z[COLUMN_TILES][4], v[32];
-                uint32_t positive[2];
+    for (int t = 0; t < EACH; t++) {
+        sum_shares(x.m.sums[x.tile(t)][0][warp_of_group()], c[t], factor[t]);
+        issue_index(x, z[t], t);
+    }
 #pragma unroll
-                for (int i = 0; i < 32; i++)
-                    v[i] = fmaf(c[t][i / 2][i % 2], factor[0], c[t][i / 2][2 + i % 2] * factor[1]);
-                sum_columns(v);
-                put_columns(x.m.sums[x.group][t][0][warp_of_group()], v);
-                issue_scores<false>(z, smem_address(x.m.q_index), stage_address(x.m.stages, at.stage));
-                wg_wait<0>(z);
-                clear_rows(z, x.head0(), x.s.of.index_heads);
-                sum_index(x.m.sums[x.group][t][1][warp_of_group()], z, w, positive);
-                x.m.positive[tile][x.thread()] = (uint64_t)positive[1] << 32 | positive[0];
-            }
-        at.advance();
+    for (int t = 0; t < EACH; t++) {
+        uint32_t positive[2];
+        if (t + 1 < EACH) wg_wait<1>(z[t]);
+        else wg_wait<0>(z[t]);
+        clear_rows(z[t], x.head0(), x.s.of.index_heads);
+        sum_index(x.m.sums[x.tile(t)][1][warp_of_group()], z[t], w, positive);
+        x.m.positive[x.tile(t)][x.thread()] = (uint64_t)positive[1] << 32 | positive[0];
     }
     x.sync();
 #pragma unroll
-    for (int t = 0; t < GROUP_TILES; t++) {
-        float sum[SUM_KINDS] = {0.0f, 0.0f};
+    for (int t = 0; t < EACH; t++) {
+        float all[SUM_KINDS] = {0.0f, 0.0f};
 #pragma unroll
         for (int k = 0; k < SUM_KINDS; k++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (x.tile(t) < x.tiles) sum[k] += x.m.sums[x.group][t][k][i][x.thread()];
-        teacher[t] = sum[0];
-        student[t] = sum[1] * x.s.of.scale_index;
+            for (int i = 0; i < 4; i++) all[k] += x.m.sums[x.tile(t)][k][i][x.thread()];
+        teacher[t] = all[0];
+        student[t] = all[1] * x.s.of.scale_index;
     }
 }
 
 /* The normaliser of the indexer's scores. */
-__device__ __forceinline__ float student_lse(list_query &x, const float (&student)[GROUP_TILES])
+template <int EACH>
+__device__ __forceinline__ float student_lse(const list_query<EACH> &x, const float (&student)[EACH])
 {
     float most = -INFINITY, sum = 0.0f;
 #pragma unroll
-    for (int t = 0; t < GROUP_TILES; t++)
+    for (int t = 0; t < EACH; t++)
         if (x.thread() < x.left(t)) most = fmaxf(most, student[t]);
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, by));
 #pragma unroll
-    for (int t = 0; t < GROUP_TILES; t++)
+    for (int t = 0; t < EACH; t++)
         if (x.thread() < x.left(t)) sum += exp2_fast((student[t] - most) * log2_of_e);
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
@@ -292,27 +254,27 @@ __device__ __forceinline__ float student_lse(list_query &x, const float (&studen
     return all + logf(whole);
 }
 
-/* The row of partials of an entry that the thread has in tile t, or -1. */
-__device__ __forceinline__ int partial_row(const list_query &x, int t)
+/* The mass that all heads give to the entries. */
+template <int EACH> __device__ __forceinline__ float mass_of_all(const list_query<EACH> &x)
 {
-    if (x.s.sums == NULL || x.thread() >= x.left(t)) return -1;
-    const int32_t entry = chosen_of(x.s, x.i)[x.tile(t) * TILE + x.thread()];
-    const choice c = x.s.choices[entry * x.s.words + x.i / 32];
-    return x.s.rows_before[entry] + c.before + __popc(c.chose & ((1u << x.i % 32) - 1));
+    const int lane = threadIdx.x % 32;
+    float mass = x.m.mass[x.group][lane] + x.m.mass[x.group][lane + 32];
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) mass += __shfl_xor_sync(~0u, mass, by);
+    return mass;
 }
 
 /* The gradients of the entries' scores; a thread's part of the query's loss. */
-__device__ __forceinline__ float compare_lists(list_query &x, const float (&teacher)[GROUP_TILES],
-                                               const float (&student)[GROUP_TILES], float lse, float factor)
+template <int EACH>
+__device__ __forceinline__ float compare_lists(const list_query<EACH> &x, const float (&teacher)[EACH],
+                                               const float (&student)[EACH], float lse, float mass,
+                                               float factor)
 {
-    float mass = 0.0f, loss = 0.0f;
-#pragma unroll
-    for (int h = 0; h < HEADS; h++) mass += x.m.mass[h];
     const bool taught = mass >= 0x1p-126f; /* as compare() */
+    float loss = 0.0f;
 #pragma unroll
-    for (int t = 0; t < GROUP_TILES; t++) {
+    for (int t = 0; t < EACH; t++) {
         float g = 0.0f;
-        if (x.tile(t) >= x.tiles) continue;
         if (taught && x.thread() < x.left(t)) {
             const float of_head = teacher[t] / mass, log_p = student[t] - lse;
             g = factor * (expf(log_p) - of_head);
@@ -326,36 +288,18 @@ __device__ __forceinline__ float compare_lists(list_query &x, const float (&teac
     return loss;
 }
 
-/* q_index becomes w q_index. */
-__device__ __forceinline__ void weigh_index(const list_query &x)
-{
-    const loss_params &p = x.s.of;
-    char *const own = (char *)x.m.q_index;
-#pragma unroll 2
-    for (int at = (threadIdx.x - FEEDERS) * 16; at < LOSS_HEAD_BYTES; at += COMPUTING * 16) {
-        const int head = at % HEAD_PANEL / 128;
-        const float w = head < p.index_heads
-                            ? value_at(p.w.p, p.w_dtype,
-                                       x.s.b * p.w.s[0] + (x.s.first + x.i) * p.w.s[1] + head)
-                            : 0.0f;
-        const uint4 q = *(const uint4 *)(own + at);
-        uint32_t words[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 two = unpack2<bf16>(words[i]);
-            words[i] = head < p.index_heads ? pack2<bf16>(two.x * w, two.y * w) : 0;
-        }
-        *(uint4 *)(own + at) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-}
-
-/* Half a tile of keys_index's gradient, as issue_rows(). */
-__device__ __forceinline__ void issue_partials(const list_query &x, float (&c)[COLUMN_TILES][4],
+/* Half a tile of keys_index's gradient, without its entries' factors: products of bits times w with
+ * q_index. */
+template <int EACH>
+__device__ __forceinline__ void issue_partials(const list_query<EACH> &x, float (&c)[COLUMN_TILES][4],
                                                uint32_t (&a)[4][4], int tile, int half)
 {
-    enum { ONE = 0x3f80 }; /* in bf16 */
+    const uint32_t *const w = (const uint32_t *)x.facts().w16 + threadIdx.x % 4;
 #pragma unroll
-    for (int k = 0; k < 4; k++) turn_bits(a[k], (const uint8_t *)x.m.positive[tile], half, k, ONE, ONE);
+    for (int k = 0; k < 4; k++) {
+        const uint32_t near = w[k * 8], far = w[k * 8 + 4], heads[4] = {near, near, far, far};
+        turn_bits(a[k], (const uint8_t *)x.m.positive[tile], half, k, heads);
+    }
     const uint64_t heads = wg_fresh(wg_tile(smem_address(x.m.q_index), HEAD_PANEL));
     wg_start();
 #pragma unroll
@@ -366,56 +310,79 @@ __device__ __forceinline__ void issue_partials(const list_query &x, float (&c)[C
     wg_commit();
 }
 
-__device__ __forceinline__ void store_partials(const list_query &x, const float (&c)[COLUMN_TILES][4],
+/* Half a tile's rows of partials in bf16: of a thread's two rows two columns a word. */
+typedef uint32_t partial_words[2][COLUMN_TILES];
+
+template <int EACH>
+__device__ __forceinline__ void round_partials(const list_query<EACH> &x, partial_words &words,
+                                               const float (&c)[COLUMN_TILES][4], int tile, int half)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float by = x.m.g[tile][half * 64 + x.head0() + h * 8] * x.s.of.scale_index;
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; j++)
+            words[h][j] = pack2<bf16>(c[j][h * 2] * by, c[j][h * 2 + 1] * by);
+    }
+}
+
+template <int EACH>
+__device__ __forceinline__ void store_partials(const list_query<EACH> &x, const partial_words &words,
                                                int tile, int half)
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int at = half * 64 + x.head0() + h * 8, to = x.m.row[tile][at];
-        store_row(x.s.partials + (int64_t)to * WIDTH, c, h, x.m.g[tile][at] * x.s.of.scale_index, WIDTH,
-                  to >= 0, true);
+        const int row = x.facts().row[tile][half * 64 + x.head0() + h * 8];
+        bf16 *const to = x.s.partials + (int64_t)row * WIDTH + threadIdx.x % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; j += 4) {
+            uint32_t four[4] = {words[h][j], words[h][j + 1], words[h][j + 2], words[h][j + 3]};
+            transpose_by_four(four);
+            if (row >= 0) store_eight(to + j * 8, four, true);
+        }
     }
 }
 
-/* u of the warpgroup's 64 channels, from all tiles, and the partials of the warpgroup's tiles. */
-__device__ __forceinline__ void walk_lists(list_query &x, float (&u)[HALF_TILES][4])
+/* A tile's part of u, of the warpgroup's 64 channels. */
+template <int EACH>
+__device__ __forceinline__ void issue_u(const list_query<EACH> &x, float (&u)[HALF_TILES][4],
+                                        uint32_t (&a)[TILE / 16][4], int tile)
 {
-    for (int tile = 0; tile < x.tiles; tile++) {
-        const uint64_t positive = x.m.positive[tile][x.thread()];
-        const uint32_t *const pairs = (const uint32_t *)x.m.gradient[tile] + threadIdx.x % 4;
-        uint32_t a[TILE / 16][4];
+    const uint64_t positive = x.m.positive[tile][x.thread()];
+    const uint32_t *const pairs = (const uint32_t *)x.m.gradient[tile] + threadIdx.x % 4;
 #pragma unroll
-        for (int k = 0; k < TILE / 16; k++)
-            mask_pairs(a[k], (uint32_t)(positive >> k * 8), pairs[k * 8], pairs[k * 8 + 4]);
-        const uint64_t entries =
-            wg_fresh(wg_tile(stage_address(x.m.stages, x.place.stage) + x.group * ENTRY_PANEL, ENTRY_PANEL));
-        wg_start();
+    for (int k = 0; k < TILE / 16; k++)
+        mask_pairs(a[k], (uint32_t)(positive >> k / 4 * 32), k % 4, pairs[k * 8], pairs[k * 8 + 4]);
+    const uint64_t entries =
+        wg_fresh(wg_tile(x.address(x.index_at(tile)) + x.group * ENTRY_PANEL, ENTRY_PANEL));
+    wg_start();
 #pragma unroll
-        for (int k = 0; k < TILE / 16; k++)
-            wg_rs_wide<bf16, WIDTH / 2, true, true>(u, a[k], wg_further(entries, k * 16 * 128));
-        wg_commit();
-        if (x.s.sums != NULL && tile % GROUPS == x.group) {
-            float c[COLUMN_TILES][4];
-            uint32_t b[4][4];
-            issue_partials(x, c, b, tile, 0);
-            wg_wait<1>(u);
-            x.m.entries.give_back(x.place);
-            wg_wait<0>(c);
-            store_partials(x, c, tile, 0);
-            issue_partials(x, c, b, tile, 1);
-            wg_wait<0>(c);
-            store_partials(x, c, tile, 1);
-        } else {
-            wg_wait<0>(u);
-            x.m.entries.give_back(x.place);
-        }
-        x.place.advance();
-    }
+    for (int k = 0; k < TILE / 16; k++)
+        wg_rs_wide<bf16, WIDTH / 2, true, true>(u, a[k], wg_further(entries, k * 16 * 128));
+    wg_commit();
+}
+
+/* A step of the walk: u of tile `step`, and of the warpgroup's half tiles the products of number step + 1
+ * while those of number `step` are stored. */
+template <int EACH>
+__device__ __forceinline__ void walk_step(const list_query<EACH> &x, float (&u)[HALF_TILES][4],
+                                          float (&c)[COLUMN_TILES][4], uint32_t (&b)[4][4], int step)
+{
+    uint32_t a[TILE / 16][4];
+    partial_words words;
+    issue_u(x, u, a, step);
+    round_partials(x, words, c, x.tile(step / 2), step % 2);
+    if (step + 1 < x.TILES) issue_partials(x, c, b, x.tile((step + 1) / 2), (step + 1) % 2);
+    store_partials(x, words, x.tile(step / 2), step % 2);
+    wg_wait<0>(u);
+    wg_wait<0>(c);
+    x.give_back(x.index_at(step), 1);
 }
 
 /* Stores what the query's heads get: of d_w the second warpgroup leaves its channels' part to the first. */
-__device__ __forceinline__ void give_heads(const list_query &x, const float (&u)[HALF_TILES][4],
-                                           const float (&w)[2], bool d_q_wide)
+template <int EACH>
+__device__ __forceinline__ void give_heads(const list_query<EACH> &x, const float (&u)[HALF_TILES][4],
+                                           bool d_q_wide)
 {
     const loss_params &p = x.s.of;
     const int64_t query = x.s.first + x.i;
@@ -424,36 +391,41 @@ __device__ __forceinline__ void give_heads(const list_query &x, const float (&u)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int head = x.head0() + h * 8;
-        const bool here = head < p.index_heads;
-        const bf16 *const q = (const bf16 *)p.q_index.p + x.s.b * p.q_index.s[0] + query * p.q_index.s[1] +
-                              (here ? head * p.q_index.s[2] : 0) + channel0;
+        const char *const q = (const char *)x.m.q_index + x.group * HEAD_PANEL + head * 128 + lane % 4 * 4;
         if (p.d_q_index.p != NULL)
             store_row((bf16 *)p.d_q_index.p + x.s.b * p.d_q_index.s[0] + query * p.d_q_index.s[1] +
                           head * p.d_q_index.s[2] + channel0,
-                      u, h, w[h] * p.scale_index, p.width - channel0, here, d_q_wide);
-        if (p.d_w.p == NULL) continue;
+                      u, h, x.facts().w[head] * p.scale_index, p.width - channel0, head < p.index_heads,
+                      d_q_wide);
+        if (p.d_w.p == NULL || x.count == 0) continue;
 #pragma unroll
         for (int j = 0; j < HALF_TILES; j++) {
-            const int column = j * 8 + lane % 4 * 2;
-            if (column + channel0 >= p.width || x.count == 0) continue;
-            part[h] = fmaf(u[j][h * 2], to_float(q[column]), part[h]);
-            part[h] = fmaf(u[j][h * 2 + 1], to_float(q[column + 1]), part[h]);
+            const float2 two = unpack2<bf16>(*(const uint32_t *)(q + ((j ^ (head & 7)) << 4)));
+            part[h] = fmaf(u[j][h * 2], two.x, part[h]);
+            part[h] = fmaf(u[j][h * 2 + 1], two.y, part[h]);
         }
         part[h] += __shfl_xor_sync(~0u, part[h], 1);
         part[h] += __shfl_xor_sync(~0u, part[h], 2);
-        if (x.group == 1 && lane % 4 == 0) x.m.d_w[head] = part[h];
     }
-    x.sync_all();
+    if (p.d_w.p == NULL) return;
+    if (x.group == 1) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (lane % 4 == 0) x.m.d_w[x.head0() + h * 8] = part[h];
+        named_arrive(5, COMPUTING);
+        return;
+    }
+    named_sync(5, COMPUTING);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int head = x.head0() + h * 8;
-        if (p.d_w.p != NULL && x.group == 0 && lane % 4 == 0 && head < p.index_heads)
+        if (lane % 4 == 0 && head < p.index_heads)
             put_at(p.d_w.p, p.w_dtype, x.s.b * p.d_w.s[0] + query * p.d_w.s[1] + head,
                    (part[h] + x.m.d_w[head]) * p.scale_index);
     }
 }
 
-__device__ __forceinline__ void give_loss(const list_query &x)
+template <int EACH> __device__ __forceinline__ void give_loss(const list_query<EACH> &x)
 {
     const loss_params &p = x.s.of;
     const int64_t query = x.s.first + x.i;
@@ -466,72 +438,56 @@ __device__ __forceinline__ void give_loss(const list_query &x)
         p.row_loss.p[x.s.b * p.row_loss.s[0] + query * p.row_loss.s[1]] = (float)loss;
 }
 
-__device__ __forceinline__ void compute_list(list_query &x, float factor, bool gradients, bool d_q_wide)
+template <int EACH>
+__device__ __forceinline__ void compute_list(list_query<EACH> &x, float factor, bool gradients, bool d_q_wide)
 {
-    const loss_params &p = x.s.of;
-    float w[2] = {0.0f, 0.0f}, teacher[GROUP_TILES], student[GROUP_TILES];
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-        if (x.head0() + h * 8 < p.index_heads)
-            w[h] = value_at(p.w.p, p.w_dtype,
-                            x.s.b * p.w.s[0] + (x.s.first + x.i) * p.w.s[1] + x.head0() + h * 8);
-#pragma unroll
-    for (int t = 0; t < GROUP_TILES; t++)
-        if (x.tile(t) < x.tiles) x.m.row[x.tile(t)][x.thread()] = partial_row(x, t);
-    {
-        float c[GROUP_TILES][COLUMN_TILES][4], share[2];
-#pragma unroll
-        for (int t = 0; t < GROUP_TILES; t++)
-#pragma unroll
-            for (int j = 0; j < COLUMN_TILES; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[t][j][e] = 0.0f;
-        score_lists(x, c);
-        share_heads(x, c, share);
-        sum_lists(x, c, share, w, teacher, student);
-    }
-    const float lse = student_lse(x, student), loss = compare_lists(x, teacher, student, lse, factor);
+    float teacher[EACH], student[EACH], c[COLUMN_TILES][4];
+    uint32_t b[4][4];
+    sum_lists(x, teacher, student);
+    issue_partials(x, c, b, x.tile(0), 0);
+    const float mass = mass_of_all(x), lse = student_lse(x, student),
+                loss = compare_lists(x, teacher, student, lse, mass, factor);
     if (threadIdx.x % 32 == 0) x.m.loss[x.group][warp_of_group()] = loss;
-    if (gradients) {
-        weigh_index(x);
-        wg_show();
-    }
     x.sync_all();
-    if (threadIdx.x == FEEDERS) give_loss(x);
-    float u[HALF_TILES][4] = {};
-    if (gradients) walk_lists(x, u);
-    else
-        for (int tile = 0; tile < x.tiles; tile++, x.place.advance()) x.m.entries.give_back(x.place);
+    wg_wait<0>(c);
+    if (threadIdx.x == FEEDERS + 128) give_loss(x);
+    if (gradients) {
+        float u[HALF_TILES][4] = {};
+#pragma unroll 1
+        for (int step = 0; step < x.TILES; step++) walk_step(x, u, c, b, step);
+        give_heads(x, u, d_q_wide);
+    } else
+        for (int tile = 0; tile < x.TILES; tile++) x.give_back(x.index_at(tile), 1);
     x.m.of_index.give_back(x.heads);
-    if (gradients) give_heads(x, u, w, d_q_wide);
     x.heads.advance();
+    x.uses += 2 * x.TILES;
+    x.turn ^= 1;
 }
 
+template <int EACH>
 __global__ void __launch_bounds__(LISTS_THREADS, 1)
     indexer_loss_lists(const __grid_constant__ slice s, const bool gradients, const bool d_q_wide)
 {
 #ifdef QUERN_WGMMA
+    enum { WARPS = COMPUTING / 32 };
     extern __shared__ __align__(1024) char memory[];
     lists_shared &m = *(lists_shared *)memory;
     if (threadIdx.x == 0) {
-        m.entries.init(2 * FEEDERS, COMPUTING);
-        m.of_q.init(2 * FEEDERS, COMPUTING);
+        m.entries.init(2 * FEEDERS, WARPS);
+        m.of_q.init(2 * FEEDERS, WARPS);
         m.of_index.init(2 * FEEDERS, COMPUTING);
         mbar_init_done();
     }
     __syncthreads();
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), tiles = (int)s.tiles;
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        registers_down<FEED_REGISTERS>();
-        feed_lists(s, m, tiles);
+        registers_down<LIST_FEED_REGISTERS>();
+        feed_lists<GROUPS * EACH>(s, m);
     } else {
-        registers_up<232>();
+        registers_up<LIST_REGISTERS>();
         const float factor = s.of.lambda / (float)max((int64_t)*s.of.rows, (int64_t)1);
-        list_query x = {s, m, group - 1, tiles, 0, 0, {}, {}};
-        for (x.i = blockIdx.x; x.i < s.count; x.i += gridDim.x) {
-            x.count = entries_of(s, x.i);
-            compute_list(x, factor, gradients, d_q_wide);
-        }
+        list_query<EACH> x = {s, m, group - 1, 0, 0, 0, 0, {}};
+        for (x.i = blockIdx.x; x.i < s.count; x.i += gridDim.x) compute_list(x, factor, gradients, d_q_wide);
     }
 #endif
 }

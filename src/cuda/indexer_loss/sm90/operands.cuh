@@ -89,29 +89,40 @@ __device__ __forceinline__ void sum_index(float *to, const float (&z)[COLUMN_TIL
     put_columns(to, v);
 }
 
-/* The A operand of 16 entries from the thread's own bits of them, and two pairs of gradients. */
-__device__ __forceinline__ void mask_pairs(uint32_t (&a)[4], uint32_t bits, uint32_t low, uint32_t high)
+/* 16 ones where bit 7 of byte `low` of x is set, and above them 16 where that of byte `high` of y is. */
+__device__ __forceinline__ uint32_t mask_of(uint32_t x, int low, uint32_t y, int high)
+{
+    enum { SIGN = 8, OF_Y = 4 };
+    uint32_t mask;
+    asm("prmt.b32 %0, %1, %2, %3;"
+        : "=r"(mask)
+        : "r"(x), "r"(y), "r"((SIGN + low) * 0x11 + (SIGN + OF_Y + high) * 0x1100));
+    return mask;
+}
+
+/* The A operand of 16 entries from the thread's own bits of them, byte `byte`, and two pairs of gradients. */
+__device__ __forceinline__ void mask_pairs(uint32_t (&a)[4], uint32_t bits, int byte, uint32_t low,
+                                           uint32_t high)
 {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t two = bits >> i * 2, mask = (two & 1) * 0xffffu | (two & 2) * 0x7fff8000u;
-        a[i] = (i < 2 ? low : high) & mask;
-    }
+    for (int i = 0; i < 4; i++)
+        a[i] = (i < 2 ? low : high) & mask_of(bits << (7 - i * 2), byte, bits << (6 - i * 2), byte);
 }
 
 /* The A operand of 64 entries and the 16 heads of warp `warp`, the bits' columns as rows: half `half` of a
- * tile. Rows of entries 16 w + lane / 4, and eight further, have the value `low`, `high` where positive. */
+ * tile. Where a bit is set of rows of entries 16 w + lane / 4, and eight further, it has `value`: of the
+ * first row and the second, then of both for heads eight further. */
 __device__ __forceinline__ void turn_bits(uint32_t (&a)[4], const uint8_t *bits, int half, int warp,
-                                          uint32_t low, uint32_t high)
+                                          const uint32_t (&value)[4])
 {
     const int lane = threadIdx.x % 32, thread = warp * 32 + lane % 4 * 8 + lane / 8,
               shift = lane / 4 % 2, byte = half * 4 + warp_of_group();
     const uint32_t x = bits[thread * 8 + byte], y = bits[(thread + 4) * 8 + byte],
-                   both = (x | y << 16) >> shift;
-    a[0] = (both & 0x00010001) * low;
-    a[1] = (both >> 4 & 0x00010001) * high;
-    a[2] = (both >> 2 & 0x00010001) * low;
-    a[3] = (both >> 6 & 0x00010001) * high;
+                   both = (x | y << 16) << (7 - shift);
+    a[0] = value[0] & mask_of(both, 0, both, 2);
+    a[1] = value[1] & mask_of(both >> 4, 0, both >> 4, 2);
+    a[2] = value[2] & mask_of(both >> 2, 0, both >> 2, 2);
+    a[3] = value[3] & mask_of(both >> 6, 0, both >> 6, 2);
 }
 
 /* Row h of a thread's two, times `by`, to where it begins; a lane stores eight columns of four tiles. */

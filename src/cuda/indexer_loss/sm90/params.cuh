@@ -41,12 +41,15 @@ struct slice {
     uint64_t *positive;            /* [tiles][128 threads] */
     char *heads;                   /* w q_index, [LOSS_HEAD_BYTES] as tiles stand in shared memory; dense */
     choice *choices;               /* [entries][words]; of lists from here on */
-    int32_t *rows_before, *taken;  /* [entries]: the entry's first row of partials; rows so far */
+    int32_t *taken;                /* behind them: rows of partials so far */
+    int32_t *rows_before;          /* [entries]: the entry's first row */
     int64_t words;
     bf16 *partials; /* [rows][WIDTH] */
     float *sums;    /* [shares][entries][width], or NULL: no gradient of keys_index is wanted */
     bool adds;      /* to what an earlier slice left in the sums */
-    bool d_q_wide;  /* rows of q_index's gradient allow stores of 16 bytes */
+    bool last;      /* slice of the sequence */
+    bool gives_loss; /* last of all: the sums' kernel adds the losses, too */
+    bool d_q_wide, d_keys_wide; /* rows of q_index's and keys_index's gradients allow stores of 16 bytes */
 };
 
 /* How many entries a query of the slice has, and which. */
@@ -59,6 +62,12 @@ __device__ __forceinline__ int entries_of(const slice &s, int64_t i)
 __device__ __forceinline__ const int32_t *chosen_of(const slice &s, int64_t i)
 {
     return s.of.listed < 0 ? NULL : s.of.chosen + (s.b * s.of.queries + s.first + i) * s.of.listed;
+}
+
+/* Bytes that are 0 before a slice's lists are inverted. */
+static inline size_t cleared_bytes(const slice &s)
+{
+    return (size_t)(s.of.entries * s.words) * sizeof(choice) + sizeof *s.taken;
 }
 
 typedef quern_status of_slice(const slice &s, cudaStream_t stream);

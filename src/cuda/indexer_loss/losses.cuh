@@ -1,0 +1,19 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* losses.cuh - the sum of the queries' losses. */
+#ifndef QUERN_CUDA_INDEXER_LOSS_LOSSES_CUH
+#define QUERN_CUDA_INDEXER_LOSS_LOSSES_CUH
+
+#include "common/sums.cuh"
+#include "indexer_loss/params.cuh"
+
+/* A block of LOSS_THREADS calls. seen: queries that see an entry, of calls without lists. */
+__device__ __forceinline__ void sum_losses(const loss_params &p, int64_t seen)
+{
+    const double sum = block_sum<LOSS_THREADS>(p.losses, p.batch * p.queries);
+    if (threadIdx.x != 0 || p.loss == NULL) return;
+    const int64_t rows = p.listed < 0 ? seen : *p.rows;
+    *p.loss = (float)((double)p.lambda * sum / (double)(rows > 1 ? rows : 1));
+}
+
+#endif
