@@ -37,10 +37,10 @@ static void roles(op_call *call)
     call->role[DD(sink)] = OP_OPTIONAL;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: dense attention accepts NULL",
-                     call->family->tensors[tensor].field);
+    (void)call, (void)tensor, (void)text;
+    return ": dense attention accepts NULL";
 }
 
 static void build(op_build *b)
@@ -73,18 +73,15 @@ static quern_status check_data(const op_call *call, void *const *data)
 static const char *const operations[] = {"attention_decode_step"};
 static const op_entry ops[] = {
     {.name = "attention-decode-step",
-     .help = "dense attention of a step's tokens over their sequences' pages",
-     .backward = OP_NONE},
+     .help = "dense attention of a step's tokens over their sequences' pages"},
 };
 
 const op_family attention_decode_family = {
     OP_TABLES(decode_call, operations, step_decode_tensors, attention_param_rows, step_symbols, ops),
     .first = QUERN_OP_ATTENTION_DECODE_STEP,
-    .varlen_by = OP_NONE,
     .defaults = &attention_defaults,
     .params_init = "QUERN_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_DECODE_TENSORS_INIT",
-    .group = "attention-decode-step",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -84,15 +84,12 @@ static void roles(op_call *call)
                                                   : OP_OPTIONAL_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    if (tensor == A(kv_first) || tensor == A(kv_count))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s is given with cu_seqlens_q: sequences of a fixed length are accepted",
-                         call->family->tensors[tensor].field);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted",
-                     call->family->tensors[tensor].field);
+    (void)call, (void)text;
+    return tensor == A(kv_first) || tensor == A(kv_count)
+               ? " with cu_seqlens_q: sequences of a fixed length are accepted"
+               : " without cu_seqlens_q: both or cu_seqlens_q alone are accepted";
 }
 
 static quern_status derive(op_call *call)
@@ -167,7 +164,6 @@ const op_family attention_family = {
     .defaults = &attention_defaults,
     .params_init = "QUERN_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_ATTENTION_TENSORS_INIT",
-    .group = "attention",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -86,16 +86,15 @@ static void roles(op_call *call)
     step_pool_roles(call, DR(tokens), p->block_size > 0, OP_UPDATED);
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    (void)call;
-    const char *why = "without block_size NULL is accepted";
-    if (tensor == DR(pe_k) || tensor == DR(pe_v)) why = "compress linear takes it, else NULL is accepted";
-    if (tensor == DR(k_slc) || tensor == DR(v_slc)) why = "without slc NULL is accepted";
+    (void)call, (void)text;
+    if (tensor == DR(pe_k) || tensor == DR(pe_v)) return ": compress linear takes it, else NULL is accepted";
+    if (tensor == DR(k_slc) || tensor == DR(v_slc)) return ": without slc NULL is accepted";
     if (tensor == DR(k_win) || tensor == DR(v_win) || tensor == DR(win_table))
-        why = "without win NULL is accepted";
-    if (tensor == DR(k_index)) why = "without index NULL is accepted";
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
+        return ": without win NULL is accepted";
+    return tensor == DR(k_index) ? ": without index NULL is accepted"
+                                 : ": without block_size NULL is accepted";
 }
 
 static quern_status derive(op_call *call)
@@ -218,18 +217,15 @@ static quern_status check_data(const op_call *call, void *const *data)
 static const char *const operations[] = {"cache_append_step"};
 static const op_entry ops[] = {
     {.name = "cache-append-step",
-     .help = "keys and values of a step into their pages, and the entries of blocks that become whole",
-     .backward = OP_NONE},
+     .help = "keys and values of a step into their pages, and the entries of blocks that become whole"},
 };
 
 const op_family cache_append_family = {
     OP_TABLES(append_call, operations, tensors, params, step_symbols, ops),
     .first = QUERN_OP_CACHE_APPEND_STEP,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_CACHE_STEP_PARAMS_INIT",
     .tensors_init = "QUERN_CACHE_TENSORS_INIT",
-    .group = "cache-append-step",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -62,11 +62,11 @@ static void roles(op_call *call)
     call->role[DK(index)] = call->given[DK(index)] == NULL ? OP_OPTIONAL : unpack ? OP_UPDATED : OP_NEEDED;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    (void)call;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: without %s NULL is accepted",
-                     tensors[tensor].field, tensor == DK(win_table) ? "win" : "block_size");
+    (void)call, (void)text;
+    return tensor == DK(win_table) ? ": without win NULL is accepted"
+                                   : ": without block_size NULL is accepted";
 }
 
 /* A pool's rows of the sequence. */
@@ -167,19 +167,16 @@ static const char *const operations[] = {"cache_pack", "cache_unpack"};
 static const op_entry ops[] = {
     {.name = "cache-pack",
      .help = "a sequence's keys and values out of their pages, as bytes",
-     .forward = PACK,
-     .backward = OP_NONE},
-    {.name = "cache-unpack", .help = "such bytes into pages", .forward = UNPACK, .backward = OP_NONE},
+     .forward = PACK},
+    {.name = "cache-unpack", .help = "such bytes into pages", .forward = UNPACK},
 };
 
 const op_family cache_pack_family = {
     OP_TABLES(pack_call, operations, tensors, params, step_symbols, ops),
     .first = QUERN_OP_CACHE_PACK,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_CACHE_PACK_PARAMS_INIT",
     .tensors_init = "QUERN_CACHE_PACK_TENSORS_INIT",
-    .group = "cache-pack",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

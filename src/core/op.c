@@ -133,8 +133,11 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
 
 static quern_status check_roles(const op_call *call)
 {
+    char text[OP_REASON];
     for (int32_t i = 0; i < call->family->tensor_count; i++)
-        if (call->role[i] == OP_REFUSED && call->given[i] != NULL) return call->family->refuse(call, i);
+        if (call->role[i] == OP_REFUSED && call->given[i] != NULL)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given%s", call->family->tensors[i].field,
+                             call->family->refuse(call, i, text));
     return QUERN_OK;
 }
 
@@ -327,7 +330,7 @@ quern_status op_begin(op_call *call, const op_family *family, int32_t operation,
     memcpy(&size, tensors, sizeof size);
     call->given_count = (int32_t)((size < own->size ? size : own->size) / sizeof(void *)) - 1;
     call->given = own->t;
-    call->varlen = family->varlen_by != OP_NONE && own->t[family->varlen_by] != NULL;
+    call->varlen = family->varlen_by > 0 && own->t[family->varlen_by] != NULL;
     if (family->adapt != NULL) family->adapt(call, own->t);
     family->roles(call);
     return QUERN_OK;

@@ -136,7 +136,7 @@ typedef struct op_rename {
 /* An operation as files, commands and bindings know it. */
 typedef struct quern_op {
     const char *name, *help;
-    int8_t forward, backward; /* places among the family's operations; backward OP_NONE: there is none */
+    int8_t forward, backward; /* places among the family's operations; backward 0: there is none */
     const op_rename *renames; /* ends with a field of NULL; NULL: there are none */
     const char *fixed; /* the field of a parameter that is no option, at `fixed_to`; NULL: there is none */
     int64_t fixed_to;
@@ -188,12 +188,14 @@ typedef struct op_frame {
 } op_frame;
 enum { OP_ADDRESSES_BYTES = (OP_TENSORS_MAX + 2) * sizeof(uintptr_t) };
 
+enum { OP_REASON = 160 };
+
 typedef struct op_family {
     const char *const *operations; /* their names, as in the public functions */
     int32_t operation_count;
     quern_operation first; /* the public number of the first */
     const op_tensor *tensors;
-    int32_t tensor_count, varlen_by; /* the tensor whose presence makes a batch varlen, or OP_NONE */
+    int32_t tensor_count, varlen_by; /* the tensor whose presence makes a batch varlen; 0: none does */
     const op_param *params;
     int32_t param_count;
     const void *defaults; /* the parameters' struct, as its _INIT macro sets it */
@@ -201,7 +203,7 @@ typedef struct op_family {
     quern_status (*preset)(void *params, const char *name); /* NULL: there are none */
     const char *const *symbols;                             /* the extents' names in shapes, by number */
     const char *const *leads;                               /* those of the lists; NULL: "..." */
-    const char *group;                                      /* the operations below, which share options */
+    const char *group; /* the operations below, which share options; NULL: the name of the first */
     const op_entry *entries;
     const op_mode *modes;
     int32_t entry_count, mode_count;
@@ -213,7 +215,8 @@ typedef struct op_family {
     /* May replace the caller's views by views of the family; NULL: it does not. */
     void (*adapt)(op_call *call, const quern_tensor **given);
     void (*roles)(op_call *call); /* of every tensor, by parameters and `given` */
-    quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
+    /* Why a tensor is OP_REFUSED, as the sentence goes on behind "... is given": a constant, or in `text`. */
+    const char *(*refuse)(const op_call *call, int32_t tensor, char text[OP_REASON]);
     quern_status (*derive)(op_call *call);                       /* like, symbols */
     /* Writes an index tensor that follows from the others; NULL: none does. */
     quern_status (*complete)(const op_call *call, int32_t tensor, int32_t *data);

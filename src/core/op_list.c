@@ -72,15 +72,15 @@ quern_status quern_op_get(const quern_op *op, quern_op_info *info)
     if (status != QUERN_OK) return status;
     *info = (quern_op_info){.name = op->name,
                             .help = op->help,
-                            .group = family->group,
+                            .group = family->group != NULL ? family->group : family->entries->name,
                             .forward = (quern_operation)((int32_t)family->first + op->forward),
                             .tensor_count = family->tensor_count,
                             .param_count = family->param_count,
-                            .varlen_by = family->varlen_by,
+                            .varlen_by = family->varlen_by > 0 ? family->varlen_by : OP_NONE,
                             .tensors_size = sizeof(size_t) + (size_t)family->tensor_count * sizeof(void *),
                             .aside = op->aside,
                             .aside_valued = op->aside_valued};
-    if (op->backward != OP_NONE) info->backward = (quern_operation)((int32_t)family->first + op->backward);
+    if (op->backward > 0) info->backward = (quern_operation)((int32_t)family->first + op->backward);
     memcpy(&info->params_size, family->defaults, sizeof info->params_size);
     memcpy(info->asked, op->asked, sizeof info->asked);
     return QUERN_OK;
@@ -132,7 +132,7 @@ static void note_roles(op_call *call, quern_op_pass pass, bool usual, bool needs
                        quern_op_tensor *tensors)
 {
     memset(call->role, OP_UNUSED, sizeof call->role);
-    call->varlen = call->family->varlen_by != OP_NONE && call->given[call->family->varlen_by] != NULL;
+    call->varlen = call->family->varlen_by > 0 && call->given[call->family->varlen_by] != NULL;
     call->family->roles(call);
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
         const uint8_t role = call->role[i];
@@ -227,7 +227,7 @@ quern_status quern_op_get_tensors(const quern_op *op, quern_op_tensor *tensors)
         shape_text(family, t->varlen, tensors[i].varlen, sizeof tensors->varlen);
     }
     note_pass(call, op, QUERN_OP_FORWARD, tensors);
-    if (op->backward != OP_NONE) note_pass(call, op, QUERN_OP_BACKWARD, tensors);
+    if (op->backward > 0) note_pass(call, op, QUERN_OP_BACKWARD, tensors);
     for (int32_t i = 0; i < family->tensor_count; i++)
         tensors[i].trigger = tensors[i].trigger && !tensors[i].input && !tensors[i].result[QUERN_OP_FORWARD];
     for (const int8_t *t = op->aside_tensors; t != NULL && *t != OP_NONE; t++) tensors[*t].aside = true;

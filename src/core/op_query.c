@@ -15,7 +15,7 @@ static quern_status find(const quern_op *op, quern_op_pass pass, const op_family
     const quern_status status = op_need(op, family);
     if (status != QUERN_OK) return status;
     *operation = pass == QUERN_OP_FORWARD ? op->forward : op->backward;
-    if (*operation != OP_NONE) return QUERN_OK;
+    if (pass == QUERN_OP_FORWARD || op->backward > 0) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no backward pass", op->name);
 }
 

@@ -108,17 +108,16 @@ static void roles(op_call *call)
     r[DP(index_states)] = r[DP(index_merged)] = OP_UPDATED;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
     const bool main = tensor < DP(index_proj);
-    const char *why = main ? "proj alone, or x and a weight are accepted" : "it stands beside x";
-    if (tensor == DP(b_b)) why = "HCA has no series b";
-    else if (!main && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
-    else if (!main && call->given[DP(index_b_a)] == NULL) why = "it stands beside index_b_a";
-    else if (tensor == DP(index_proj)) why = "it stands beside proj";
-    else if (tensor != DP(proj) && call->given[DP(x)] != NULL)
-        return dsv4_weight_refuse(call, &dsv4_append_weights[main ? MAIN : INDEX], tensor);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", dsv4_append_rows[tensor].field, why);
+    if (tensor == DP(b_b)) return ": HCA has no series b";
+    if (!main && params_of(call)->kind != QUERN_DSV4_CSA) return ": HCA has no indexer";
+    if (!main && call->given[DP(index_b_a)] == NULL) return ": it stands beside index_b_a";
+    if (tensor == DP(index_proj)) return ": it stands beside proj";
+    if (tensor != DP(proj) && call->given[DP(x)] != NULL)
+        return dsv4_weight_refuse(call, &dsv4_append_weights[main ? MAIN : INDEX], tensor, text);
+    return main ? ": proj alone, or x and a weight are accepted" : ": it stands beside x";
 }
 
 /* Rows of the states' rings, from the floats of a state. */
@@ -410,8 +409,7 @@ static const char *const operations[] = {"dsv4_append_step"};
 static const op_entry ops[] = {
     {.name = "v4-append-step",
      .help =
-         "a step's tokens into the states of DeepSeek-V4's compressors, and the entries that become whole",
-     .backward = OP_NONE},
+         "a step's tokens into the states of DeepSeek-V4's compressors, and the entries that become whole"},
 };
 static const char *const symbols[] = {"",
                                       [DS_B] = "B",
@@ -442,11 +440,9 @@ static const char *const symbols[] = {"",
 const op_family dsv4_append_step_family = {
     OP_TABLES(step_call, operations, dsv4_append_rows, params, symbols, ops),
     .first = QUERN_OP_DSV4_APPEND_STEP,
-    .varlen_by = OP_NONE,
     .defaults = &dsv4_compress_defaults,
     .params_init = "QUERN_DSV4_COMPRESS_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_APPEND_TENSORS_INIT",
-    .group = "v4-append-step",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

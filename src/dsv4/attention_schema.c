@@ -109,15 +109,15 @@ static void roles(op_call *call)
                                                    : OP_SOURCE_MISSING;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
     const bool pages = ((const dsv4_attention_call *)call)->params.page > 0;
-    const char *beside = tensor == DA(count)             ? "idx"
-                         : tensor == DA(start_positions) ? "sequences of a fixed length, without cu_seqlens"
-                         : tensor == DA(idx) || pages    ? "kv_cmp"
-                                                         : "a page of 1 slot or more";
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside %s", tensors[tensor].field,
-                     beside);
+    (void)text;
+    return tensor == DA(count) ? ": it stands beside idx"
+           : tensor == DA(start_positions)
+               ? ": it stands beside sequences of a fixed length, without cu_seqlens"
+           : tensor == DA(idx) || pages ? ": it stands beside kv_cmp"
+                                        : ": it stands beside a page of 1 slot or more";
 }
 
 /* kv or kv_cmp: rows of the activations' dtype or bytes; contiguous, or a pool. Sets its leading extents. */
@@ -310,7 +310,6 @@ const op_family dsv4_attention_family = {
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_ATTENTION_TENSORS_INIT",
-    .group = "v4-attention",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -115,14 +115,12 @@ static void roles(op_call *call)
                                                    : OP_OPTIONAL_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    const bool head = params_of(call)->head, mix = tensor >= H(fn) && tensor <= H(scale);
-    const char *why = mix                                      ? "head with pre_in takes no weights"
-                      : head                                   ? "head makes h alone"
-                      : tensor == H(pre) || tensor == H(d_pre) ? "it stands beside pre_in"
-                                                               : "it stands beside f";
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
+    (void)text;
+    if (tensor >= H(fn) && tensor <= H(scale)) return ": head with pre_in takes no weights";
+    if (params_of(call)->head) return ": head makes h alone";
+    return tensor == H(pre) || tensor == H(d_pre) ? ": it stands beside pre_in" : ": it stands beside f";
 }
 
 static quern_status derive(op_call *call)
@@ -193,11 +191,9 @@ static void build(op_build *b)
 const op_family dsv4_hyper_family = {
     OP_TABLES(hyper_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_DSV4_HYPER,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_HYPER_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_HYPER_TENSORS_INIT",
-    .group = "v4-hyper",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -51,7 +51,6 @@ static const int8_t scores_alone[] = {DI(scores), OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-index",
      .help = "DeepSeek-V4's indexer: the entries of the greatest scores of every query, ascending",
-     .backward = OP_NONE,
      .aside = "save-scores",
      .aside_valued = true,
      .aside_tensors = scores_alone},
@@ -73,11 +72,10 @@ static void roles(op_call *call)
     call->role[DI(k_table)] = ((const dsv4_index_call *)call)->params.page > 0 ? OP_NEEDED : OP_REFUSED;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    (void)call;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside a page of 1 slot or more",
-                     tensors[tensor].field);
+    (void)call, (void)tensor, (void)text;
+    return ": it stands beside a page of 1 slot or more";
 }
 
 /* The keys: rows of one sequence after the other, or a pool. */
@@ -196,11 +194,9 @@ static void build(op_build *b)
 const op_family dsv4_index_family = {
     OP_TABLES(dsv4_index_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_DSV4_INDEX,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_INDEX_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_INDEX_TENSORS_INIT",
-    .group = "v4-index",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -50,8 +50,7 @@ static const char *const symbols[] = {
 static const op_entry ops[] = {
     {.name = "v4-index-loss",
      .help = "the loss of DeepSeek-V4's indexer against attention's weights over the entries, and its "
-             "gradients",
-     .backward = OP_NONE},
+             "gradients"},
 };
 
 static quern_status check_params(op_call *call)
@@ -144,11 +143,9 @@ static void build(op_build *b)
 const op_family dsv4_index_loss_family = {
     OP_TABLES(loss_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_DSV4_INDEX_LOSS,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_INDEX_LOSS_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_INDEX_LOSS_TENSORS_INIT",
-    .group = "v4-index-loss",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

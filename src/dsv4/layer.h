@@ -110,7 +110,7 @@ const dsv4_weight_row *layer_weights(const op_call *call);
 extern const dsv4_weight_row layer_step_weights[2];
 /* Of x, weights and results of a forward call. */
 void layer_roles(op_call *call);
-quern_status layer_refuse(const op_call *call, int32_t tensor);
+const char *layer_refuse(const op_call *call, int32_t tensor, char text[OP_REASON]);
 /* The extents that follow from x and the weights. */
 quern_status layer_derive(op_call *call);
 quern_status layer_check_data(const op_call *call, void *const *data);

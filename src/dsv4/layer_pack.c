@@ -44,12 +44,8 @@ static const char *const operations[] = {"dsv4_layer_pack", "dsv4_layer_unpack"}
 static const op_entry ops[] = {
     {.name = "v4-layer-pack",
      .help = "what a layer of DeepSeek-V4 keeps of a sequence out of its pages and slot, as bytes",
-     .forward = PACK,
-     .backward = OP_NONE},
-    {.name = "v4-layer-unpack",
-     .help = "such bytes into pages and a slot",
-     .forward = UNPACK,
-     .backward = OP_NONE},
+     .forward = PACK},
+    {.name = "v4-layer-unpack", .help = "such bytes into pages and a slot", .forward = UNPACK},
 };
 static const char *const symbols[] = {"",
                                       [PS_ONE] = "1",
@@ -98,12 +94,12 @@ static void roles(op_call *call)
     r[DLP(packed)] = unpack ? OP_NEEDED : OP_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    const bool of_keys = tensor == DLP(indexer_states) || tensor == DLP(indexer_merged);
-    (void)call;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: without %s NULL is accepted",
-                     tensors[tensor].field, of_keys ? "keys" : "entries");
+    (void)call, (void)text;
+    return tensor == DLP(indexer_states) || tensor == DLP(indexer_merged)
+               ? ": without keys NULL is accepted"
+               : ": without entries NULL is accepted";
 }
 
 /* Channels of keys in pages of `page` rows. */
@@ -274,12 +270,10 @@ static void build(op_build *b)
 const op_family dsv4_layer_pack_family = {
     OP_TABLES(pack_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_DSV4_LAYER_PACK,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_LAYER_PACK_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_LAYER_PACK_TENSORS_INIT",
     .leads = leads,
-    .group = "v4-layer-pack",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -8,6 +8,8 @@
 #include "dsv4/layer_tensors.h"
 #include "dsv4/weights.h"
 
+#include <stdio.h>
+
 #define GRADIENT(field, name, ...) {"d_" #field, "dw." name, OP_F32, DL(field), {__VA_ARGS__}, {0}},
 
 static const op_tensor tensors[] = {
@@ -106,16 +108,16 @@ static void roles(op_call *call)
                                                              : OP_OPTIONAL_RESULT;
 }
 
-quern_status layer_refuse(const op_call *call, int32_t tensor)
+const char *layer_refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
     const quern_dsv4_layer_kind kind = ((const dsv4_layer_call *)call)->params.kind;
     const dsv4_weight_row *weight = layer_weights(call);
     for (int i = 0; i < 2; i++)
         if (dsv4_weight_has(&weight[i], tensor) && call->role[weight[i].floats[0]] != OP_REFUSED)
-            return dsv4_weight_refuse(call, &weight[i], tensor);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: a layer of kind %s has no %s",
-                     call->family->tensors[tensor].field, layer_kinds[kind],
-                     kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
+            return dsv4_weight_refuse(call, &weight[i], tensor, text);
+    snprintf(text, OP_REASON, ": a layer of kind %s has no %s", layer_kinds[kind],
+             kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
+    return text;
 }
 
 /* Checks the tensors that extents come from. */
@@ -252,7 +254,6 @@ const op_family dsv4_layer_family = {
     .first = QUERN_OP_DSV4_LAYER,
     .tensors = tensors,
     .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
-    .varlen_by = OP_NONE,
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,
@@ -260,7 +261,6 @@ const op_family dsv4_layer_family = {
     .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",
     .symbols = symbols,
     .leads = leads,
-    .group = "v4-layer",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(layer_whole_call),

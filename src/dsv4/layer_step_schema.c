@@ -58,8 +58,7 @@ static const char *const operations[] = {"dsv4_layer_step"};
 static const op_entry ops[] = {
     {.name = "v4-layer-step",
      .help = "new tokens of many sequences through a whole attention layer of DeepSeek-V4, from and to pages "
-             "and states",
-     .backward = OP_NONE},
+             "and states"},
 };
 static const char *const symbols[] = {LAYER_SYMBOLS,
                                       [LS_B] = "B",
@@ -305,12 +304,10 @@ static quern_status derive(op_call *call)
 const op_family dsv4_layer_step_family = {
     OP_TABLES(layer_step_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_DSV4_LAYER_STEP,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_LAYER_STEP_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_LAYER_STEP_TENSORS_INIT",
     .leads = leads,
-    .group = "v4-layer-step",
     .check_params = check_params,
     .roles = roles,
     .refuse = layer_refuse,

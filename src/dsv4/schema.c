@@ -188,23 +188,22 @@ static void roles(op_call *call)
                                                                      : OP_OPTIONAL_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    const char *why = "it stands beside cu_seqlens; a parameter holds for all sequences";
     const bool packed = dsv4_weight_has(main_weight, tensor) || dsv4_weight_has(index_weight, tensor),
                weight = packed || tensor == DC(w) || tensor == DC(index_w);
     const bool index = tensor >= DC(index_proj) && !dsv4_weight_has(main_weight, tensor);
-    if (tensor == DC(proj)) why = "proj alone, or x and w are accepted";
-    else if (tensor == DC(b_b) || tensor == DC(prev_b)) why = "HCA has no series b";
-    else if (tensor == DC(has_prev)) why = "it stands beside prev_b and cu_seqlens";
-    else if (tensor == DC(cu_seqlens_cmp)) why = "it stands beside cu_seqlens";
-    else if (index && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
-    else if (index && call->given[DC(index_b_a)] == NULL) why = "it stands beside index_b_a";
-    else if (weight && call->given[DC(x)] == NULL) why = "it stands beside x";
-    else if (weight) return dsv4_weight_refuse(call, index ? index_weight : main_weight, tensor);
-    else if (tensor == DC(index_proj)) why = "it stands beside proj";
-    else if (tensor == DC(index_prev_b)) why = "it stands beside prev_b";
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
+    if (tensor == DC(proj)) return ": proj alone, or x and w are accepted";
+    if (tensor == DC(b_b) || tensor == DC(prev_b)) return ": HCA has no series b";
+    if (tensor == DC(has_prev)) return ": it stands beside prev_b and cu_seqlens";
+    if (tensor == DC(cu_seqlens_cmp)) return ": it stands beside cu_seqlens";
+    if (index && params_of(call)->kind != QUERN_DSV4_CSA) return ": HCA has no indexer";
+    if (index && call->given[DC(index_b_a)] == NULL) return ": it stands beside index_b_a";
+    if (weight && call->given[DC(x)] == NULL) return ": it stands beside x";
+    if (weight) return dsv4_weight_refuse(call, index ? index_weight : main_weight, tensor, text);
+    if (tensor == DC(index_proj)) return ": it stands beside proj";
+    if (tensor == DC(index_prev_b)) return ": it stands beside prev_b";
+    return ": it stands beside cu_seqlens; a parameter holds for all sequences";
 }
 
 /* A matrix whose extents are free. */

@@ -27,8 +27,7 @@ static const quern_dsv4_store_params defaults = QUERN_DSV4_STORE_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_store"};
 static const op_entry ops[] = {
     {.name = "v4-store",
-     .help = "Rows x [n D] into the slots of a cache that v4-attention and v4-index read, in its format",
-     .backward = OP_NONE},
+     .help = "Rows x [n D] into the slots of a cache that v4-attention and v4-index read, in its format"},
 };
 static const char *const symbols[] = {"", [SS_N] = "n", [SS_D] = "D", [SS_ROW] = "D|bytes", NULL};
 
@@ -116,11 +115,9 @@ quern_status dsv4_check_pages(const op_tensor *name, const quern_tensor *table, 
 const op_family dsv4_store_family = {
     OP_TABLES(dsv4_store_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_DSV4_STORE,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_STORE_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_STORE_TENSORS_INIT",
-    .group = "v4-store",
     .roles = roles,
     .derive = derive,
     .check_data = check_data,

@@ -13,6 +13,8 @@
 #include "core/error.h"
 #include "core/view.h"
 
+#include <stdio.h>
+
 /* A global [] as [1, 1]. */
 static quern_tensor one_by_one(const quern_tensor *t)
 {
@@ -51,11 +53,12 @@ bool dsv4_weight_has(const dsv4_weight_row *row, int32_t tensor)
     return tensor >= row->fp8 && tensor < row->fp8 + PACKED;
 }
 
-quern_status dsv4_weight_refuse(const op_call *call, const dsv4_weight_row *row, int32_t tensor)
+const char *dsv4_weight_refuse(const op_call *call, const dsv4_weight_row *row, int32_t tensor,
+                               char text[OP_REASON])
 {
-    const op_tensor *tensors = call->family->tensors;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside %s", tensors[tensor].field,
-                     tensors[row->fp8 + (tensor == row->fp8 + FP8_SCALES ? FP8 : CODES)].field);
+    const int32_t beside = row->fp8 + (tensor == row->fp8 + FP8_SCALES ? FP8 : CODES);
+    snprintf(text, OP_REASON, ": it stands beside %s", call->family->tensors[beside].field);
+    return text;
 }
 
 quern_status dsv4_weight_check(const op_call *call, const dsv4_weight_row *row, int64_t in)

@@ -25,7 +25,8 @@ typedef struct dsv4_weight_row {
 void dsv4_weight_roles(op_call *call, const dsv4_weight_row *row, bool wanted);
 /* Whether it has a tensor in FP8 or NVFP4. Refuses one that stands without its weight. */
 bool dsv4_weight_has(const dsv4_weight_row *row, int32_t tensor);
-quern_status dsv4_weight_refuse(const op_call *call, const dsv4_weight_row *row, int32_t tensor);
+const char *dsv4_weight_refuse(const op_call *call, const dsv4_weight_row *row, int32_t tensor,
+                               char text[OP_REASON]);
 /* That a call has it in one format; the dtype of FP8's scales; that NVFP4 has whole blocks of Dm. */
 quern_status dsv4_weight_check(const op_call *call, const dsv4_weight_row *row, int64_t in);
 

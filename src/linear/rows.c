@@ -7,6 +7,7 @@
 #include "linear/linear.h"
 
 #include <stddef.h>
+#include <stdio.h>
 
 enum { FORWARD, BACKWARD, OPS };
 enum { S_T = 1, S_H, S_D, S_P, S_R };
@@ -111,11 +112,9 @@ static void norm_build(op_build *b)
 const op_family rms_norm_family = {
     OP_TABLES(norm_call, norm_operations, norm_tensors, norm_params, symbols, norm_ops),
     .first = QUERN_OP_RMS_NORM_FORWARD,
-    .varlen_by = OP_NONE,
     .defaults = &norm_defaults,
     .params_init = "QUERN_RMS_NORM_PARAMS_INIT",
     .tensors_init = "QUERN_RMS_NORM_TENSORS_INIT",
-    .group = "rms-norm",
     .check_params = norm_check_params,
     .roles = norm_roles,
     .derive = norm_derive,
@@ -195,12 +194,12 @@ static void rope_roles(op_call *call)
     r[R(d_x)] = backward ? OP_RESULT : OP_UNUSED;
 }
 
-static quern_status rope_refuse(const op_call *call, int32_t tensor)
+static const char *rope_refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
     (void)tensor;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "positions is given with start_abs_pos %lld: one or the other is accepted",
-                     (long long)((const rope_call *)call)->params.start_abs_pos);
+    snprintf(text, OP_REASON, " with start_abs_pos %lld: one or the other is accepted",
+             (long long)((const rope_call *)call)->params.start_abs_pos);
+    return text;
 }
 
 static quern_status rope_derive(op_call *call)
@@ -264,11 +263,9 @@ static void rope_build(op_build *b)
 const op_family rope_family = {
     OP_TABLES(rope_call, rope_operations, rope_tensors, rope_params, symbols, rope_ops),
     .first = QUERN_OP_ROPE_FORWARD,
-    .varlen_by = OP_NONE,
     .defaults = &rope_defaults,
     .params_init = "QUERN_ROPE_PARAMS_INIT",
     .tensors_init = "QUERN_ROPE_TENSORS_INIT",
-    .group = "rope",
     .roles = rope_roles,
     .refuse = rope_refuse,
     .derive = rope_derive,

@@ -75,19 +75,12 @@ static void roles(op_call *call)
                                                   : OP_OPTIONAL_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    const char *field = call->family->tensors[tensor].field;
-    if (tensor == L(d_w))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "d_w is given with a quantised weight: it is accepted with w in floats");
-    if (tensor == L(w) || tensor == L(w_scale))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with w_codes: one or the other is accepted",
-                         field);
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given without w_codes: all of NVFP4 or none of it is "
-                     "accepted",
-                     field);
+    (void)call, (void)text;
+    if (tensor == L(d_w)) return " with a quantised weight: it is accepted with w in floats";
+    if (tensor == L(w) || tensor == L(w_scale)) return " with w_codes: one or the other is accepted";
+    return " without w_codes: all of NVFP4 or none of it is accepted";
 }
 
 static bool is_float(quern_dtype dtype)
@@ -196,12 +189,10 @@ static quern_status derive(op_call *call)
 const op_family linear_family = {
     OP_TABLES(linear_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_LINEAR_FORWARD,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_LINEAR_PARAMS_INIT",
     .tensors_init = "QUERN_LINEAR_TENSORS_INIT",
     .leads = leads,
-    .group = "linear",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

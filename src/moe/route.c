@@ -79,17 +79,12 @@ static void roles(op_call *call)
                                                  : OP_SOURCE_MISSING;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    (void)call;
-    if (tensor == R(logits))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "logits is given with hidden or weight: one or the others are accepted");
-    if (tensor == R(bias))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "bias is given with tid2eid: one or the other is accepted");
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "input_ids is given without tid2eid: both or neither are accepted");
+    (void)call, (void)text;
+    if (tensor == R(logits)) return " with hidden or weight: one or the others are accepted";
+    return tensor == R(bias) ? " with tid2eid: one or the other is accepted"
+                             : " without tid2eid: both or neither are accepted";
 }
 
 static quern_status derive(op_call *call)
@@ -152,7 +147,6 @@ static void build(op_build *b)
 const op_family moe_route_family = {
     OP_TABLES(route_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_MOE_ROUTE,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_MOE_ROUTE_PARAMS_INIT",
     .tensors_init = "QUERN_MOE_ROUTE_TENSORS_INIT",

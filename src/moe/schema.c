@@ -182,36 +182,26 @@ static void roles(op_call *call)
     r[M(d_down)] = gradient_role(call, M(down));
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    const char *field = tensors[tensor].field;
-    if (moe_is_routed(call) && tensor >= M(bias) && tensor <= M(tid2eid))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s is given with experts and weights, and without a router: a router's weight or "
-                         "logits, or routing alone, are accepted",
-                         field);
-    switch (tensor) {
-    case M(weight):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "weight is given with logits: one or the other is accepted");
-    case M(bias):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "bias is given with tid2eid: one or the other is accepted");
-    case M(input_ids):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "input_ids is given without tid2eid: both or neither are accepted");
-    case M(gate_up_input_global):
-    case M(down_input_global):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and a4 is false: it is accepted with a4",
-                         field);
-    default: break;
-    }
     const bool shared = tensor >= M(shared_gate),
                floats =
                    any_given(call, shared ? M(shared_gate) : M(gate_up), shared ? M(shared_down) : M(down));
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s: one or the other is accepted", field,
-                     floats ? (shared ? "a shared expert in floats" : "experts in floats")
-                            : "repacked weights");
+    (void)text;
+    if (moe_is_routed(call) && tensor >= M(bias) && tensor <= M(tid2eid))
+        return " with experts and weights, and without a router: a router's weight or logits, or routing "
+               "alone, are accepted";
+    switch (tensor) {
+    case M(weight): return " with logits: one or the other is accepted";
+    case M(bias): return " with tid2eid: one or the other is accepted";
+    case M(input_ids): return " without tid2eid: both or neither are accepted";
+    case M(gate_up_input_global):
+    case M(down_input_global): return " and a4 is false: it is accepted with a4";
+    default: break;
+    }
+    if (!floats) return " with repacked weights: one or the other is accepted";
+    return shared ? " with a shared expert in floats: one or the other is accepted"
+                  : " with experts in floats: one or the other is accepted";
 }
 
 /* The extents of a global: with or without one for each expert, and for gate and up. */
@@ -384,7 +374,6 @@ static quern_status derive(op_call *call)
 const op_family moe_family = {
     OP_TABLES(moe_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_MOE_FORWARD,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_MOE_PARAMS_INIT",
     .tensors_init = "QUERN_MOE_TENSORS_INIT",

@@ -78,14 +78,14 @@ static void roles(op_call *call)
     if (is_indexed(p) && !nsa_has_entries(p)) r[DD(entries)] = r[DD(entries_table)] = OP_UNUSED;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    const char *why = "without the selected branch NULL is accepted";
-    if (tensor == DD(lse) || tensor == DD(sink)) why = "sparse attention accepts NULL";
-    if (tensor == DD(q_index)) why = "with selection indexed it is accepted";
-    if (tensor == DD(win_table)) why = "without win NULL is accepted";
-    if (tensor == DD(w_gate)) why = "gate weights takes it, else NULL is accepted";
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", call->family->tensors[tensor].field, why);
+    (void)call, (void)text;
+    if (tensor == DD(lse) || tensor == DD(sink)) return ": sparse attention accepts NULL";
+    if (tensor == DD(q_index)) return ": with selection indexed it is accepted";
+    if (tensor == DD(win_table)) return ": without win NULL is accepted";
+    return tensor == DD(w_gate) ? ": gate weights takes it, else NULL is accepted"
+                                : ": without the selected branch NULL is accepted";
 }
 
 /* Checks the parameters by the rules of a whole forward, and the extents of the indexer's tensors. */
@@ -220,8 +220,7 @@ static quern_status check_data(const op_call *call, void *const *data)
 static const char *const operations[] = {"nsa_decode_step"};
 static const op_entry ops[] = {
     {.name = "nsa-decode-step",
-     .help = "native sparse attention of a step's tokens over their sequences' pages",
-     .backward = OP_NONE},
+     .help = "native sparse attention of a step's tokens over their sequences' pages"},
 };
 /* How the gate comes follows from what is there. */
 static const op_mode modes[] = {{NSA_GATE_PARAM, {OP_NONE, DD(w_gate), DD(gates)}}};
@@ -229,11 +228,9 @@ static const op_mode modes[] = {{NSA_GATE_PARAM, {OP_NONE, DD(w_gate), DD(gates)
 const op_family nsa_decode_family = {
     OP_TABLES(decode_call, operations, step_decode_tensors, nsa_param_rows, step_symbols, ops),
     .first = QUERN_OP_NSA_DECODE_STEP,
-    .varlen_by = OP_NONE,
     .defaults = &nsa_defaults,
     .params_init = "QUERN_NSA_PARAMS_INIT",
     .tensors_init = "QUERN_DECODE_TENSORS_INIT",
-    .group = "nsa-decode-step",
     .modes = modes,
     .mode_count = sizeof modes / sizeof *modes,
     .check_params = check_params,

@@ -69,7 +69,6 @@ static const op_entry ops[] = {
     {.name = "nsa-index",
      .help = "MiniMax's block indexer: the blocks of every query by the maximum of q_I . k_I over their "
              "tokens",
-     .backward = OP_NONE,
      .aside = "save-scores",
      .aside_valued = true,
      .aside_tensors = scores_alone},
@@ -98,14 +97,11 @@ static void roles(op_call *call)
     r[I(block_score)] = call->varlen ? OP_REFUSED : OP_OPTIONAL_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    (void)call;
-    if (tensor == I(block_score))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "block_score is given with cu_seqlens_q: scores of fixed lengths are accepted");
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "cu_seqlens_kv is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted");
+    (void)call, (void)text;
+    return tensor == I(block_score) ? " with cu_seqlens_q: scores of fixed lengths are accepted"
+                                    : " without cu_seqlens_q: both or cu_seqlens_q alone are accepted";
 }
 
 quern_status nsa_index_derive(op_call *call)
@@ -213,7 +209,6 @@ const op_family nsa_index_family = {
     .params_init = "QUERN_NSA_INDEX_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_INDEX_TENSORS_INIT",
     .leads = nsa_index_leads,
-    .group = "nsa-index",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -59,8 +59,7 @@ static const char *const operations[] = {"nsa_index_loss"};
 
 static const op_entry ops[] = {
     {.name = "nsa-index-loss",
-     .help = "the block indexer's loss against attention's weights in the listed blocks, and its gradients",
-     .backward = OP_NONE},
+     .help = "the block indexer's loss against attention's weights in the listed blocks, and its gradients"},
 };
 
 static void roles(op_call *call)
@@ -72,11 +71,10 @@ static void roles(op_call *call)
     for (int i = L(loss); i <= L(d_k_index); i++) r[i] = OP_OPTIONAL_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted",
-                     call->family->tensors[tensor].field);
+    (void)call, (void)tensor, (void)text;
+    return " without cu_seqlens_q: both or cu_seqlens_q alone are accepted";
 }
 
 static quern_status derive(op_call *call)
@@ -142,7 +140,6 @@ const op_family nsa_index_loss_family = {
     .params_init = "QUERN_NSA_INDEX_LOSS_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_INDEX_LOSS_TENSORS_INIT",
     .leads = nsa_index_leads,
-    .group = "nsa-index-loss",
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

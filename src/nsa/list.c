@@ -46,9 +46,7 @@ static const char *const operations[] = {"nsa_list_convert"};
 
 static const char *const symbols[] = {"", [S_K_IN] = "k", [S_K_OUT] = "k_out", NULL};
 static const op_entry ops[] = {
-    {.name = "nsa-list-convert",
-     .help = "convert a list of blocks to another block length",
-     .backward = OP_NONE},
+    {.name = "nsa-list-convert", .help = "convert a list of blocks to another block length"},
 };
 
 static quern_status check_params(op_call *call)
@@ -67,12 +65,6 @@ static void roles(op_call *call)
     call->role[IN] = OP_NEEDED;
     call->role[OUT] = OP_RESULT;
     call->role[COUNT] = OP_OPTIONAL_RESULT;
-}
-
-static quern_status refuse(const op_call *call, int32_t tensor)
-{
-    return error_set(QUERN_ERR_INTERNAL, "%s is refused: no tensor of a list is",
-                     call->family->tensors[tensor].field);
 }
 
 static quern_status derive(op_call *call)
@@ -186,14 +178,12 @@ static void build(op_build *b)
 const op_family nsa_list_family = {
     OP_TABLES(list_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_NSA_LIST_CONVERT,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NSA_LIST_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_LIST_TENSORS_INIT",
     .group = "list",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .build = build,
 };

@@ -6,6 +6,8 @@
 #include "nsa/call.h"
 #include "nsa/schema.h"
 
+#include <stdio.h>
+
 static const int32_t o_b[] = {T(o_cmp), T(o_slc), T(o_win)}, lse_b[] = {T(lse_cmp), T(lse_slc), T(lse_win)};
 static const int32_t d_o_b[] = {T(d_o_cmp), T(d_o_slc), T(d_o_win)};
 
@@ -177,7 +179,7 @@ void nsa_roles(op_call *call)
 
 /* A tensor that has no meaning with these parameters: the caller expects something that the call would not
  * do. (Tensors that another operation of the same struct uses are accepted.) */
-quern_status nsa_refuse(const op_call *call, int32_t tensor)
+const char *nsa_refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
     const quern_nsa_params *p = &((const nsa_call *)call)->params;
     static const char *const kinds[] = {"mean", "linear", "given"}, *const gates[] = {"none", "weights",
@@ -188,7 +190,7 @@ quern_status nsa_refuse(const op_call *call, int32_t tensor)
     if (tensor == T(pe_k) || tensor == T(pe_v)) accepted = "linear";
     if (tensor == T(d_k_cmp) || tensor == T(d_v_cmp)) accepted = "given";
     if (tensor == T(d_gates)) accepted = "given or none";
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s %s: with it %s is accepted",
-                     call->family->tensors[tensor].field, gate ? "gate" : "compress",
-                     gate ? gates[p->gate] : kinds[p->compress], accepted);
+    snprintf(text, OP_REASON, " with %s %s: with it %s is accepted", gate ? "gate" : "compress",
+             gate ? gates[p->gate] : kinds[p->compress], accepted);
+    return text;
 }

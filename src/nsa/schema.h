@@ -68,7 +68,7 @@ extern const quern_nsa_params nsa_defaults;
 quern_status nsa_check_params(op_call *call);
 /* roles.c: what each operation does with each tensor. */
 void nsa_roles(op_call *call);
-quern_status nsa_refuse(const op_call *call, int32_t tensor);
+const char *nsa_refuse(const op_call *call, int32_t tensor, char text[OP_REASON]);
 /* Compressed entries of a sequence of n tokens. */
 int64_t nsa_entries_of(const op_call *call, int64_t n);
 /* build.c. */

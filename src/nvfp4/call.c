@@ -56,6 +56,30 @@ nvfp4_kinds nvfp4_kinds_of(const quern_tensor *x, const quern_tensor *offsets, b
     return kinds;
 }
 
+bool nvfp4_needs_offsets(quern_nvfp4_global per, bool weight, const quern_tensor *x)
+{
+    return per == QUERN_NVFP4_GLOBAL_EXPERT && !weight && (x == NULL || x->ndim != 3);
+}
+
+const char *nvfp4_refuse_offsets(const op_call *call, int32_t tensor, char text[OP_REASON])
+{
+    (void)call, (void)tensor, (void)text;
+    return ": it is accepted with an activation [T, D] and a global an expert";
+}
+
+quern_status nvfp4_check_dims(const quern_tensor *x, const char *name, bool weight)
+{
+    if (x->ndim >= (weight ? 2 : 1) && x->ndim <= (weight ? 3 : QUERN_MAX_DIMS - 1)) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %s are accepted", name, x->ndim,
+                     weight ? "2 or 3 for a weight" : "1 to 5");
+}
+
+quern_tensor nvfp4_matrices(const op_call *call, int32_t tensor, bool weight)
+{
+    const quern_tensor t = op_view(call, tensor, false);
+    return weight && t.ndim == 2 ? view_with_batch(&t) : t;
+}
+
 quern_status nvfp4_check_kind(const quern_tensor *global, quern_nvfp4_global per, const char *name)
 {
     if (global == NULL || per != QUERN_NVFP4_GLOBAL_TENSOR || op_is_one(global)) return QUERN_OK;

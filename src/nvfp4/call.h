@@ -33,6 +33,15 @@ quern_nvfp4_global nvfp4_global_kind(const quern_tensor *global, quern_nvfp4_glo
                                      const nvfp4_kinds *kinds);
 /* The kinds that a global of x, values or codes, may be of. */
 nvfp4_kinds nvfp4_kinds_of(const quern_tensor *x, const quern_tensor *offsets, bool weight);
+/* Whether rows of x, values or codes, need offsets: experts one after the other do, those of a stack
+ * [E, n, D] do not. */
+bool nvfp4_needs_offsets(quern_nvfp4_global per, bool weight, const quern_tensor *x);
+/* op_family.refuse of offsets that are not needed. */
+const char *nvfp4_refuse_offsets(const op_call *call, int32_t tensor, char text[OP_REASON]);
+/* That x, values or codes, has as many dimensions as an activation or a weight may. */
+quern_status nvfp4_check_dims(const quern_tensor *x, const char *name, bool weight);
+/* A tensor's view for the stages; a weight's as [E, K, N]. */
+quern_tensor nvfp4_matrices(const op_call *call, int32_t tensor, bool weight);
 /* Refuses a global of several numbers of which the shape does not say what they are of. */
 quern_status nvfp4_check_kind(const quern_tensor *global, quern_nvfp4_global per, const char *name);
 quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight);

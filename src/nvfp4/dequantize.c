@@ -49,7 +49,6 @@ static const op_rename renames[] = {{"weight", "layout", NULL}, {"x", "W", "weig
 static const op_entry ops[] = {
     {.name = "nvfp4-dequantize",
      .help = "NVFP4 back to values; columns: D of an activation, 0: that of whole blocks",
-     .backward = OP_NONE,
      .renames = renames,
      .asked = {[ASKED_COLUMNS] = "columns"}},
 };
@@ -72,22 +71,13 @@ static void adapt(op_call *call, const quern_tensor **given)
     c->params.global_per = nvfp4_global_kind(given[T(global)], c->params.global_per, &kinds);
 }
 
-/* Experts one after the other need offsets, those of a stack [E, n, D] do not. */
 static void roles(op_call *call)
 {
     const quern_tensor *x = call->given[T(codes)];
-    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight &&
-                      (x == NULL || x->ndim != 3);
+    const bool rows = nvfp4_needs_offsets(params_of(call)->global_per, params_of(call)->weight, x);
     call->role[T(codes)] = call->role[T(scales)] = call->role[T(global)] = OP_NEEDED;
     call->role[T(offsets)] = rows ? OP_NEEDED : OP_REFUSED;
     call->role[T(x)] = OP_RESULT;
-}
-
-static quern_status refuse(const op_call *call, int32_t tensor)
-{
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given: it is accepted with an activation [T, D] and a global an expert",
-                     call->family->tensors[tensor].field);
 }
 
 /* x's shape; without x, the one that follows from the codes. */
@@ -97,11 +87,10 @@ static quern_status find_shape(op_call *call, op_extents *shape)
     const bool weight = params_of(call)->weight;
     const char *name = tensors[x != NULL ? T(x) : T(codes)].field;
     if (of == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
-    if (of->ndim < (weight ? 2 : 1) || of->ndim > (weight ? 3 : QUERN_MAX_DIMS - 1))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %s are accepted", name, of->ndim,
-                         weight ? "2 or 3 for a weight" : "1 to 5");
+    quern_status status = nvfp4_check_dims(of, name, weight);
+    if (status != QUERN_OK) return status;
     call->like = *of;
-    const quern_status status = op_check_kind(call, x != NULL ? T(x) : T(codes), of->ndim);
+    status = op_check_kind(call, x != NULL ? T(x) : T(codes), of->ndim);
     if (status != QUERN_OK) return status;
     const int32_t along = weight ? of->ndim - 2 : of->ndim - 1;
     shape->count = of->ndim;
@@ -126,13 +115,6 @@ static quern_status derive(op_call *call)
     return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
 }
 
-/* Weights as [E, K, N]. */
-static quern_tensor matrices(const op_call *call, int32_t tensor)
-{
-    const quern_tensor t = op_view(call, tensor, false);
-    return params_of(call)->weight && t.ndim == 2 ? view_with_batch(&t) : t;
-}
-
 static void build(op_build *b)
 {
     const op_call *call = b->call;
@@ -141,26 +123,24 @@ static void build(op_build *b)
     *OP_ADD(b, dequantise) = (dequantise_args){.profile = (quantise_profile)p->profile,
                                                .per = (quantise_global)p->global_per,
                                                .columns = p->weight,
-                                               .codes = matrices(call, T(codes)),
-                                               .scales = matrices(call, T(scales)),
+                                               .codes = nvfp4_matrices(call, T(codes), p->weight),
+                                               .scales = nvfp4_matrices(call, T(scales), p->weight),
                                                .global = nvfp4_tail_view(&global),
                                                .offsets = op_view(call, T(offsets), false),
-                                               .out = matrices(call, T(x))};
+                                               .out = nvfp4_matrices(call, T(x), p->weight)};
 }
 
 const op_family nvfp4_dequantize_family = {
     OP_TABLES(dequantize_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_NVFP4_DEQUANTIZE,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT",
     .leads = leads,
-    .group = "nvfp4-dequantize",
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
-    .refuse = refuse,
+    .refuse = nvfp4_refuse_offsets,
     .derive = derive,
     .build = build,
 };

@@ -34,8 +34,7 @@ static const char *const operations[] = {"nvfp4_from_mxfp4"};
 static const char *const symbols[] = {"", [S_K] = "K", [S_MX_BLOCKS] = "K/32", NULL};
 static const op_entry ops[] = {
     {.name = "nvfp4-from-mxfp4",
-     .help = "MXFP4 to NVFP4: exact where block exponents span at most 17 binades",
-     .backward = OP_NONE},
+     .help = "MXFP4 to NVFP4: exact where block exponents span at most 17 binades"},
 };
 
 static void roles(op_call *call)
@@ -86,12 +85,10 @@ const op_family nvfp4_from_mxfp4_family = {
     .first = QUERN_OP_NVFP4_FROM_MXFP4,
     .tensors = tensors,
     .tensor_count = TENSORS,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT",
     .symbols = symbols,
-    .group = "nvfp4-from-mxfp4",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(from_call),

@@ -53,7 +53,6 @@ static const op_rename renames[] = {{"swiglu", "activation", NULL},
 static const op_entry ops[] = {
     {.name = "nvfp4-fused-quantize",
      .help = "interleaved gate and up of a product to NVFP4, each or both by its global; or their SwiGLU",
-     .backward = OP_NONE,
      .renames = renames},
 };
 
@@ -82,11 +81,10 @@ static void roles(op_call *call)
     call->role[T(gate_codes)] = call->role[T(gate_scales)] = OP_RESULT;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given with swiglu: the result goes to gate_codes alone",
-                     call->family->tensors[tensor].field);
+    (void)call, (void)tensor, (void)text;
+    return " with swiglu: the result goes to gate_codes alone";
 }
 
 static quern_status derive(op_call *call)
@@ -137,11 +135,9 @@ static void build(op_build *b)
 const op_family nvfp4_fused_quantize_family = {
     OP_TABLES(fused_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_NVFP4_FUSED_QUANTIZE,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT",
-    .group = "nvfp4-fused-quantize",
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

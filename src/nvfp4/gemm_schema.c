@@ -149,32 +149,21 @@ static void roles(op_call *call)
     if (coded) r[G(c)] = OP_UNUSED;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
+    (void)text;
     switch (tensor) {
-    case G(a_codes):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "a and a_codes are given: exactly one of them is accepted");
-    case G(a_scales):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "a_scales is given without a_codes: both or neither are accepted");
-    case G(pad_row_offsets):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "pad_row_offsets is given without a_scales: both or neither are accepted");
+    case G(a_codes): return " with a: exactly one of them is accepted";
+    case G(a_scales): return " without a_codes: both or neither are accepted";
+    case G(pad_row_offsets): return " without a_scales: both or neither are accepted";
     case G(b_codes):
-    case G(b_scales):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s is given with b_repacked: one or the other is accepted", tensors[tensor].field);
+    case G(b_scales): return " with b_repacked: one or the other is accepted";
     case G(c_old):
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old is given with %s: one or the other is accepted",
-                         is_coded(call)                ? "a quantised output"
-                         : params_of(call)->accumulate ? "accumulate"
-                                                       : "an activation");
-    default: break;
+        return is_coded(call)                ? " with a quantised output: one or the other is accepted"
+               : params_of(call)->accumulate ? " with accumulate: one or the other is accepted"
+                                             : " with an activation: one or the other is accepted";
+    default: return " with c: an output in floats, or c_codes, is accepted";
     }
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "c and %s are given: an output in floats, or c_codes, is accepted",
-                     tensors[tensor].field);
 }
 
 /* T, K and E from A and the offsets. */
@@ -341,12 +330,10 @@ static quern_status derive(op_call *call)
 const op_family nvfp4_gemm_family = {
     OP_TABLES(gemm_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_NVFP4_GEMM,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NVFP4_GEMM_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_GEMM_TENSORS_INIT",
     .leads = leads,
-    .group = "nvfp4-gemm",
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,

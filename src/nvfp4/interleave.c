@@ -6,6 +6,7 @@
 #include "nvfp4/call.h"
 
 #include <stddef.h>
+#include <stdio.h>
 
 /* In the order of quern_nvfp4_interleave_tensors: pairs of a tensor and what is made of it. */
 enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_interleave_tensors), PAIRS = TENSORS / 2 };
@@ -55,8 +56,7 @@ static const char *const symbols[] = {"",
 static const op_entry ops[] = {
     {.name = "nvfp4-interleave",
      .help = "gate and up of the last dimension from two halves to alternating runs, padded with zeros, and "
-             "back: a weight's codes, scales and bias alike, or any X",
-     .backward = OP_NONE},
+             "back: a weight's codes, scales and bias alike, or any X"},
 };
 
 static const quern_nvfp4_interleave_params *params_of(const op_call *call)
@@ -72,11 +72,11 @@ static void roles(op_call *call)
     }
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
     (void)call;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given without %s: both or neither are accepted",
-                     tensors[tensor].field, tensors[tensor - 1].field);
+    snprintf(text, OP_REASON, " without %s: both or neither are accepted", tensors[tensor - 1].field);
+    return text;
 }
 
 /* The last extents of a pair: 2I, two halves of any width, and what whole runs make of it. */
@@ -147,11 +147,9 @@ static void build(op_build *b)
 const op_family nvfp4_interleave_family = {
     OP_TABLES(interleave_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_NVFP4_INTERLEAVE,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NVFP4_INTERLEAVE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_INTERLEAVE_TENSORS_INIT",
-    .group = "nvfp4-interleave",
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

@@ -49,7 +49,6 @@ static const char *const leads[] = {"E K/16 N|E N K/16|E bytes...", NULL};
 static const op_entry ops[] = {
     {.name = "moe-prepack",
      .help = "experts' NVFP4 weights to the layout that products read fastest, and exactly back",
-     .backward = OP_NONE,
      .asked = {[ASKED_N] = "n", [ASKED_K] = "k"}},
 };
 
@@ -144,12 +143,10 @@ static void build(op_build *b)
 const op_family moe_prepack_family = {
     OP_TABLES(prepack_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_MOE_PREPACK,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_MOE_PREPACK_PARAMS_INIT",
     .tensors_init = "QUERN_MOE_PREPACK_TENSORS_INIT",
     .leads = leads,
-    .group = "moe-prepack",
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,

@@ -51,7 +51,6 @@ static const op_rename renames[] = {{"weight", "layout", NULL}, {"x", "W", "weig
 static const op_entry ops[] = {
     {.name = "nvfp4-quantize",
      .help = "values to NVFP4: codes, scales, and a global, computed or given",
-     .backward = OP_NONE,
      .renames = renames},
 };
 
@@ -77,24 +76,15 @@ static void adapt(op_call *call, const quern_tensor **given)
     c->params.global_per = nvfp4_global_kind(given[T(given_global)], c->params.global_per, &kinds);
 }
 
-/* Experts one after the other need offsets, those of a stack [E, n, D] do not. */
 static void roles(op_call *call)
 {
     const quern_tensor *x = call->given[T(x)];
-    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight &&
-                      (x == NULL || x->ndim != 3);
+    const bool rows = nvfp4_needs_offsets(params_of(call)->global_per, params_of(call)->weight, x);
     call->role[T(x)] = OP_NEEDED;
     call->role[T(offsets)] = rows ? OP_NEEDED : OP_REFUSED;
     call->role[T(given_global)] = OP_OPTIONAL;
     call->role[T(codes)] = call->role[T(scales)] = OP_RESULT;
     call->role[T(global)] = call->given[T(given_global)] != NULL ? OP_OPTIONAL_RESULT : OP_RESULT;
-}
-
-static quern_status refuse(const op_call *call, int32_t tensor)
-{
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is given: it is accepted with an activation [T, D] and a global an expert",
-                     call->family->tensors[tensor].field);
 }
 
 static quern_status derive(op_call *call)
@@ -104,9 +94,7 @@ static quern_status derive(op_call *call)
     op_extents *shape = &call->lead[L_X - OP_LEAD];
     quern_status status;
     if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    if (x->ndim < (p->weight ? 2 : 1) || x->ndim > (p->weight ? 3 : QUERN_MAX_DIMS - 1))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim,
-                         p->weight ? "2 or 3 for a weight" : "1 to 5");
+    if ((status = nvfp4_check_dims(x, "x", p->weight)) != QUERN_OK) return status;
     call->like = *x;
     if ((status = op_check_kind(call, T(x), x->ndim)) != QUERN_OK ||
         (status = nvfp4_check_kind(call->given[T(given_global)], p->global_per, "given_global")) != QUERN_OK)
@@ -123,13 +111,6 @@ static quern_status derive(op_call *call)
     return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
 }
 
-/* Weights as [E, K, N]. */
-static quern_tensor matrices(const op_call *call, int32_t tensor)
-{
-    const quern_tensor t = op_view(call, tensor, false);
-    return params_of(call)->weight && t.ndim == 2 ? view_with_batch(&t) : t;
-}
-
 static void build(op_build *b)
 {
     const op_call *call = b->call;
@@ -140,10 +121,10 @@ static void build(op_build *b)
                                            .choice = (quantise_scales)p->scales,
                                            .per = (quantise_global)p->global_per,
                                            .columns = p->weight,
-                                           .x = matrices(call, T(x)),
+                                           .x = nvfp4_matrices(call, T(x), p->weight),
                                            .offsets = op_view(call, T(offsets), false),
-                                           .codes = matrices(call, T(codes)),
-                                           .scales = matrices(call, T(scales)),
+                                           .codes = nvfp4_matrices(call, T(codes), p->weight),
+                                           .scales = nvfp4_matrices(call, T(scales), p->weight),
                                            .global = nvfp4_tail_view(&global),
                                            .given = nvfp4_tail_view(&given)};
 }
@@ -151,16 +132,14 @@ static void build(op_build *b)
 const op_family nvfp4_quantize_family = {
     OP_TABLES(quantize_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_NVFP4_QUANTIZE,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NVFP4_QUANTIZE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_QUANTIZE_TENSORS_INIT",
     .leads = leads,
-    .group = "nvfp4-quantize",
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
-    .refuse = refuse,
+    .refuse = nvfp4_refuse_offsets,
     .derive = derive,
     .build = build,
 };

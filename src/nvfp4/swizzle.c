@@ -45,7 +45,6 @@ static const op_rename renames[] = {{"weight", "layout", NULL}, {NULL, NULL, NUL
 static const op_entry ops[] = {
     {.name = "nvfp4-swizzle",
      .help = "scales to the order of tensor cores, in tiles of 128 rows and 4 columns, and back",
-     .backward = OP_NONE,
      .renames = renames,
      .asked = {[ASKED_ROWS] = "rows", [ASKED_COLUMNS] = "columns"}},
 };
@@ -71,10 +70,11 @@ static void roles(op_call *call)
     call->role[T(pad_row_offsets)] = p->experts && !p->inverse ? OP_OPTIONAL_RESULT : OP_REFUSED;
 }
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given %s: it is written with experts, from scales",
-                     tensors[tensor].field, params_of(call)->inverse ? "with inverse" : "without experts");
+    (void)tensor, (void)text;
+    return params_of(call)->inverse ? " with inverse: it is written with experts, from scales"
+                                    : " without experts: it is written with experts, from scales";
 }
 
 /* Whole tiles of `tile`; false where the result overflows. */
@@ -213,12 +213,10 @@ static void build(op_build *b)
 const op_family nvfp4_swizzle_family = {
     OP_TABLES(swizzle_call, operations, tensors, params, symbols, ops),
     .first = QUERN_OP_NVFP4_SWIZZLE,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "QUERN_NVFP4_SWIZZLE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_SWIZZLE_TENSORS_INIT",
     .leads = leads,
-    .group = "nvfp4-swizzle",
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -224,7 +224,6 @@ static const op_family copying = {
     .operation_count = 1,
     .tensors = tensors,
     .tensor_count = 2,
-    .varlen_by = OP_NONE,
     .defaults = &defaults,
     .params_init = "PARAMS_INIT",
     .tensors_init = "TENSORS_INIT",

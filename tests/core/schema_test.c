@@ -82,10 +82,10 @@ static const op_param params[] = {
 static const toy_params defaults = {sizeof(toy_params), 1, false, 0, 0, 0, 0, 1};
 static const char *const operations[] = {"toy"};
 
-static quern_status refuse(const op_call *call, int32_t tensor)
+static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    (void)call, (void)tensor;
-    return QUERN_ERR_INTERNAL;
+    (void)call, (void)tensor, (void)text;
+    return "";
 }
 
 static void roles(op_call *call)
@@ -121,7 +121,6 @@ static const op_family toy = {
     .operation_count = 1,
     .tensors = tensors,
     .tensor_count = TENSORS,
-    .varlen_by = OP_NONE,
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,
