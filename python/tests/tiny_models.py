@@ -26,11 +26,12 @@ def gpt_oss():
 
 
 def minimax(index_heads=2):
-    index = {"index_n_heads": index_heads, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3}
+    index = {"index_n_heads": index_heads, "index_head_dim": 16, "index_block_size": 8}
     config = m3.MiniMaxM3VLTextConfig(
         **SIZES,
         **EXPERTS,
         **index,
+        index_topk_blocks=3,
         rotary_dim=16,
         dense_intermediate_size=96,
         shared_intermediate_size=32,
