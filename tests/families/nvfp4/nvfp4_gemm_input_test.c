@@ -80,9 +80,9 @@ static void bad_calls(void **state)
     s.scales[17] = 0x7F;
     refused(&s, "b_scales[17] is the scale byte 0x7F");
     s.t.a = NULL;
-    refused(&s, "a_codes is given with a:");
+    refused(&s, "a and a_codes are NULL");
     s.t.a_codes = &s.a_codes_view;
-    refused(&s, "a and a_codes");
+    refused(&s, "a_codes is given with a:");
     s.t.a = NULL;
     s.t.a_codes = &s.a_codes_view;
     refused(&s, "a_scales is NULL");
