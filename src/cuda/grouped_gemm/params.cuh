@@ -10,7 +10,7 @@
  *
  * A in f32 is three bf16 numbers a value, whose products follow one another; A in NVFP4 becomes code times
  * scale in bf16, which is exact. Both, and 16-bit rows that the copy engine cannot read, are written to the
- * workspace first (ready.cu).
+ * workspace first (plan.cu).
  */
 #ifndef QUERN_CUDA_GROUPED_GEMM_PARAMS_CUH
 #define QUERN_CUDA_GROUPED_GEMM_PARAMS_CUH

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * kernel.cuh - attention's forward on Hopper where each token of 4 or 8 heads, or of 16 with blocks of 128,
- * has a list of its own, and neighbours' lists have little in common: block by block instead of token by
- * token.
+ * kernel.cuh - the forward of NSA's selected branch on Hopper where each token of 4 or 8 heads, or of 16 with
+ * blocks of 128, has a list of its own, and neighbours' lists have little in common: block by block instead
+ * of token by token.
  *
  * Whoever walks the union of neighbours' lists (sm90_tokens/kernel.cuh) fills shared memory with 32 KB for
  * each block of it: on noise at 64k tokens, 4 heads a token, 17 KB for each token and listed block. Here a

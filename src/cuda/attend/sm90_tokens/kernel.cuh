@@ -14,9 +14,8 @@
  *   in the others it multiplies all rows and hides those that did not choose the block: a warpgroup's product
  *   of 64 rows costs what one of 16 would. S = Q K^T of a stage is issued behind the last stage's P V.
  * - By warp, where a list has at most 16 rows: each of the eight warps multiplies the blocks that lists of
- * its
- *   own 16 rows chose (mma.m16n8k16). Eight blocks are under way, and few are multiplied for rows that did
- *   not choose them.
+ *   its own 16 rows chose (mma.m16n8k16). Eight blocks are under way, and few are multiplied for rows that
+ *   did not choose them.
  *
  * Warp 0 of the feeding warpgroup merges the lists, a lane for each, and copies K and V by TMA, 64 keys a
  * stage; warps 1 and 2 look for what is not finite in V, as in sm90_forward/kernel.cuh; warp 3 plans the next

@@ -10,7 +10,7 @@
  * rows that see it: a factor of 0 does not undo it. The tensor cores get zeros then.
  *
  * Registers at D = 128: dQ 64, Q 32, S 32, dP 32, dS 16 of 232; shared memory: Q and dO 64 KB, K and V
- * 128 KB, or 160 where a piece's lists have at most 128 entries. Limits: the forward's.
+ * 128 KB, or 160 where a piece's lists have at most 128 entries. Limits: as sm90_tokens/kernel.cuh says.
  */
 #ifndef QUERN_CUDA_ATTEND_SM90_TOKENS_DQ_KERNEL_CUH
 #define QUERN_CUDA_ATTEND_SM90_TOKENS_DQ_KERNEL_CUH

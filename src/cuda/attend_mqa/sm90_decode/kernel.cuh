@@ -1,6 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* kernel.cuh - the warpgroups that compute, and the kernel. */
+/*
+ * kernel.cuh - DeepSeek-V4's attention of a step on Hopper (D 512, K = V, at most 8 queries a sequence): the
+ * warpgroups that compute, and the kernel. shared.cuh's head has the plan, the budget and the limit.
+ */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_DECODE_KERNEL_CUH
 #define QUERN_CUDA_ATTEND_MQA_SM90_DECODE_KERNEL_CUH
 

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * kernel.cuh - the grouped product of e4m3 operands for every GPU since sm_80: any/kernel.cuh's tiles, stages
- * and epilogue. Both operands are exact in bf16. A lane decodes its weights as there, divides them by their
- * column's power of two and rounds them to e4m3; each 128 of K are summed from zero, then added to the sums
+ * kernel.cuh - the grouped product of NVFP4 weights and e4m3 activations for every GPU since sm_80:
+ * any/kernel.cuh's tiles, stages and epilogue. Both operands are exact in bf16. A lane decodes its weights as
+ * any/kernel.cuh does, divides them by a power of two that a column shares and rounds them to e4m3; each 128 of K are summed from zero, then added to the sums
  * times A's scale. Accumulators 64 registers.
  *
  * Limit: rounding the weights, 12 instructions each.
