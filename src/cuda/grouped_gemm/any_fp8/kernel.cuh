@@ -3,8 +3,8 @@
 /*
  * kernel.cuh - the grouped product of NVFP4 weights and e4m3 activations for every GPU since sm_80:
  * any/kernel.cuh's tiles, stages and epilogue. Both operands are exact in bf16. A lane decodes its weights as
- * any/kernel.cuh does, divides them by a power of two that a column shares and rounds them to e4m3; each 128 of K are summed from zero, then added to the sums
- * times A's scale. Accumulators 64 registers.
+ * any/kernel.cuh does, divides them by a power of two that a column shares and rounds them to e4m3. Each
+ * 128 of K are summed from zero, then added to the sums times A's scale. Accumulators 64 registers.
  *
  * Limit: rounding the weights, 12 instructions each.
  */
