@@ -317,6 +317,23 @@ __device__ __forceinline__ void spread_nonfinite(float (&acc)[OT][4], const char
     }
 }
 
+/* Adds what is not finite in a row of V to those of a thread's two rows that see it (s0, s1). `row`: at this
+ * thread's first two columns. */
+template <typename T, int OT>
+__device__ __forceinline__ void add_row_nonfinite(float (&o)[OT][4], const attend_kernel &a, const T *row,
+                                                  bool s0, bool s1)
+{
+#pragma unroll
+    for (int i = 0; i < OT; i++)
+        if (i * 8 < a.dim_v)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const float x = to_float<T>(row[i * 8 + c]), add = isfinite(x) ? 0.0f : x;
+                o[i][c] += s0 ? add : 0.0f;
+                o[i][2 + c] += s1 ? add : 0.0f;
+            }
+}
+
 /* Whether every row of a block sees every key of slots [slot0, slot0 + KEYS), given the bounds of its rows.
  */
 template <int KEYS, bool LISTED>

@@ -102,18 +102,8 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_ke
 {
     const T *v = (const T *)a.v.p + s.view * a.v.s[0] + s.unit * a.v.s[2] + (threadIdx.x & 3) * 2;
 #pragma unroll 1
-    for (int j = 0; j < KEYS && key + j < (int)a.sq.n_kv; j++) {
-        const T *row = v + (int64_t)(key + j) * a.v.s[1];
-#pragma unroll
-        for (int i = 0; i < OT; i++)
-            if (i * 8 < a.dim_v)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const float x = to_float<T>(row[i * 8 + c]), add = isfinite(x) ? 0.0f : x;
-                    o[i][c] += j < left[0] ? add : 0.0f;
-                    o[i][2 + c] += j < left[1] ? add : 0.0f;
-                }
-    }
+    for (int j = 0; j < KEYS && key + j < (int)a.sq.n_kv; j++)
+        add_row_nonfinite(o, a, v + (int64_t)(key + j) * a.v.s[1], j < left[0], j < left[1]);
 }
 
 /* S = Q K^T of a tile. */

@@ -70,16 +70,7 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_ke
     for (int key = key0; key < key0 + KEYS; key++) {
         const bool s0 = chose[0] && key < r.hi[0], s1 = chose[1] && key < r.hi[1];
         if (!s0 && !s1) continue;
-        const T *row = v + key * a.v.s[1];
-#pragma unroll
-        for (int i = 0; i < OT; i++)
-            if (i * 8 < a.dim_v)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const float x = to_float<T>(row[i * 8 + c]), add = isfinite(x) ? 0.0f : x;
-                    o[i][c] += s0 ? add : 0.0f;
-                    o[i][2 + c] += s1 ? add : 0.0f;
-                }
+        add_row_nonfinite(o, a, v + key * a.v.s[1], s0, s1);
     }
 }
 
