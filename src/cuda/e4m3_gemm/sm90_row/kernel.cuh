@@ -11,10 +11,12 @@
  * The tensor core adds the 16 products of a step at once, so their order within it is free: a lane takes four
  * codes that follow one another, and x as it stands.
  *
- * The kernel may start while the one before it on the stream still runs, and lets the next one do so; until
- * that one has ended it reads and writes nothing.
+ * The kernel may start while the one before it on the stream still runs: what is in the stages by then, three
+ * quarters of W at 32 runs, and the scales are weights, which that one does not write. It waits for its end
+ * before it reads x or writes c, and lets the next kernel start only then, so that of two kernels before it
+ * only the last may still run.
  *
- * Shared memory: 64 KiB of W, 512 bytes of x, sums and scales a run: two blocks of up to 32 runs have room
+ * Shared memory: 96 KiB of W, 512 bytes of x, sums and scales a run: two blocks of up to 32 runs have room
  * beside each other, and with at most 60 registers. Limit: W's bytes over the read rate.
  */
 #ifndef QUERN_CUDA_E4M3_GEMM_SM90_ROW_KERNEL_CUH
@@ -30,7 +32,7 @@ using namespace sm90_e4m3;
 
 enum {
     ROWS = 32,
-    STAGES = 16,
+    STAGES = 24,
     HALVES = ROWS / 16,
     WARPS = 16,
     PRODUCTS = WARPS * 32,
@@ -54,23 +56,29 @@ __device__ __forceinline__ row_place row_place_here(const product_params &q)
     return {group, (int64_t)((int)blockIdx.x - group * (int)q.panels) * ROWS};
 }
 
-/* One warp. The kernel behind this one may start once all of W is on its way: earlier it would take the
- * read rate from it. */
+/* One warp. */
 template <int RUNS>
 __device__ __forceinline__ void feed(const product_params &q, const CUtensorMap &w, shared<RUNS> &m)
 {
     const row_place t = row_place_here(q);
-    const int row = (int)(t.group * q.p.out + t.column);
+    const int row = (int)(t.group * q.p.out + t.column), first = min((int)q.runs, (int)STAGES);
     ring_place<STAGES> at;
-    wait_for_before();
     if (threadIdx.x % 32 == 0)
-        for (int run = 0; run < q.runs; run++) {
+        for (int run = 0; run < first; run++) {
+            const uint32_t bar = m.stages.expect(at, ROWS * RUN);
+            tma_load(smem_address(m.w[at.stage]), w, bar, run * RUN, 0, row, 0);
+            at.advance();
+        }
+    __syncwarp();
+    wait_for_before();
+    let_next_start();
+    if (threadIdx.x % 32 == 0)
+        for (int run = first; run < q.runs; run++) {
             m.stages.wait_free(at);
             const uint32_t bar = m.stages.expect(at, ROWS * RUN);
             tma_load(smem_address(m.w[at.stage]), w, bar, run * RUN, 0, row, 0);
             at.advance();
         }
-    let_next_start();
     __syncwarp();
 }
 
@@ -85,19 +93,20 @@ __device__ __forceinline__ uint4 eight_of(const T *x, int64_t k, int64_t count, 
     return *(const uint4 *)all;
 }
 
-/* x, and the scales of the block's rows of W. */
+/* The scales of the block's rows of W, and x. */
 template <typename T, int RUNS>
 __device__ __forceinline__ void prepare(const product_params &q, shared<RUNS> &m)
 {
     const row_place t = row_place_here(q);
     const T *const x = (const T *)q.p.a + t.group * q.p.in;
     const int64_t last = q.p.out - 1 - t.column, first = t.group * q.p.out + t.column;
-    for (int i = threadIdx.x; i < q.runs * (RUN / 8); i += PRODUCTS)
-        ((uint4 *)m.x)[i] = eight_of(x, (int64_t)i * 8, q.p.in, q.wide);
-    named_sync(1, PRODUCTS);
     for (int i = threadIdx.x; i < q.runs * ROWS; i += PRODUCTS)
         m.scale[i / ROWS][i % ROWS] =
             q.p.scales.at(first + min((int64_t)(i % ROWS), last), (int64_t)(i / ROWS) * RUN, q.p.status);
+    wait_for_before();
+    for (int i = threadIdx.x; i < q.runs * (RUN / 8); i += PRODUCTS)
+        ((uint4 *)m.x)[i] = eight_of(x, (int64_t)i * 8, q.p.in, q.wide);
+    named_sync(1, PRODUCTS);
 }
 
 /* A lane's codes of two rows, eight apart. */
@@ -173,7 +182,6 @@ __global__ void __launch_bounds__(ROW_THREADS, 2)
     __syncthreads();
     if (threadIdx.x >= PRODUCTS) feed(q, w, m);
     else {
-        wait_for_before();
         prepare<T>(q, m);
         multiply<T>(q, m);
     }
