@@ -98,7 +98,7 @@ static void fill_output(gemm_plan &plan, const grouped_gemm_args *args, arena *r
         p.c = plan.h;
         p.c_dtype = QUERN_F32;
         p.c_stride = args->n;
-        p.c_wide = true;
+        p.c_wide = args->n % 4 == 0;
     }
 }
 
