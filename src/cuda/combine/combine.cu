@@ -9,7 +9,7 @@
 #include "common/rows.cuh"
 #include "variants.cuh"
 
-enum { THREADS = 256, COLUMNS = 4, TOGETHER = 4 /* rows */, FEW = 1024 /* slots that a block inverts */ };
+enum { THREADS = 256, COLUMNS = 4, TOGETHER = 8 /* rows */, FEW = 1024 /* slots that a block inverts */ };
 
 struct combine_params {
     const float *y, *weights, *plus, *plus_too;

@@ -107,37 +107,33 @@ __device__ __forceinline__ int32_t table_expert(const route_params &a, int64_t t
     return e >= 0 && e < a.experts ? (int32_t)e : -1;
 }
 
-/* Writes the experts of the top_k best ranks to `list`, ascending, and clears those ranks. in_lanes: up to 32
- * experts stay in a lane each, which counts the lower ones; it takes a register more. */
-__device__ __forceinline__ void choose_experts(const route_params &a, uint32_t *rank, int32_t *list,
-                                               bool in_lanes)
+/* Writes the experts of the top_k best ranks to `list`, ascending. A lane holds every 32nd rank, EACH of
+ * them; a rank that is taken becomes 0. */
+template <int EACH>
+__device__ __forceinline__ void choose_experts(const route_params &a, const uint32_t *rank, int32_t *list)
 {
     const int lane = threadIdx.x % 32;
-    uint32_t own = 0;
+    uint32_t own[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) own[i] = i * 32 + lane < a.experts ? rank[i * 32 + lane] : 0;
     for (int32_t j = 0; j < a.top_k; j++) {
         uint32_t best = 0, at = 0xffffffff;
-        for (int32_t e = lane; e < a.experts; e += 32)
-            if (rank[e] > best) {
-                best = rank[e];
-                at = (uint32_t)e;
-            }
+#pragma unroll
+        for (int i = EACH - 1; i >= 0; i--) {
+            at = own[i] >= best ? i * 32 + lane : at;
+            best = max(best, own[i]);
+        }
         const uint32_t most = __reduce_max_sync(~0u, best);
         at = __reduce_min_sync(~0u, best == most ? at : 0xffffffff);
-        if (lane == 0) rank[at] = 0;
-        if (in_lanes && lane == j) own = at;
-        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < EACH; i++) own[i] = i * 32 + lane == at ? 0 : own[i];
     }
     int32_t before = 0;
-    if (in_lanes && a.top_k <= 32) {
-        for (int32_t j = 0; j < a.top_k; j++) before += __shfl_sync(~0u, own, j) < own;
-        if (lane < a.top_k) list[before] = (int32_t)own;
-        __syncwarp();
-        return;
-    }
-    for (int32_t first = 0; first < a.experts; first += 32) {
-        const bool taken = first + lane < a.experts && rank[first + lane] == 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const bool taken = i * 32 + lane < a.experts && own[i] == 0;
         const unsigned bits = __ballot_sync(~0u, taken);
-        if (taken) list[before + __popc(bits & ((1u << lane) - 1))] = first + lane;
+        if (taken) list[before + __popc(bits & ((1u << lane) - 1))] = i * 32 + lane;
         before += __popc(bits);
     }
     __syncwarp();
@@ -161,6 +157,19 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_copy(const __grid_constan
     if (slot < a.tokens * a.top_k) copy_given(a, slot);
 }
 
+/* The sum of the chosen scores, in the list's order. */
+__device__ __forceinline__ float sum_of_chosen(const route_params &a, const float *scores,
+                                               const int32_t *list)
+{
+    float sum = 0.0f;
+    for (int32_t first = 0; first < a.top_k; first += 32) {
+        const int32_t j = first + threadIdx.x % 32, e = j < a.top_k ? list[j] : -1;
+        const float own = e >= 0 ? scores[e] : 0.0f;
+        for (int32_t i = 0; i < 32 && first + i < a.top_k; i++) sum += __shfl_sync(~0u, own, i);
+    }
+    return sum;
+}
+
 /* Routes a token; a warp calls, with three rows of shared memory. picked: the experts of all slots, or NULL.
  */
 __device__ __forceinline__ void choose_for(const route_params &a, int64_t token, float *scores,
@@ -174,13 +183,13 @@ __device__ __forceinline__ void choose_for(const route_params &a, int64_t token,
         for (int32_t e = lane; e < a.experts; e += 32)
             rank[e] = rank_of(a.bias != NULL ? scores[e] + a.bias[e] : scores[e]);
         __syncwarp();
-        choose_experts(a, rank, list, picked != NULL);
+        if (a.experts <= 256) choose_experts<8>(a, rank, list);
+        else choose_experts<ROUTE_MOST_EXPERTS / 32>(a, rank, list);
     } else {
         for (int32_t j = lane; j < a.top_k; j += 32) list[j] = table_expert(a, token, j);
         __syncwarp();
     }
-    float sum = 0.0f;
-    for (int32_t j = 0; j < a.top_k; j++) sum += list[j] >= 0 ? scores[list[j]] : 0.0f;
+    const float sum = sum_of_chosen(a, scores, list);
     for (int32_t j = lane; j < a.top_k; j += 32) {
         const float s = list[j] >= 0 ? scores[list[j]] : 0.0f;
         if (list[j] < 0) raise_status(a.status, QUERN_STATUS_BAD_ID);

@@ -32,6 +32,7 @@ enum {
     ROUTE_FEW_TILES = 2048,
     ROUTE_FEW = 16, /* tokens, and below slots, up to which one block routes */
     ROUTE_FEW_SLOTS = 256,
+    ROUTE_AT_ONCE = 8, /* logits that a lane loads before it uses them */
     ROUTE_MOST_EXPERTS = 1024
 };
 
@@ -94,16 +95,35 @@ __device__ __forceinline__ float warp_sum(float x)
     return x;
 }
 
+/* Copies a row of logits to shared memory and returns a lane's largest; a warp calls. */
+template <typename T>
+__device__ __forceinline__ float load_logits(const T *row, int32_t experts, float *scores)
+{
+    float most = -INFINITY;
+    for (int32_t first = threadIdx.x % 32; first < experts; first += 32 * ROUTE_AT_ONCE) {
+        T x[ROUTE_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < ROUTE_AT_ONCE; i++) x[i] = row[min(first + i * 32, experts - 1)];
+#pragma unroll
+        for (int i = 0; i < ROUTE_AT_ONCE; i++) {
+            if (first + i * 32 >= experts) break;
+            scores[first + i * 32] = to_float(x[i]);
+            most = fmaxf(most, scores[first + i * 32]);
+        }
+    }
+    return most;
+}
+
 /* Writes a token's scores to shared memory; a warp calls. */
 __device__ __forceinline__ void make_scores(const route_params &a, int64_t token, float *scores)
 {
     const int lane = threadIdx.x % 32;
-    float most = -INFINITY, sum = 0.0f;
-    for (int32_t e = lane; e < a.experts; e += 32) {
-        const float x = logit_at(a, token, e);
-        scores[e] = x;
-        most = fmaxf(most, x);
-    }
+    const int64_t at = token * a.logits_s;
+    float sum = 0.0f;
+    float most = a.computed != NULL ? load_logits(a.computed + token * a.experts, a.experts, scores)
+                 : a.logits_dtype == QUERN_F32  ? load_logits((const float *)a.logits + at, a.experts, scores)
+                 : a.logits_dtype == QUERN_BF16 ? load_logits((const bf16 *)a.logits + at, a.experts, scores)
+                                                : load_logits((const f16 *)a.logits + at, a.experts, scores);
     if (a.score == ROUTE_SOFTMAX) {
         most = warp_largest(most);
         for (int32_t e = lane; e < a.experts; e += 32) sum += scores[e] = expf(scores[e] - most);
