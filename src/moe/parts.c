@@ -93,6 +93,12 @@ moe_rows moe_gather(op_build *b, const quern_tensor *x, const moe_routing *r)
     const moe_call *c = moe_call_of(b);
     const int64_t rows = c->head.symbol[MS_TK];
     if (c->params.a4) return moe_quantised(b, x, &r->slots, rows, &r->ends, &c->up_input);
+    if (c->head.symbol[MS_T] == 1 && c->head.operation == MOE_FORWARD && !op_uses(&c->head, M(gate_up))) {
+        moe_rows all = {.x = *x}; /* one token's, of which all rows are the same */
+        all.x.shape[0] = rows;
+        all.x.strides[0] = 0;
+        return all;
+    }
     moe_rows gathered = {.x = op_matrix(b, x->dtype, rows, x->shape[1])};
     permute_args *args = OP_ADD(b, permute);
     args->per = c->params.top_k;
