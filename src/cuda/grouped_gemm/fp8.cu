@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(THREADS) fp8_rows(const __grid_constant__ rows
 {
     enum { EACH_ROW = THREADS / ROWS, AT_ONCE = EACH_ROW / LANES };
     const int64_t row = (int64_t)blockIdx.x * ROWS + threadIdx.x / EACH_ROW;
+    let_next_start();
     if (row >= a.tokens) return;
     const int32_t expert = a.ends.expert_of(row);
     if (expert >= a.ends.experts) return;
@@ -178,12 +179,16 @@ __device__ __forceinline__ void largest_given(const weight_source &w, int32_t ex
     }
 }
 
-/* A block has a panel of an expert. */
+/* A block has a panel of an expert. It ends once the rows are rounded, too: the product waits for it. */
 __global__ void __launch_bounds__(THREADS) fp8_powers(const __grid_constant__ gemm_params p, float *power)
 {
     __shared__ int most[WARPS][UNIT];
     const int32_t expert = blockIdx.x / p.panels, panel = blockIdx.x % p.panels;
-    if (p.ends.end_of(expert) <= p.ends.first_of(expert)) return;
+    let_next_start();
+    if (p.ends.end_of(expert) <= p.ends.first_of(expert)) {
+        wait_for_before();
+        return;
+    }
     if (p.b.repacked != NULL) largest_repacked(p.b, expert, panel, most);
     else largest_given(p.b, expert, panel, most);
     __syncthreads();
@@ -192,6 +197,7 @@ __global__ void __launch_bounds__(THREADS) fp8_powers(const __grid_constant__ ge
         for (int w = 0; w < WARPS; w++) all = max(all, most[w][c]);
         power[((int64_t)expert * p.panels + panel) * UNIT + c] = power_of(all);
     }
+    wait_for_before();
 }
 
 template <typename T> static quern_status round_rows(const rows_params &a, bool bytes, cudaStream_t stream)
@@ -228,6 +234,9 @@ quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, co
                                 : args->a.dtype == QUERN_BF16 ? round_rows<bf16>(a, bytes, stream)
                                                               : round_rows<f16>(a, bytes, stream);
     if (status != QUERN_OK) return status;
+    if (f.groups > 0)
+        return launch_behind(stream, fp8_powers, dim3((unsigned)panels), THREADS, 0,
+                             "grouped_gemm, powers of columns", plan.p, plan.power);
     fp8_powers<<<(unsigned)panels, THREADS, 0, stream>>>(plan.p, plan.power);
     return LAUNCHED("grouped_gemm, powers of columns");
 }

@@ -55,36 +55,56 @@ struct gemm_params {
  * expert. All threads of a block call. */
 struct tile_list {
     int32_t first[GEMM_MOST_EXPERTS + 1];
-    int32_t across, count; /* whole tiles side by side; all tiles */
+    int32_t end[GEMM_MOST_EXPERTS]; /* of experts' rows, where there are offsets */
+    int32_t across, count;          /* whole tiles side by side; all tiles */
+
+    __device__ __forceinline__ int64_t end_of(const gemm_params &p, int32_t e) const
+    {
+        return p.ends.end != NULL ? end[e] : p.ends.rows;
+    }
+    __device__ __forceinline__ int64_t first_of(const gemm_params &p, int32_t e) const
+    {
+        return e > 0 ? end_of(p, e - 1) : 0;
+    }
 };
 
-/* `all` panels, `panels` of them a tile. */
+/* Offsets are loaded by all threads at once: a load takes longer than all else here. */
+__device__ __forceinline__ void load_ends(tile_list &list, const gemm_params &p)
+{
+    if (p.ends.end != NULL)
+        for (int32_t e = threadIdx.x; e < p.ends.experts; e += blockDim.x) {
+            const int32_t own = __ldg(p.ends.end + e);
+            list.end[e] = own < 0 ? 0 : own > p.ends.rows ? (int32_t)p.ends.rows : own;
+            if (list.end[e] != own && blockIdx.x == 0) raise_status(p.b.status, QUERN_STATUS_BAD_OFFSETS);
+        }
+    __syncthreads();
+}
+
+/* `all` panels, `panels` of them a tile. A lane has experts that follow one another. */
 __device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p, int tokens, int all,
                                            int panels)
 {
+    load_ends(list, p);
     if (threadIdx.x < 32) {
-        const int lane = threadIdx.x;
-        const int32_t across = max(all / panels, 1);
-        int32_t before = 0;
-        for (int32_t e = 0; e < p.ends.experts; e += 32) {
-            const int64_t rows =
-                e + lane < p.ends.experts ? p.ends.end_of(e + lane) - p.ends.first_of(e + lane) : 0;
-            const bool out = p.ends.end != NULL && e + lane < p.ends.experts &&
-                             p.ends.end_of(e + lane) != p.ends.end[e + lane];
-            if ((rows < 0 || out) && blockIdx.x == 0) raise_status(p.b.status, QUERN_STATUS_BAD_OFFSETS);
-            const int32_t own = rows > 0 ? (int32_t)((rows + tokens - 1) / tokens) * across : 0;
-            int32_t sum = own;
-            for (int delta = 1; delta < 32; delta *= 2) {
-                const int32_t lower = __shfl_up_sync(~0u, sum, delta);
-                if (lane >= delta) sum += lower;
-            }
-            if (e + lane < p.ends.experts) list.first[e + lane] = before + sum - own;
-            before += __shfl_sync(~0u, sum, 31);
+        const int32_t lane = threadIdx.x, each = (p.ends.experts + 31) / 32, e0 = lane * each,
+                      e1 = min(e0 + each, p.ends.experts), across = max(all / panels, 1);
+        int32_t own = 0;
+        for (int32_t e = e0; e < e1; e++) {
+            const int64_t rows = list.end_of(p, e) - list.first_of(p, e);
+            if (rows < 0 && blockIdx.x == 0) raise_status(p.b.status, QUERN_STATUS_BAD_OFFSETS);
+            list.first[e] = own;
+            own += rows > 0 ? (int32_t)((rows + tokens - 1) / tokens) * across : 0;
         }
-        if (lane == 0) {
-            list.first[p.ends.experts] = before;
+        int32_t sum = own;
+        for (int delta = 1; delta < 32; delta *= 2) {
+            const int32_t lower = __shfl_up_sync(~0u, sum, delta);
+            if (lane >= delta) sum += lower;
+        }
+        for (int32_t e = e0; e < e1; e++) list.first[e] += sum - own;
+        if (lane == 31) {
+            list.first[p.ends.experts] = sum;
             list.across = across;
-            list.count = all > across * panels ? before / across * (across + 1) : before;
+            list.count = all > across * panels ? sum / across * (across + 1) : sum;
         }
     }
     __syncthreads();
@@ -105,10 +125,24 @@ __device__ __forceinline__ tile_place tile_at(const tile_list &list, const gemm_
         if (list.first[middle] <= at) low = middle;
         else high = middle;
     }
-    const int64_t first = p.ends.first_of(low), rows = p.ends.end_of(low) - first;
+    const int64_t first = list.first_of(p, low), rows = list.end_of(p, low) - first;
     const int32_t down = (int32_t)((rows + tokens - 1) / tokens), in = at - list.first[low];
     const int32_t part = tile < whole ? in % down : in / across, column = tile < whole ? in / down : across;
     return {low, column * panels, (int32_t)(rows - (int64_t)part * tokens), first + (int64_t)part * tokens};
+}
+
+/* Where warps that multiply begin: with a tile of no rows, before the first one. Until tokens come they have
+ * nothing to do, and storing no rows brings code that runs once a tile nearer than memory. */
+__device__ __forceinline__ int32_t before_first(int32_t tiles)
+{
+    return (int32_t)blockIdx.x < tiles ? (int32_t)blockIdx.x - (int32_t)gridDim.x : tiles;
+}
+__device__ __forceinline__ tile_place tile_or_empty(const tile_list &list, const gemm_params &p, int32_t tile,
+                                                    int tokens, int panels)
+{
+    tile_place t = tile_at(list, p, tile >= 0 ? tile : (int32_t)blockIdx.x, tokens, panels);
+    if (tile < 0) t.rows = 0;
+    return t;
 }
 
 __device__ __forceinline__ float load_any(const void *p, quern_dtype dtype, int64_t at)
@@ -173,9 +207,9 @@ __device__ __forceinline__ float finished(const gemm_params &p, float sum, float
 }
 
 /* Zeros in the rows past the last expert's; all threads of a grid call. */
-__device__ __forceinline__ void finish_tail(const gemm_params &p)
+__device__ __forceinline__ void finish_tail(const tile_list &list, const gemm_params &p)
 {
-    const int64_t first = p.ends.end_of(p.ends.experts - 1), width = p.swiglu ? p.width / 2 : p.width;
+    const int64_t first = list.end_of(p, p.ends.experts - 1), width = p.swiglu ? p.width / 2 : p.width;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (p.tokens - first) * width;
          i += (int64_t)gridDim.x * blockDim.x)
         store_any(p.c, p.c_dtype, (first + i / width) * p.c_stride + i % width, 0.0f);

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any(const __grid_constan
         }
         store(p, c, t, weight_scale<T>(), weight_scale<T>());
     }
-    finish_tail(p);
+    finish_tail(m.tiles, p);
 }
 
 } // namespace any_gemm

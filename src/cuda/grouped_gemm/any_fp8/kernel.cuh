@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(THREADS) grouped_gemm_any_fp8(const __grid_con
         }
         store(p, c, t, power[0], power[1]);
     }
-    finish_tail(p);
+    finish_tail(m.tiles, p);
 }
 
 } // namespace any_gemm

@@ -85,8 +85,9 @@ template <int TOKENS> struct stage_walk {
     }
 };
 
-/* Sums of a tile. The products of a unit run while the next is decoded into the other of two operands. The
- * last units of a part of K, fewer than EACH, are decoded and multiplied one after the other. */
+/* Adds the sums of a tile. The products of a unit run while the next is decoded into the other of two
+ * operands. The last units of a part of K, fewer than EACH, are decoded and multiplied one after the
+ * other. */
 template <typename T, int TOKENS, bool TRANSPOSED>
 __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_params &p, shared<TOKENS> &m,
                                          stage_walk<TOKENS> &walk, int group)
@@ -94,7 +95,6 @@ __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_p
     enum { UNITS = form<TOKENS>::UNITS, EACH = UNITS > 1 ? UNITS : 2 };
     const int rounds = p.units / EACH, rest = p.units % EACH;
     unit_operand w[2];
-    clear_sums(c);
     walk.any = false;
     for (int part = 0; part < p.parts; part++) {
         for (int round = 0; round < rounds; round++) {
@@ -120,6 +120,52 @@ __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_p
     wg_wait<0>(c);
     m.stages.give_back(walk.before);
     walk.before.advance();
+}
+
+/* The products of a unit of up to 16 tokens, by warps: a warpgroup's products of so few columns take as long
+ * as decoding, and each wait for them holds four warps. Sums have the same bits. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply_few(float (&c)[TOKENS / 8][4], const char *unit, uint32_t tokens)
+{
+    const int lane = threadIdx.x % 32;
+    unit_operand w;
+    decode_unit<T, false>(w, unit);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++) {
+            uint32_t b[4];
+            ldmatrix4(b, tokens + tile_at<TOKENS>(n * 8 + lane % 8, half * 4 + lane / 8));
+            mma16816<T>(c[n], w.step[2 * half], b[0], b[1]);
+            mma16816<T>(c[n], w.step[2 * half + 1], b[2], b[3]);
+        }
+}
+
+template <typename T, int TOKENS>
+__device__ __forceinline__ void sum_few(float (&c)[TOKENS / 8][4], const gemm_params &p, shared<TOKENS> &m,
+                                        ring_place<form<TOKENS>::STAGES> &at, int group)
+{
+    enum { UNITS = form<TOKENS>::UNITS };
+    const int steps = steps_of<TOKENS>(p);
+    int left = p.units; /* of this part of K */
+    for (int step = 0; step < steps; step++) {
+        const int count = min((int)UNITS, left);
+        const char *units = m.b[at.stage][group][0];
+        const uint32_t tokens = smem_address(m.a) + at.stage * (uint32_t)sizeof m.a[0];
+        m.stages.wait_full(at);
+        if (count == UNITS) {
+#pragma unroll
+            for (int i = 0; i < UNITS; i++)
+                multiply_few<T, TOKENS>(c, units + i * UNIT_BYTES, tokens + i * TOKENS * 128);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < count; i++)
+                multiply_few<T, TOKENS>(c, units + i * UNIT_BYTES, tokens + i * TOKENS * 128);
+        }
+        m.stages.give_back(at);
+        at.advance();
+        left = left > count ? left - count : p.units;
+    }
 }
 
 /* Results of a warp: 16 columns of B and the tokens of a tile. */
@@ -265,9 +311,26 @@ __device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m
     stage_walk<TOKENS> walk;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float c[TOKENS / 8][4];
+        clear_sums(c);
         sum_tile<T, TOKENS, TRANSPOSED>(c, p, m, walk, group);
         store_tile<TOKENS, TRANSPOSED>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,
                                        m.out[threadIdx.x / 32 - 4], {weight_scale<T>(), weight_scale<T>()});
+    }
+}
+
+/* The same of up to 16 tokens. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply_narrow(const gemm_params &p, shared<TOKENS> &m, int group)
+{
+    const int32_t tiles = m.tiles.count;
+    ring_place<form<TOKENS>::STAGES> at;
+    for (int32_t tile = before_first(tiles); tile < tiles; tile += gridDim.x) {
+        float c[TOKENS / 8][4];
+        const tile_place t = tile_or_empty(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
+        clear_sums(c);
+        if (tile >= 0) sum_few<T, TOKENS>(c, p, m, at, group);
+        store_tile<TOKENS>(c, p, t, group, m.out[threadIdx.x / 32 - 4],
+                           {weight_scale<T>(), weight_scale<T>()});
     }
 }
 
@@ -279,6 +342,7 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
     extern __shared__ __align__(1024) char memory[];
     shared<TOKENS> &m = *(shared<TOKENS> *)memory;
     if (threadIdx.x == 0) {
+        tma_prefetch(a);
         m.stages.init(p.b.repacked != NULL ? 1 : 129, form<TOKENS>::GROUPS * 128);
         mbar_init_done();
     }
@@ -287,7 +351,7 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
         let_next_start();
     }
     make_tiles(m.tiles, p, TOKENS, p.panels, form<TOKENS>::GROUPS);
-    finish_tail(p);
+    finish_tail(m.tiles, p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
         if constexpr (TOKENS >= 128) registers_down<FEW_REGISTERS>();
@@ -295,7 +359,8 @@ __global__ void __launch_bounds__(form<TOKENS>::THREADS, form<TOKENS>::BLOCKS)
         else if (threadIdx.x == 0) feed_repacked(p, a, m);
     } else {
         if constexpr (TOKENS >= 128) registers_up<MANY_REGISTERS>();
-        multiply<T, TOKENS, TRANSPOSED>(p, m, role - 1);
+        if constexpr (TOKENS <= 16) multiply_narrow<T, TOKENS>(p, m, role - 1);
+        else multiply<T, TOKENS, TRANSPOSED>(p, m, role - 1);
     }
 #endif
 }

@@ -8,7 +8,8 @@
  *   feed      one thread copies tokens by TMA and repacked weights by bulk copies into stages of units of
  *             64 of K; of weights in the caller's layout all four warps gather the fragments
  *   multiply  warpgroups of 64 columns each: a lane reads its 16 bytes of codes and 8 of scales of a unit,
- *             decodes them into the products' first operand while the products of the unit before run
+ *             decodes them into the products' first operand while the products of the unit before run; up to
+ *             16 tokens are multiplied by warps
  *
  * The gradient of A is the same product by transposed weights: it sums over B's columns, a warpgroup has 64
  * of K, and fragments are transposed once they are decoded.

@@ -140,11 +140,12 @@ __global__ void __launch_bounds__(wide_form<PANELS>::THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     wide_shared<PANELS> &m = *(wide_shared<PANELS> *)memory;
     if (threadIdx.x == 0) {
+        tma_prefetch(a);
         m.stages.init(1, 256);
         mbar_init_done();
     }
     make_tiles(m.tiles, p, WIDE_TOKENS, p.panels, PANELS);
-    finish_tail(p);
+    finish_tail(m.tiles, p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
         registers_down<FEW_REGISTERS>();

@@ -278,11 +278,12 @@ __device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS> &m, 
     const gemm_params &p = f.p;
     const int32_t tiles = m.tiles.count;
     ring_place<form<PARTS>::STAGES> at;
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int32_t tile = before_first(tiles); tile < tiles; tile += gridDim.x) {
         float c[PARTS][PART / 8][4];
 #pragma unroll
         for (int i = 0; i < PARTS; i++) clear_sums(c[i]);
-        for (int step = 0; step < f.groups; step++) {
+        const int steps = tile >= 0 ? f.groups : 0;
+        for (int step = 0; step < steps; step++) {
             m.tokens.wait_full(at);
             m.decoded.wait_full(at);
 #pragma unroll
@@ -295,7 +296,7 @@ __device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS> &m, 
             if (arrives()) m.tokens.give_back(at);
             at.advance();
         }
-        const tile_place t = tile_at(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
+        const tile_place t = tile_or_empty(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
         const sm90_gemm::column_scales power = powers_of(f, t, group);
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
@@ -316,14 +317,16 @@ __global__ void __launch_bounds__(form<PARTS>::THREADS, 1)
     shared<PARTS> &m = *(shared<PARTS> *)memory;
     const gemm_params &p = f.p;
     if (threadIdx.x == 0) {
+        tma_prefetch(a);
         m.tokens.init(1, GROUPS * 4);
         m.packed.init(bulk ? 1 : 128, form::DECODERS * 4);
         m.decoded.init(form::DECODERS * 4, GROUPS * 4);
         mbar_init_done();
     }
     make_table<PARTS>(m);
+    wait_for_before();
     make_tiles(m.tiles, p, form::TOKENS, p.panels, GROUPS);
-    finish_tail(p);
+    finish_tail(m.tiles, p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
         registers_down<form::FEED_REGISTERS>();

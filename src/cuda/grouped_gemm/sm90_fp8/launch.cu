@@ -43,7 +43,7 @@ static quern_status run(const stage_exec *exec, const grouped_gemm_args *args, c
     CUtensorMap a;
     const quern_status status = tma_describe(&a, a_of(args, plan), 1, form<PARTS>::TOKENS);
     if (status != QUERN_OK) return status;
-    return launch_shared({(cudaStream_t)exec->stream, NULL}, grouped_gemm_sm90_fp8<PARTS>,
+    return launch_behind((cudaStream_t)exec->stream, grouped_gemm_sm90_fp8<PARTS>,
                          dim3((unsigned)exec->multiprocessors), form<PARTS>::THREADS, sizeof(shared<PARTS>),
                          "grouped_gemm", fp8_params_of(plan), a, bulk);
 }
