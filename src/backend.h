@@ -207,6 +207,10 @@ typedef struct quern_backend {
     /* With the prepack stage: bytes of a matrix [K, N] in its layout. */
     int64_t (*repacked_bytes)(int64_t n, int64_t k);
     BACKEND_STAGES(BACKEND_ROW, BACKEND_ROW)
+    /* Optional: products of which none needs another's result, in one launch. False where it does not take
+     * them so: nothing has been launched then. */
+    bool (*gemm_together)(const stage_exec *exec, const gemm_args *const *list, int32_t count,
+                          quern_status *status);
 } quern_backend;
 
 #endif

@@ -162,21 +162,54 @@ static bool order_steps(const op_call *call, const op_step *step, int32_t first,
     return true;
 }
 
+enum { PRODUCTS_MOST = 12 };
+
+/* Of step i and those that follow, the products that wait for the same steps: none needs another then. */
+static int32_t products_from(const op_call *call, const op_step *step, int32_t i,
+                             const uint64_t behind[OP_BESIDE_MOST])
+{
+    int32_t count = 0;
+    for (; i + count < call->program.steps && count < PRODUCTS_MOST; count++, step = op_step_next(step))
+        if (step->stage != OP_gemm || step->asked || behind[i + count] != behind[i]) break;
+    return count;
+}
+
+/* Runs step i, or several products from it on as one; returns how many. */
+static int32_t run_some(const op_call *call, const op_frame *frame, const op_step *step, int32_t i,
+                        const uint64_t behind[OP_BESIDE_MOST], quern_status *status)
+{
+    gemm_args now[PRODUCTS_MOST];
+    const gemm_args *list[PRODUCTS_MOST];
+    const op_step *next = step;
+    const int32_t count = call->backend->gemm_together != NULL ? products_from(call, step, i, behind) : 0;
+    for (int32_t n = 0; count > 1 && n < count; n++, next = op_step_next(next)) {
+        op_args placed;
+        place(next, frame, NULL, NULL, &placed);
+        now[n] = placed.gemm;
+        list[n] = &now[n];
+    }
+    if (count > 1 && call->backend->gemm_together(&frame->exec, list, count, status)) return count;
+    *status = run_step(call, frame, step, NULL, NULL);
+    return 1;
+}
+
 /* Every step behind those that it waits for; `start`: what those wait for that wait for none. */
 static quern_status run_beside(const op_call *call, const op_frame *frame, const op_step *step, int32_t first,
                                const backend_point *start, const uint64_t behind[OP_BESIDE_MOST])
 {
     backend_point after[OP_BESIDE_MOST];
-    for (int32_t i = first; i < call->program.steps; i++, step = op_step_next(step)) {
+    for (int32_t i = first; i < call->program.steps;) {
         const backend_point *points[OP_BESIDE_MOST] = {start};
-        int32_t count = 0;
+        int32_t count = 0, ran = 0;
         for (int32_t s = first; s < i; s++)
             if (behind[i] >> s & 1) points[count++] = &after[s];
         quern_status status = call->backend->resume(&frame->exec, points, count > 0 ? count : 1);
-        if (status == QUERN_OK) status = run_step(call, frame, step, NULL, NULL);
+        if (status == QUERN_OK) ran = run_some(call, frame, step, i, behind, &status);
         if (status != QUERN_OK) return status;
         if (!call->backend->point(&frame->exec, &after[i]))
             return error_set(QUERN_ERR_DEVICE, "the stream is no longer recorded");
+        for (int32_t n = 1; n < ran; n++) after[i + n] = after[i];
+        for (; ran > 0; ran--, i++) step = op_step_next(step);
     }
     return QUERN_OK;
 }

@@ -148,7 +148,16 @@ layer_parts layer_project(op_build *b)
     const int64_t *s = b->call->symbol;
     const quern_dsv4_layer_kind kind = c->params.kind;
     layer_parts parts = {.x = op_rows(b, DL(x)), .sinks = f32_sinks(b)};
+    /* Products of x stand together: a backend may make one launch of them. */
     parts.residual_in = f32_product(b, &parts.x, DL(q_a));
+    parts.kv_in = f32_product(b, &parts.x, DL(kv));
+    for (int i = 0; i < 2; i++) c->weights[i] = dsv4_weight_views(b->call, &layer_weights(b->call)[i]);
+    if (kind != QUERN_DSV4_LAYER_SWA)
+        parts.main = project_series(b, &parts.x, DL(compressor_bias), &c->weights[0], s[LS_D], &parts.main_w);
+    if (kind == QUERN_DSV4_LAYER_CSA) {
+        parts.index = project_series(b, &parts.x, DL(indexer_bias), &c->weights[1], s[LS_CI], NULL);
+        parts.heads = f32_product(b, &parts.x, DL(indexer_heads));
+    }
     parts.residual = op_matrix(b, parts.x.dtype, parts.x.shape[0], s[LS_Q_LORA]);
     *OP_ADD(b, norm_rope_forward) = (norm_rope_args){.norm = true,
                                                      .eps = c->params.eps,
@@ -156,13 +165,6 @@ layer_parts layer_project(op_build *b)
                                                      .weight = layer_view(b, DL(q_a_norm)),
                                                      .out = layer_heads(&parts.residual, 1, 1)};
     if (kind == QUERN_DSV4_LAYER_CSA) parts.index_q_in = f32_product(b, &parts.residual, DL(indexer_q_b));
-    parts.kv_in = f32_product(b, &parts.x, DL(kv));
-    for (int i = 0; i < 2; i++) c->weights[i] = dsv4_weight_views(b->call, &layer_weights(b->call)[i]);
-    if (kind != QUERN_DSV4_LAYER_SWA)
-        parts.main = project_series(b, &parts.x, DL(compressor_bias), &c->weights[0], s[LS_D], &parts.main_w);
-    if (kind != QUERN_DSV4_LAYER_CSA) return parts;
-    parts.index = project_series(b, &parts.x, DL(indexer_bias), &c->weights[1], s[LS_CI], NULL);
-    parts.heads = f32_product(b, &parts.x, DL(indexer_heads));
     return parts;
 }
 

@@ -326,7 +326,6 @@ static quern_tensor attend(op_build *b, const step_rooms *r, layer_parts *parts,
         args.entries_table = r->pages_of;
     }
     layer_attend(b, &args, &r->at, &to);
-    clear(b, r, &states.core, 0);
     return states.core;
 }
 
@@ -339,11 +338,12 @@ static void give_rows(op_build *b, int32_t tensor, const quern_tensor *rows)
     layer_change(b, &in, &out);
 }
 
-/* Results with a row a token, or an entry, that the core does not give zeros. */
+/* Results with a row a token, or an entry, but for `out`: a row of it depends on its token alone, so zeros
+ * for tokens that belong to no sequence wait until the products have ended. */
 static void clear_results(op_build *b, const step_rooms *r)
 {
-    static const int32_t by_token[] = {DL(q_residual), DL(kv_rows),  DL(idx_q),
-                                       DL(idx_score),  DL(idx_topk), DL(core)};
+    static const int32_t by_token[] = {DL(q_residual), DL(kv_rows), DL(idx_q),      DL(idx_score),
+                                       DL(idx_topk),   DL(core),    DL(core_irope), DL(o_a_out)};
     static const int32_t by_entry[] = {DL(compressed), DL(idx_k)};
     const quern_tensor q = layer_view(b, DL(q));
     quern_tensor by_row = q;
@@ -411,6 +411,8 @@ void layer_step_build(op_build *b)
     op_give(b, DL(o_a_out), &groups);
     clear_results(b, &r);
     keep(b, &r, &raw, &rings, parts_of);
+    const quern_tensor out = layer_view(b, DL(out));
+    clear(b, &r, &out, 0);
 }
 
 quern_status quern_dsv4_layer_step_workspace(quern_context *ctx, const quern_dsv4_layer_step_params *given,

@@ -14,4 +14,13 @@ static const variant<gemm_args> *const list[] = {
 };
 extern const variants<gemm_args> gemm_variants(list);
 
-static const stage_rows rows([](quern_backend &backend) { offer<gemm_args, gemm_variants>(backend.gemm); });
+#ifdef QUERN_SM90
+bool gemm_together(const stage_exec *exec, const gemm_args *const *list, int32_t count, quern_status *status);
+#endif
+
+static const stage_rows rows([](quern_backend &backend) {
+    offer<gemm_args, gemm_variants>(backend.gemm);
+#ifdef QUERN_SM90
+    backend.gemm_together = gemm_together;
+#endif
+});

@@ -11,7 +11,8 @@
  * Sums run over k in order, 16 at a time, whole and from zero: these are the instructions of cuBLASLt's
  * products that are not cut, so a row has the same bits among few rows and among many (few_rows_test). So a
  * block reads all of k, and N / 64 blocks read a weight of N rows: they stay for tile after tile, and the
- * feed goes ahead of the products across tiles.
+ * feed goes ahead of the products across tiles. Several products may share a launch, each with its operands:
+ * their tiles follow one another.
  *
  * Shared memory: 6 stages of 16 KiB of b and 16 KiB of a. Limit: b's bytes over the read rate; below 8,000
  * rows of b the rate of the few blocks that there are, some 80 GB/s each.
@@ -40,12 +41,22 @@ enum {
     THREADS = WARPS * 32 + 32
 };
 
+/* A product. */
 struct few_params {
     void *c;
     int64_t c_row;
     int32_t m, n, depths; /* depths: stages of a tile */
     int32_t row_tiles, pairs;
-    bool half; /* c has the operands' dtype */
+    int32_t first; /* of the launch's tiles */
+    bool half;     /* c has the operands' dtype */
+};
+
+/* Those of a launch. */
+enum { TOGETHER = 12 };
+template <int MOST> struct few_set {
+    CUtensorMap a[MOST], b[MOST];
+    few_params q[MOST];
+    int32_t count, tiles;
 };
 
 struct shared {
@@ -58,19 +69,28 @@ struct few_place {
     int32_t row, column;
 };
 
+/* The product that a tile is of, not before `p`. */
+template <int MOST> __device__ __forceinline__ int product_of(const few_set<MOST> &set, int32_t tile, int p)
+{
+    while (MOST > 1 && p + 1 < set.count && tile >= set.q[p + 1].first) p++;
+    return p;
+}
+
 /* Tiles of the same rows of b follow one another. */
 __device__ __forceinline__ few_place place_at(const few_params &q, int32_t tile, int rank)
 {
-    const int32_t pair = tile / q.row_tiles;
-    return {(tile - pair * q.row_tiles) * ROWS, (pair * CLUSTER + rank) * COLUMNS};
+    const int32_t of = tile - q.first, pair = of / q.row_tiles;
+    return {(of - pair * q.row_tiles) * ROWS, (pair * CLUSTER + rank) * COLUMNS};
 }
 
-__device__ __forceinline__ void feed(const few_params &q, const CUtensorMap &a, const CUtensorMap &b,
-                                     shared &m, int rank)
+template <int MOST> __device__ __forceinline__ void feed(const few_set<MOST> &set, shared &m, int rank)
 {
     ring_place<STAGES> at;
-    for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < q.row_tiles * q.pairs;
-         i += (int32_t)gridDim.x / CLUSTER) {
+    int p = 0;
+    for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < set.tiles; i += (int32_t)gridDim.x / CLUSTER) {
+        p = product_of(set, i, p);
+        const few_params &q = set.q[p];
+        const CUtensorMap &a = set.a[p], &b = set.b[p];
         const few_place t = place_at(q, i, rank);
         for (int32_t k = 0; k < q.depths * DEPTH; k += DEPTH) {
             m.stages.wait_free(at);
@@ -139,10 +159,8 @@ __device__ __forceinline__ void store_tile(const few_params &q, const float (&c)
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(THREADS, 1)
-    gemm_sm90_few(const __grid_constant__ few_params q, const __grid_constant__ CUtensorMap a,
-                  const __grid_constant__ CUtensorMap b)
+template <typename T, int MOST>
+__global__ void __launch_bounds__(THREADS, 1) gemm_sm90_few(const __grid_constant__ few_set<MOST> set)
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char memory[];
@@ -156,13 +174,15 @@ __global__ void __launch_bounds__(THREADS, 1)
     cluster_sync_arrive();
     cluster_sync_wait();
     if (__shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS) {
-        if (threadIdx.x % 32 == 0) feed(q, a, b, m, rank);
+        if (threadIdx.x % 32 == 0) feed(set, m, rank);
         __syncwarp();
     } else {
         ring_place<STAGES> at;
-        for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < q.row_tiles * q.pairs;
-             i += (int32_t)gridDim.x / CLUSTER) {
+        int p = 0;
+        for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < set.tiles; i += (int32_t)gridDim.x / CLUSTER) {
             float c[COLUMNS / 8][4];
+            p = product_of(set, i, p);
+            const few_params &q = set.q[p];
             sum_tile<T>(q, c, m, at);
             store_tile<T>(q, c, place_at(q, i, rank));
         }
@@ -172,18 +192,17 @@ __global__ void __launch_bounds__(THREADS, 1)
 #endif
 }
 
-/* An instance a dtype. */
-template <typename T>
-quern_status launch(const stage_exec *exec, const few_params &q, const CUtensorMap &a, const CUtensorMap &b);
+/* An instance a dtype, of one product and of several. */
+template <typename T> quern_status launch(const stage_exec *exec, const few_set<1> &set);
+template <typename T> quern_status launch(const stage_exec *exec, const few_set<TOGETHER> &set);
 
-template <typename T>
-static quern_status launch_kernel(const stage_exec *exec, const few_params &q, const CUtensorMap &a,
-                                  const CUtensorMap &b)
+template <typename T, int MOST>
+static quern_status launch_kernel(const stage_exec *exec, const few_set<MOST> &set)
 {
-    const int32_t tiles = q.row_tiles * q.pairs, most = exec->multiprocessors / CLUSTER,
-                  clusters = tiles < most ? tiles : most;
-    return launch_cluster((cudaStream_t)exec->stream, gemm_sm90_few<T>, dim3((unsigned)(clusters * CLUSTER)),
-                          THREADS, sizeof(shared), "a product of few rows", CLUSTER, false, q, a, b);
+    const int32_t most = exec->multiprocessors / CLUSTER, clusters = set.tiles < most ? set.tiles : most;
+    return launch_cluster((cudaStream_t)exec->stream, gemm_sm90_few<T, MOST>,
+                          dim3((unsigned)(clusters * CLUSTER)), THREADS, sizeof(shared),
+                          "a product of few rows", CLUSTER, false, set);
 }
 
 } // namespace sm90_few

@@ -37,10 +37,10 @@ static bool supports(const stage_exec *exec, const gemm_args *args, char *)
            tma_can(as_rows(args->b));
 }
 
-template <typename T> static quern_status run_dtype(const stage_exec *exec, const gemm_args *args)
+/* Adds a product to those of a launch. */
+template <int MOST> static quern_status add(few_set<MOST> &set, const gemm_args *args)
 {
-    few_params q = {};
-    CUtensorMap a, b;
+    few_params &q = set.q[set.count];
     q.c = args->c.data;
     q.c_row = args->c.strides[0];
     q.m = (int32_t)args->c.shape[0];
@@ -48,15 +48,42 @@ template <typename T> static quern_status run_dtype(const stage_exec *exec, cons
     q.depths = (int32_t)((args->a.shape[1] + DEPTH - 1) / DEPTH);
     q.row_tiles = (q.m + ROWS - 1) / ROWS;
     q.pairs = (q.n + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS);
+    q.first = set.tiles;
     q.half = args->c.dtype != QUERN_F32;
-    quern_status status = tma_describe(&a, as_rows(args->a), 1, ROWS);
-    if (status == QUERN_OK) status = tma_describe(&b, as_rows(args->b), 1, COLUMNS);
-    return status == QUERN_OK ? launch<T>(exec, q, a, b) : status;
+    quern_status status = tma_describe(&set.a[set.count], as_rows(args->a), 1, ROWS);
+    if (status == QUERN_OK) status = tma_describe(&set.b[set.count], as_rows(args->b), 1, COLUMNS);
+    set.tiles += q.row_tiles * q.pairs;
+    set.count++;
+    return status;
+}
+
+template <int MOST>
+static quern_status launch_set(const stage_exec *exec, quern_dtype dtype, const few_set<MOST> &set)
+{
+    if (set.tiles == 0) return QUERN_OK;
+    return dtype == QUERN_BF16 ? launch<bf16>(exec, set) : launch<f16>(exec, set);
 }
 
 static quern_status run(const stage_exec *exec, const gemm_args *args, void *)
 {
-    return args->a.dtype == QUERN_BF16 ? run_dtype<bf16>(exec, args) : run_dtype<f16>(exec, args);
+    few_set<1> set = {};
+    const quern_status status = add(set, args);
+    return status == QUERN_OK ? launch_set(exec, args->a.dtype, set) : status;
 }
 
 extern const variant<gemm_args> gemm_sm90_few = {"gemm_sm90_few", supports, NULL, run};
+
+/* Products of which none needs another's result, as one launch; false where one of them is not taken. */
+bool gemm_together(const stage_exec *exec, const gemm_args *const *list, int32_t count, quern_status *status)
+{
+    few_set<TOGETHER> set = {};
+    char why[STAGE_WHY_BYTES];
+    if (count > TOGETHER || exec->variant != NULL) return false;
+    for (int32_t i = 0; i < count; i++)
+        if (list[i]->a.dtype != list[0]->a.dtype || !supports(exec, list[i], why)) return false;
+    const device_scope scope(exec->device_id);
+    *status = cuda_report(scope.code, "choosing the device");
+    for (int32_t i = 0; i < count && *status == QUERN_OK; i++) *status = add(set, list[i]);
+    if (*status == QUERN_OK) *status = launch_set(exec, list[0]->a.dtype, set);
+    return true;
+}

@@ -5,11 +5,14 @@
 namespace sm90_few
 {
 
-template <>
-quern_status launch<__half>(const stage_exec *exec, const few_params &q, const CUtensorMap &a,
-                          const CUtensorMap &b)
+template <> quern_status launch<__half>(const stage_exec *exec, const few_set<1> &set)
 {
-    return launch_kernel<__half>(exec, q, a, b);
+    return launch_kernel<__half>(exec, set);
+}
+
+template <> quern_status launch<__half>(const stage_exec *exec, const few_set<TOGETHER> &set)
+{
+    return launch_kernel<__half>(exec, set);
 }
 
 } // namespace sm90_few
