@@ -10,8 +10,8 @@
  * 256 columns of a (of bf16 512; 192 KiB) stay in L2 while the panels pass, 64 KiB of each at a time. With
  * fewer rows the panels, which come from L3 or memory, would pass too often. a is converted to f32 by task,
  * or multiplied as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each panel
- * once: a task is then one panel, which it packs piece by piece (32 KiB) as it multiplies, so that b is read
- * from memory once and nothing is written there. With few rows, an f32 b with contiguous rows and a
+ * once: a task is then one panel, which it packs piece by piece (32 KiB) as it multiplies, requesting the next,
+ * so that b is read from memory once and nothing is written there. With few rows, an f32 b with contiguous rows and a
  * transposed b of bf16 are read in place. Limit: FMA, or with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
@@ -29,6 +29,7 @@ enum {
     DEPTH = 128,
     FEW_ROWS = 32,
     ONCE_ROWS = 96,
+    ROWS_BETWEEN = 12, /* of a, a multiple of the micro-kernel's */
     PIECE = 64 * DEPTH
 };
 
@@ -171,6 +172,32 @@ static const float *panel_of(const gemm_job *job, int64_t column, int64_t p, int
     return piece;
 }
 
+/* Requests part `part` of `parts` of the rows of b^T that these columns of c take next. */
+static void request(const gemm_job *job, int64_t column, int64_t columns, int64_t p, int64_t part,
+                    int64_t parts)
+{
+    const quern_tensor *b = &job->args->b;
+    const int64_t bytes = depth_at(job, p) * (int64_t)quern_dtype_size(b->dtype);
+    for (int64_t j = columns * part / parts; j < columns * (part + 1) / parts; j++)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(element(b, column + j, p) + at, 0, 2);
+}
+
+/* A piece of a panel that is used once, packed, times all rows, between which the piece that follows is
+ * requested: all of it at once would be more lines than can be in flight. */
+static void multiply_once(const gemm_job *job, mm_kernel *mm, operand a, int64_t rows, int64_t column,
+                          int64_t columns, int64_t q, float *piece, float *tile)
+{
+    const int64_t depth = depth_at(job, q), words = job->pairs ? depth / 2 : depth, next = q + depth;
+    const float *b = panel_of(job, column, q, depth, piece);
+    for (int64_t i = 0; i < rows; i += ROWS_BETWEEN) {
+        const int64_t n = rows - i < ROWS_BETWEEN ? rows - i : ROWS_BETWEEN;
+        if (job->args->b_transposed && next < job->k)
+            request(job, column, columns, next, i / ROWS_BETWEEN, (rows + ROWS_BETWEEN - 1) / ROWS_BETWEEN);
+        mm(n, columns, words, (const float *)a.data + i * a.row, a.row, a.k, b, job->ldb,
+           tile + i * TILE_STRIDE, TILE_STRIDE, q > 0);
+    }
+}
+
 static void product_tile(void *arg, int64_t index, int32_t thread)
 {
     const gemm_job *job = arg;
@@ -196,6 +223,10 @@ static void product_tile(void *arg, int64_t index, int32_t thread)
         for (int64_t j = 0; j < columns; j += panel)
             for (int64_t i = 0; i < blocks; i++) {
                 const int64_t q = p + i * job->depth, depth = depth_at(job, q);
+                if (job->once) {
+                    multiply_once(job, mm, a[i], rows, column, columns, q, piece, tile);
+                    continue;
+                }
                 mm(rows, columns - j < panel ? columns - j : panel, job->pairs ? depth / 2 : depth, a[i].data,
                    a[i].row, a[i].k, panel_of(job, column + j, q, depth, piece), job->ldb, tile + j,
                    TILE_STRIDE, q > 0);
