@@ -93,9 +93,10 @@ if [[ $# -gt 0 || ! -e $venv/oldest ]]; then
     tests python/tests "$@"
     exit
 fi
-# The integration's tests also with the oldest transformers that it takes.
+# The integration's tests also with the oldest transformers that it takes, but for the two that take longest.
 failed=0
 tests python/tests || failed=1
 say "$(<python/tests/requirements-oldest.txt):"
-PYTHONPATH=$venv/oldest tests python/tests/test_{accelerate,transformers,transformers_attention}.py || failed=1
+PYTHONPATH=$venv/oldest tests python/tests/test_{accelerate,transformers,transformers_attention}.py \
+    -k 'not compiled_generation and not fine_tuning' || failed=1
 exit $failed
