@@ -109,8 +109,11 @@ class Short:
         try:
             if not self._takes(torch, tensors):
                 return None
-            query = tensors[1]
-            out = query.new_empty((*query.shape[:-1], tensors[self._value].shape[-1]))
+            query, width = tensors[1], tensors[self._value].shape[-1]
+            if query.shape[-1] == width:  # half the time of new_empty()
+                out = torch.empty_like(query, memory_format=torch.contiguous_format)
+            else:
+                out = query.new_empty((*query.shape[:-1], width))
             stated = self._params(*values)
         except Exception:
             return None

@@ -151,6 +151,30 @@ static void a_plan_runs_on_the_same_and_on_other_addresses(void **state)
     }
 }
 
+/* More addresses than a replay keeps graphs of: each at its first sight, again at once, after all others, and
+ * after some. */
+static void a_plan_meets_many_addresses(void **state)
+{
+    (void)state;
+    enum { PLACES = 100 };
+    layer l;
+    char *results = NULL;
+    layer_make(&l, 9);
+    float *expected = call_first(&l);
+    quern_plan *plan = plan_of(&l);
+    OK(quern_cuda_allocate(0, (size_t)PLACES * Q * sizeof(float), (void **)&results));
+    for (int r = 0; r < 6 * PLACES; r++) {
+        const int round = r / PLACES, i = r % PLACES;
+        const int place = round < 3 ? i : round == 3 ? i / 2 : round == 4 ? i % 3 : i * i % PLACES;
+        l.o.data = results + (size_t)place * Q * sizeof(float);
+        expect_same(call_once(&l, ctx, r % 7 == 0 ? NULL : plan, NULL), expected);
+    }
+    quern_plan_destroy(plan);
+    OK(quern_cuda_free(0, results));
+    layer_free(&l);
+    free(expected);
+}
+
 /* Calls that differ in a parameter, in strides or in their stages alone, on the same addresses, in turns. */
 static void ordinary_calls_on_the_same_addresses_stay_apart(void **state)
 {
@@ -359,6 +383,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_plan_runs_on_the_same_and_on_other_addresses),
+        cmocka_unit_test(a_plan_meets_many_addresses),
         cmocka_unit_test(ordinary_calls_on_the_same_addresses_stay_apart),
         cmocka_unit_test(a_context_meets_many_calls),
         cmocka_unit_test(threads_share_a_plan_and_a_context),

@@ -5,6 +5,7 @@
 #include "attend/backward/params.cuh"
 #include "hopper/tma.cuh"
 #include "attend/sm90/attend.cuh"
+#include "attend/sm90/schedule.cuh"
 #include "variants.cuh"
 
 enum { SHARED_BYTES = 227 * 1024, MOST_LIST = 256, LEAST_ROWS = 64 };
@@ -140,9 +141,20 @@ quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, voi
                        "attention: the counter of pieces");
 }
 
-static size_t attend_forward_sm90_bytes(const stage_exec *, const attend_args *args)
+static size_t attend_forward_sm90_tokens_bytes(const stage_exec *, const attend_args *args)
 {
     return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES;
+}
+
+/* None where every block has one piece, for memory that a small call asks for takes longer than its launch. A
+ * piece has 128 rows or 192: of the fewest there are the most. */
+static size_t attend_forward_sm90_bytes(const stage_exec *exec, const attend_args *args)
+{
+    enum { FEWEST_ROWS = 128, KEYS = 64 };
+    const attend_launch l = attend_launch_of(args);
+    const bool few = l.kernel.hs > 0 && l.kernel.hs <= FEWEST_ROWS &&
+                     work_plan_of(args, l.kernel, l.listed, FEWEST_ROWS, KEYS).total <= exec->multiprocessors;
+    return args->q.dtype == QUERN_F32 || few ? 0 : SM90_COUNT_BYTES;
 }
 
 static quern_status attend_forward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace)
@@ -276,7 +288,7 @@ static quern_status attend_backward_wgmma_run(const stage_exec *exec, const atte
 extern const variant<attend_args> attend_forward_sm90 = {"attend_forward_sm90", attend_forward_sm90_supports,
                                                          attend_forward_sm90_bytes, attend_forward_sm90_run};
 extern const variant<attend_args> attend_forward_sm90_tokens = {
-    "attend_forward_sm90_tokens", attend_forward_sm90_tokens_supports, attend_forward_sm90_bytes,
+    "attend_forward_sm90_tokens", attend_forward_sm90_tokens_supports, attend_forward_sm90_tokens_bytes,
     attend_forward_sm90_tokens_run};
 extern const variant<attend_args> attend_forward_wgmma = {
     "attend_forward_wgmma", attend_forward_wgmma_supports, NULL, attend_forward_wgmma_run};
