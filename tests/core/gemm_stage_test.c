@@ -22,8 +22,11 @@ static void run(const stage_exec *exec, const gemm_args *args)
 /* The same product as the grouped stage's, of one expert. */
 static void run_grouped(const stage_exec *exec, const gemm_args *args)
 {
-    grouped_dense_args grouped = {
-        .b_transposed = args->b_transposed, .a = args->a, .b = args->b, .c = args->c};
+    grouped_dense_args grouped = {.b_transposed = args->b_transposed,
+                                  .accumulate = args->accumulate,
+                                  .a = args->a,
+                                  .b = args->b,
+                                  .c = args->c};
     grouped.b.ndim = 3;
     for (int i = 2; i > 0; i--) {
         grouped.b.shape[i] = args->b.shape[i - 1];
@@ -120,9 +123,41 @@ static void rows_do_not_depend_on_their_number(void **state)
     }
 }
 
+/* The grouped stage's tasks are several panels wide where one thread has many of them, and one where many
+ * threads share them: the bits are the same, those of the last, narrow panel too. */
+static void width_of_tasks_changes_no_bit(void **state)
+{
+    (void)state;
+    enum { M = 300, N = 2093, MANY = 3 };
+    for (int trial = 0; trial < 12; trial++) {
+        test_random random = {(uint64_t)trial + 1};
+        const int64_t k = trial % 4 == 0 ? 260 : trial % 4 == 1 ? 31 : trial % 4 == 2 ? 0 : 514;
+        const quern_dtype dtype = dtypes[trial % 3];
+        const bool transposed = trial >= 6, accumulate = trial % 5 == 0;
+        test_tensor a = test_tensor_matrix(&random, dtype, M, k),
+                    b = test_tensor_matrix(&random, dtype, transposed ? N : k, transposed ? k : N),
+                    wide = test_tensor_matrix(&random, QUERN_F32, M, N),
+                    narrow = test_tensor_matrix(&random, QUERN_F32, M, N);
+        double *zeros = calloc(M * N, sizeof *zeros);
+        test_tensor_set(&wide, zeros), test_tensor_set(&narrow, zeros);
+        stage_exec exec = {.threads = 1, .cpu_level = test_level(trial)};
+        gemm_args args = {a.view, b.view, wide.view, false, transposed, accumulate};
+        run_grouped(&exec, &args);
+        exec.threads = MANY;
+        args.c = narrow.view;
+        run_grouped(&exec, &args);
+        double *x = test_tensor_get(&wide), *y = test_tensor_get(&narrow);
+        assert_memory_equal(x, y, (size_t)(M * N) * sizeof *x);
+        test_tensor_check_guards(&wide, "wide");
+        free(x), free(y), free(zeros);
+        test_tensor_free(&a), test_tensor_free(&b), test_tensor_free(&wide), test_tensor_free(&narrow);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(random_products),
-                                       cmocka_unit_test(rows_do_not_depend_on_their_number)};
+                                       cmocka_unit_test(rows_do_not_depend_on_their_number),
+                                       cmocka_unit_test(width_of_tasks_changes_no_bit)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
