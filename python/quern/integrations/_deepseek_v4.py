@@ -16,6 +16,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
 from .. import dsv4
 from .._dsv4_layer import WEIGHTS
+from ._linears import Linear
 from ._masks import Lengths, restarts, rows_at, to_front
 
 KINDS = {
@@ -341,7 +342,7 @@ def refusal(module: v4.DeepseekV4Attention) -> str | None:
     if module.layer_type not in KINDS:
         return f"layer_type is {module.layer_type}: {', '.join(KINDS)} are accepted"
     for name, part in module.named_modules():
-        if name.endswith("_proj") and type(part) not in (nn.Linear, v4.DeepseekV4GroupedLinear):
+        if name.endswith("_proj") and type(part) not in (nn.Linear, Linear, v4.DeepseekV4GroupedLinear):
             return f"{name} is a {type(part).__name__}: Linear is accepted"
         if getattr(part, "bias", None) is not None:
             return f"{name} has a bias: projections without are accepted"

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .. import attention
-from . import _experts
+from . import _experts, _linears
 from ._blocks import attend_chosen, attend_from, attend_lists
 from ._experts import experts
 from ._masks import Lengths, lengths_of, restarts
@@ -193,8 +193,9 @@ def accelerate(model: Any, *, experts: str | None = None) -> Any:
     the attention is, by whole layers of quern.dsv4, which keep caches of their own in cache.layers, and the
     hyper-connections. Modules keep their names, parameters and state_dict. experts_implementation becomes
     "quern" where the experts function takes the model's; experts="nvfp4" also rounds their weights to NVFP4,
-    in place and for good: state_dict then has codes, scales and globals. One line a kind says how many were
-    replaced, and why others were not: of DeepSeek-V4's attention layers all are or none, and
+    in place and for good: state_dict then has codes, scales and globals. On CPUs that multiply bf16, large
+    linear layers read their weights in place where a step meets them with a few rows. One line a kind says
+    how many were replaced, and why others were not: of DeepSeek-V4's attention layers all are or none, and
     attn_implementation stays. On the CPU and on GPUs, where DeepSeek-V4 has 16 bits.
     """
     if experts not in (None, "nvfp4"):
@@ -215,6 +216,7 @@ def accelerate(model: Any, *, experts: str | None = None) -> Any:
         now = model.config.get_text_config()._attn_implementation
         print(f"quern: attn_implementation of {type(model).__name__} is {now}")
     _give_experts(model, experts == "nvfp4")
+    _linears.replace(model)
     return model
 
 
