@@ -6,13 +6,14 @@
  * It does not use oneDNN, which would take full tiles and leave the tails to the micro-kernel: a row's bits
  * would then depend on the number of rows. Here each element of c is the sum over k in one order, whatever m.
  *
- * b is packed once into panels of 64 columns. A task is 192 rows by 256 columns: its tile of c (204 KiB) and
- * 256 columns of a (of bf16 512; 192 KiB) stay in L2 while the panels pass, 64 KiB of each at a time. With
- * fewer rows the panels, which come from L3 or memory, would pass too often. a is converted to f32 by task,
- * or multiplied as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each panel
- * once: a task is then one panel, which it packs piece by piece (32 KiB) as it multiplies, requesting the next,
- * so that b is read from memory once and nothing is written there. With few rows, an f32 b with contiguous rows and a
- * transposed b of bf16 are read in place. Limit: FMA, or with few rows the bandwidth of reading b.
+ * b is packed once into panels of 64 columns. A task is 192 rows by 256 columns: its tile of c (204 KiB)
+ * and 256 columns of a (of bf16 512; 192 KiB) stay in L2 while the panels pass, 64 KiB of each at a time.
+ * With fewer rows the panels, which come from L3 or memory, would pass too often. a is converted to f32 by
+ * task, or multiplied as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each
+ * panel once: a task is then one panel, which it packs piece by piece (32 KiB) as it multiplies, requesting
+ * the next, so that b is read from memory once and nothing is written there. With few rows, an f32 b with
+ * contiguous rows and a transposed b of bf16 are read in place. Limit: FMA, or with few rows the bandwidth
+ * of reading b.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
