@@ -234,7 +234,7 @@ def test_v4_fine_tuning():
 
 
 def test_v4_gradients():
-    """Twice what the library's own are off by in bf16: of few numbers errors are not averages."""
+    """Within what the library's own are off by in bf16; those of a few sums have less to average."""
     eager, quern = models("deepseek_v4", torch.bfloat16)
     every = (quern, eager, exact(eager))
     losses = [model.train()(ids(FEW), labels=ids(FEW)).loss for model in every]
@@ -243,4 +243,4 @@ def test_v4_gradients():
     assert abs(float(losses[0]) - float(losses[1])) < 0.01 * float(losses[1])
     for (name, ours), theirs, t in zip(quern.named_parameters(), *(m.parameters() for m in every[1:])):
         if t.grad is not None and float(t.grad.norm()) > 0:
-            assert error(ours.grad, t.grad) <= max(0.1, 2 * error(theirs.grad, t.grad)), name
+            assert error(ours.grad, t.grad) <= max(0.06, 1.5 * error(theirs.grad, t.grad)), name

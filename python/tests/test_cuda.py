@@ -3,7 +3,6 @@
 """quern.attention and quern.nsa on a GPU: the CPU's numbers, gradients, streams, CUDA graphs,
 torch.compile."""
 
-import gc
 import subprocess
 import sys
 import threading
@@ -114,7 +113,6 @@ def test_graphed_training(name):
             return LAYERS[name](*tensors)
 
     sample = tuple(t.detach().clone().requires_grad_() for t in given)
-    gc.collect()  # a graph that is freed during a capture ends it
     graphed = torch.cuda.make_graphed_callables(Layer(), sample, allow_unused_input=True)
     for _ in range(2):
         fresh = [t.detach().clone().requires_grad_() for t in given]
