@@ -25,7 +25,8 @@ typedef struct e4m3_kernels {
     /* A row's product with 64 columns. Each run of `run` codes of row j, a multiple of 4 unless there is but
      * one, is multiplied by as many of the `depth` bf16 values at `a` and by scales[run][j]; c[j] is their
      * sum, with `accumulate` added to what it was. The bits are those of panel_bf16 and mm_scaled_bf16 run by
-     * run. `ahead` of the rows: bytes to those that are read next, which are prefetched. NULL as above. */
+     * run. `ahead` of the rows: bytes to as many that are read next, which are prefetched row after row. NULL
+     * as above. */
     void (*row_bf16)(const e4m3_rows *rows, int64_t run, const uint32_t *a, const float *scales, float *c,
                      bool accumulate);
 } e4m3_kernels;

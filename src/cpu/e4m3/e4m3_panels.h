@@ -9,7 +9,8 @@
  * 8) has the bf16 bytes 0x3c + (eeee >> 1) and (eeee & 1) << 7 | mmm << 4; the eight magnitudes below
  * 2^-6, which the format has without the leading 1, come from a table. A line of 64 codes is loaded once,
  * whole: rows are often 4096 bytes apart, and an L1 set has no room for 16 such lines. Limit: with VBMI a
- * shuffle a cycle, 9 for 64 codes; else 20 instructions for 64 codes, 5 of them shuffles.
+ * shuffle a cycle, 9 for 64 codes, of one row's product 6; else 20 instructions for 64 codes, 5 of them
+ * shuffles.
  *
  * With AVX2, 16 rows by 32 codes are turned as bytes (64 shuffles). A code in the high byte of a word,
  * shifted by one, is an f16 but for its bias, so the instruction that widens f16 decodes it. Limit:
@@ -102,11 +103,10 @@ INLINE bf16_bytes bytes_of_codes(void)
                   exponents = _mm512_setr_epi64(0x3c3c3c3c3c3c3c3c, 0x3c3c3c3c3c3c3c3c, 0x3d3d3d3d3d3d3d3d,
                                                 0x3d3d3d3d3d3d3d3d, 0x3e3e3e3e3e3e3e3e, 0x3e3e3e3e3e3e3e3e,
                                                 0x3f3f3f3f3f3f3f3f, 0x3f3f3f3f3f3f3f3f),
-                  small_lower =
-                      _mm512_zextsi128_si512(_mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x20, 0x40, 0x60,
-                                                           0, 0, 0, 0, 0, 0, 0, 0)),
-                  small_upper = _mm512_zextsi128_si512(_mm_setr_epi8(
-                      0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0));
+                  small_lower = _mm512_zextsi128_si512(_mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x20,
+                                                                     0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0)),
+                  small_upper = _mm512_zextsi128_si512(
+                      _mm_setr_epi8(0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0, 0, 0, 0, 0, 0, 0, 0));
     const __mmask64 small = 0xff, nan = (__mmask64)1 << 63;
     return (bf16_bytes){
         {_mm512_mask_mov_epi8(mantissas, small, small_lower),
@@ -149,34 +149,70 @@ static void panel_bf16(const e4m3_rows *r, int32_t panel, uint32_t *to)
         }
 }
 
-enum { ROW_STRIPS = 4, ROW_COLUMNS = ROW_STRIPS * LANES, ROW_LINES = 2, ROW_AHEAD = 512 };
+enum {
+    ROW_STRIPS = 4,
+    ROW_COLUMNS = ROW_STRIPS * LANES,
+    ROW_CODES = 2 * PANEL_CODES, /* two lines, which lie in two sets of L1 where rows are 4096 bytes apart */
+    PIECE = 16,
+    ROW_AHEAD = 1024
+};
 
-/* Two lines of codes of each row, which lie in two sets of L1 where rows are 4096 bytes apart. */
-typedef vfloat row_lines[ROW_LINES][ROW_COLUMNS];
+/* ROW_CODES of each row in pieces, of which four rows' make a vector. */
+typedef __m128i row_pieces[ROW_CODES / PIECE][ROW_COLUMNS];
 
-/* Two lines of a row, of which `left` codes exist; 0 past them. They are all there with `whole`. */
-INLINE void copy_row(const bool whole, const uint8_t *at, int64_t left, int64_t row, row_lines to)
+/* The pieces of a row, of which `left` codes exist; 0 past them. They are all there with `whole`. */
+INLINE void copy_row(const bool whole, const uint8_t *at, int64_t left, int64_t row, row_pieces to)
 {
-#pragma GCC unroll 2
-    for (int l = 0; l < ROW_LINES; l++, at += PANEL_CODES) {
-        const int64_t n = left - l * PANEL_CODES;
-        const __mmask64 kept = n >= PANEL_CODES ? ~(__mmask64)0 : n > 0 ? ((__mmask64)1 << n) - 1 : 0;
-        to[l][row] = (vfloat)(whole ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8(kept, at));
+#pragma GCC unroll 8
+    for (int p = 0; p < ROW_CODES / PIECE; p++, at += PIECE) {
+        const int64_t n = left - p * PIECE;
+        const __mmask16 kept = (__mmask16)(n >= PIECE ? 0xffff : n > 0 ? (1 << n) - 1 : 0);
+        to[p][row] =
+            whole ? _mm_loadu_si128((const __m128i *)(const void *)at) : _mm_maskz_loadu_epi8(kept, at);
     }
 }
 
-/* Four codes of 64 columns times theirs of a, the last two of which may not exist. */
-INLINE void multiply_codes(const bf16_bytes *bytes, const vfloat words[ROW_STRIPS][LANES], int i,
-                           const uint32_t *a, bool both, __m512 sum[ROW_STRIPS])
+/* How the pieces of 16 rows become words: half[h] takes codes 8 h ... 8 h + 7 of eight rows, pairs[x] pairs
+ * 2 x of 16 rows' eight, and in the upper half of a lane of 16 bytes pairs 2 x + 1. */
+typedef struct row_decoder {
+    bf16_bytes bytes;
+    __m512i half[2], pairs[2], sign;
+} row_decoder;
+
+INLINE row_decoder make_row_decoder(void)
 {
-    const __m512i one = _mm512_set1_epi32((int)a[0]), other = _mm512_set1_epi32((int)a[both]);
-#pragma GCC unroll 4
-    for (int s = 0; s < ROW_STRIPS; s++) {
-        __m512i low, high;
-        bf16_of_words(bytes, (__m512i)words[s][i], &low, &high);
-        sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)one, (__m512bh)low);
-        if (both) sum[s] = _mm512_dpbf16_ps(sum[s], (__m512bh)other, (__m512bh)high);
-    }
+    const __m512i even = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14),
+                  eight = _mm512_broadcast_i64x4(
+                      _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 16, 20, 24, 28, 17, 21, 25, 29)),
+                  all = _mm512_mask_add_epi16(eight, 0xffff0000, eight, _mm512_set1_epi16(32));
+    return (row_decoder){bytes_of_codes(),
+                         {even, _mm512_add_epi64(even, _mm512_set1_epi64(1))},
+                         {all, _mm512_add_epi16(all, _mm512_set1_epi16(2))},
+                         _mm512_set1_epi8((char)0x80)};
+}
+
+/* Half h of a piece of 16 rows, as two vectors of eight rows. */
+INLINE void load_half(const row_decoder *d, const __m128i *rows, int h, __m512i to[2])
+{
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++, rows += 8)
+        to[i] = _mm512_permutex2var_epi64(_mm512_load_si512(rows), d->half[h], _mm512_load_si512(rows + 4));
+}
+
+/* Four codes of 16 columns times theirs of a, the last two of which may not exist. */
+INLINE __m512 multiply_codes(const row_decoder *d, const __m512i rows[2], int x, const uint32_t *a, bool both,
+                             __m512 sum)
+{
+    const bf16_bytes *bytes = &d->bytes;
+    const __m512i code = _mm512_permutex2var_epi16(rows[0], d->pairs[x], rows[1]),
+                  lower = _mm512_permutex2var_epi8(bytes->lower[0], code, bytes->lower[1]),
+                  size = _mm512_permutex2var_epi8(bytes->upper[0], code, bytes->upper[1]),
+                  upper = _mm512_ternarylogic_epi32(size, code, d->sign, 0xf8); /* a | (b & c) */
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a[0]),
+                           (__m512bh)_mm512_unpacklo_epi8(lower, upper));
+    return !both ? sum
+                 : _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a[1]),
+                                    (__m512bh)_mm512_unpackhi_epi8(lower, upper));
 }
 
 /* The end of a run. */
@@ -192,54 +228,68 @@ INLINE void add_scaled(const float *scale, float *c, bool accumulate, __m512 sum
     }
 }
 
-/* Turns one line of each row into L1. */
-INLINE void turn_lines(const vfloat lines[ROW_COLUMNS], vfloat words[ROW_STRIPS][LANES])
+/* What is read later, row after row, as memory likes it: two lines a call. */
+typedef struct row_requests {
+    const uint8_t *row;
+    int64_t at, bytes, stride;
+} row_requests;
+
+INLINE void request_lines(row_requests *r)
 {
-    for (int s = 0; s < ROW_STRIPS; s++) {
-        vfloat turned[LANES];
-        memcpy(turned, lines + s * LANES, sizeof turned);
-        v_transpose(turned);
-        memcpy(words[s], turned, sizeof turned);
-    }
+    __builtin_prefetch(r->row + r->at, 0, 2);
+    __builtin_prefetch(r->row + r->at + PANEL_CODES, 0, 2);
+    r->at += ROW_CODES;
+    if (r->at < r->bytes) return;
+    r->at = 0;
+    r->row += r->stride;
 }
 
-/* One row of a times 64 columns. A sum waits for its last product, so four strips of columns, turned into L1
- * first, take turns. Codes are neither stored as values nor read again. While two lines of each row are
- * multiplied the next two are copied, a row after the other: 64 loads at once, all of one set of L1, would
- * leave the products waiting (15 GB/s from L2; so 26). `whole`: rows, lines and runs are. */
+/* One row of a times 64 columns. A sum waits for its last product, so four strips of columns take turns.
+ * Codes are neither stored as values nor read again. While ROW_CODES of each row are multiplied the next are
+ * copied, a row after the other: 64 loads at once, all of one set of L1, would leave the products waiting.
+ * `whole`: rows, pieces and runs are. */
 INLINE void row_product(const e4m3_rows r, const bool whole, int64_t run, const uint32_t *a,
                         const float *scales, float *c, bool accumulate)
 {
-    const bf16_bytes bytes = bytes_of_codes();
-    const int64_t pair = ROW_LINES * PANEL_CODES;
+    const row_decoder d = make_row_decoder();
     __m512 sum[ROW_STRIPS] = {{0}};
-    row_lines lines[2];
-    int64_t left = run, row = 0;
-    const uint8_t *from = r.codes;
-    for (; row < ROW_COLUMNS; row++, from += r.stride)
-        copy_row(whole, from, row < r.rows ? r.depth : 0, row, lines[0]);
-    for (int64_t k = 0; k < r.depth; k += PANEL_CODES) {
-        const int64_t now = k - k % pair, next = now + pair,
-                      ahead = now + ROW_AHEAD < r.depth ? ROW_AHEAD : ROW_AHEAD - r.depth + r.ahead;
-        if (k == now) row = 0;
-        if (k == now) from = r.codes + now;
-        vfloat words[ROW_STRIPS][LANES];
-        turn_lines(lines[now / pair % 2][(k - now) / PANEL_CODES], words);
-        for (int i = 0; i < LANES && (whole || k + 4 * i < r.depth); i++) {
-            const int64_t at = k + 4 * i;
-            for (int j = 0; j < 2; j++, row++, from += r.stride) {
-                __builtin_prefetch(from + ahead, 0, 2);
-                __builtin_prefetch(from + ahead + PANEL_CODES, 0, 2);
-                const int64_t there = row < r.rows ? r.depth - next : 0;
-                if (next < r.depth) copy_row(whole, from + pair, there, row, lines[next / pair % 2]);
+    row_pieces pieces[2];
+    row_requests later = {r.codes + r.ahead, 0, r.depth, r.stride};
+    int64_t left = run;
+    for (int64_t row = 0; row < ROW_COLUMNS; row++)
+        copy_row(whole, r.codes + row * r.stride, row < r.rows ? r.depth : 0, row, pieces[0]);
+    for (int64_t k = 0; k < r.depth; k += ROW_CODES) {
+        const int64_t next = k + ROW_CODES;
+        const uint8_t *from = r.codes + next;
+        int64_t row = 0;
+        for (int i = 0; i < 2 * ROW_CODES / PIECE && (whole || k + PIECE / 2 * i < r.depth); i++) {
+            __m512i rows[ROW_STRIPS][2];
+#pragma GCC unroll 4
+            for (int s = 0; s < ROW_STRIPS; s++)
+                load_half(&d, &pieces[k / ROW_CODES % 2][i / 2][s * LANES], i % 2, rows[s]);
+#pragma GCC unroll 2
+            for (int x = 0; x < 2; x++) {
+                const int64_t at = k + PIECE / 2 * i + 4 * x;
+                if (!whole && at >= r.depth) break;
+#pragma GCC unroll 2
+                for (int j = 0; j < 2; j++, row++, from += r.stride) {
+                    request_lines(&later);
+                    __builtin_prefetch(from + ROW_AHEAD, 0, 2);
+                    __builtin_prefetch(from + ROW_AHEAD + PANEL_CODES, 0, 2);
+                    if (next < r.depth)
+                        copy_row(whole, from, row < r.rows ? r.depth - next : 0, row,
+                                 pieces[next / ROW_CODES % 2]);
+                }
+#pragma GCC unroll 4
+                for (int s = 0; s < ROW_STRIPS; s++)
+                    sum[s] = multiply_codes(&d, rows[s], x, a + at / 2, whole || at + 2 < r.depth, sum[s]);
+                left -= 4;
+                if (whole ? x == 0 || left > 0 : left > 0 && at + 4 < r.depth) continue;
+                add_scaled(scales, c, accumulate, sum);
+                scales += ROW_COLUMNS;
+                accumulate = true;
+                left = run;
             }
-            multiply_codes(&bytes, words, i, a + at / 2, whole || at + 2 < r.depth, sum);
-            left -= 4;
-            if (whole ? i + 1 < LANES || left > 0 : left > 0 && at + 4 < r.depth) continue;
-            add_scaled(scales, c, accumulate, sum);
-            scales += ROW_COLUMNS;
-            accumulate = true;
-            left = run;
         }
     }
 }
@@ -247,8 +297,7 @@ INLINE void row_product(const e4m3_rows r, const bool whole, int64_t run, const 
 static void row_bf16(const e4m3_rows *r, int64_t run, const uint32_t *a, const float *scales, float *c,
                      bool accumulate)
 {
-    const bool whole = r->rows == ROW_COLUMNS && r->depth % (ROW_LINES * PANEL_CODES) == 0 &&
-                       run % PANEL_CODES == 0;
+    const bool whole = r->rows == ROW_COLUMNS && r->depth % ROW_CODES == 0 && run % PIECE == 0;
     if (whole) row_product(*r, true, run, a, scales, c, accumulate);
     else row_product(*r, false, run, a, scales, c, accumulate);
 }

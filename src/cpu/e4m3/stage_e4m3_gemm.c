@@ -10,8 +10,9 @@
  * stream. bf16 rows meet bf16 weights, which are exact, where the level has the dot product; others are
  * floats. The cuts depend on the weight's shape alone, so a row's bits do not depend on the other rows.
  *
- * Limits: the dot product; with one row, whose panel is one call, reading the weights, whose rows are as many
- * streams as a panel has columns, so each is prefetched.
+ * Limits: the dot product; with one row, whose panel is one call, reading the weights. The rows of a panel
+ * are as many streams as it has columns, and memory gives these two thirds of what it gives one: so the panel
+ * that a thread takes next is prefetched row after row.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -25,9 +26,10 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
-enum { RUN = E4M3_GROUP, CHUNK = 512, PANEL_MOST = 64, AHEAD = 256 };
+enum { RUN = E4M3_GROUP, CHUNK = 512, PANEL_MOST = 64, AHEAD = 256, FIRST = 1024 };
 
 typedef struct e4m3_scratch {
     float c[CHUNK * PANEL_MOST], panel[RUN * PANEL_MOST], widened[RUN * PANEL_MOST];
@@ -142,22 +144,6 @@ static e4m3_rows rows_of_run(const e4m3_job *job, int64_t group, e4m3_run run, i
                        left > AHEAD || column + n == job->out ? AHEAD : AHEAD - job->in + n * stride};
 }
 
-/* A panel of one row: the runs in one call, or as many as s->panel has room for scales of. */
-static void multiply_row(const e4m3_job *job, e4m3_scratch *s, int64_t group, int64_t column, int64_t n)
-{
-    const int64_t panel = job->dense->panel, most = RUN * PANEL_MOST / panel * job->run;
-    for (int64_t first = 0; first < job->in; first += most) {
-        const e4m3_run runs = {first, job->in - first < most ? job->in - first : most};
-        e4m3_rows rows = rows_of_run(job, group, runs, column, n);
-        const bool last = first + runs.depth == job->in && column + n < job->out;
-        rows.ahead = last ? n * rows.stride - first : runs.depth;
-        for (int64_t k = 0; k < runs.depth; k += job->run)
-            fill_scales(job, group, first + k, column, n, s->panel + k / job->run * panel);
-        job->kernels->row_bf16(&rows, job->run, (const void *)packed_run(job, group, first / job->run),
-                               s->panel, s->c, first > 0);
-    }
-}
-
 /* The weights of a run: rows of W become columns. */
 static void decode_across(const e4m3_job *job, int64_t group, e4m3_run run, int64_t column, int64_t n,
                           float *panel)
@@ -216,10 +202,8 @@ static void multiply_panel(void *arg, int64_t index, int32_t thread)
     const int64_t group = index / job->panels, panel = job->dense->panel,
                   column = index % job->panels * panel,
                   n = job->out - column < panel ? job->out - column : panel;
-    const bool single = job->pairs && job->rows == 1 && !job->args->rows;
     if (job->in == 0) memset(s->c, 0, sizeof s->c);
-    if (single) multiply_row(job, s, group, column, n);
-    for (int64_t i = 0; i < job->runs && !single; i++) {
+    for (int64_t i = 0; i < job->runs; i++) {
         const e4m3_run run = run_at(job, group, i);
         const void *a = packed_run(job, group, i);
         if (run.depth == 0) continue;
@@ -233,6 +217,69 @@ static void multiply_panel(void *arg, int64_t index, int32_t thread)
     store(job, s, group * job->out + column, n);
 }
 
+/* ---- one row ---- */
+
+/* A task takes panels until there are none. It takes each before it multiplies the one before, so that it
+ * can ask for its codes in time. */
+typedef struct row_tasks {
+    const e4m3_job *job;
+    atomic_int_fast64_t next;
+} row_tasks;
+
+/* The panel's codes; `most` of each row at first. */
+static e4m3_rows rows_of_panel(const e4m3_job *job, int64_t index, int64_t most)
+{
+    const int64_t panel = job->dense->panel, column = index % job->panels * panel, left = job->out - column,
+                  stride = job->args->codes.strides[0];
+    const uint8_t *codes = job->args->codes.data;
+    return (e4m3_rows){codes + (index / job->panels * job->out + column) * stride, stride,
+                       left < panel ? left : panel, job->in < most ? job->in : most, 0};
+}
+
+/* The runs in one call, or as many as s->panel has room for scales of. */
+static void multiply_row(const e4m3_job *job, e4m3_scratch *s, int64_t index, int64_t next)
+{
+    const int64_t panel = job->dense->panel, most = RUN * PANEL_MOST / panel * job->run,
+                  group = index / job->panels, column = index % job->panels * panel;
+    const e4m3_rows first = rows_of_panel(job, index, most);
+    const uint8_t *later =
+        next < job->args->groups * job->panels ? rows_of_panel(job, next, most).codes : NULL;
+    for (int64_t k = 0; k < job->in; k += most) {
+        e4m3_rows rows = {first.codes + k, first.stride, first.rows, job->in - k < most ? job->in - k : most,
+                          0};
+        if (k + most < job->in) rows.ahead = most;
+        else if (later != NULL) rows.ahead = later - rows.codes;
+        for (int64_t at = 0; at < rows.depth; at += job->run)
+            fill_scales(job, group, k + at, column, rows.rows, s->panel + at / job->run * panel);
+        job->kernels->row_bf16(&rows, job->run, (const void *)packed_run(job, group, k / job->run), s->panel,
+                               s->c, k > 0);
+    }
+    store(job, s, group * job->out + column, first.rows);
+}
+
+/* Nothing asks for the codes of a task's first panel in time but this. */
+static void request_first(const e4m3_job *job, int64_t index)
+{
+    const e4m3_rows rows = rows_of_panel(job, index, FIRST);
+    for (int64_t j = 0; j < rows.rows; j++)
+        for (int64_t k = 0; k < rows.depth; k += 64)
+            __builtin_prefetch(rows.codes + j * rows.stride + k, 0, 2);
+}
+
+static void multiply_rows(void *arg, int64_t index, int32_t thread)
+{
+    (void)index;
+    row_tasks *tasks = arg;
+    const e4m3_job *job = tasks->job;
+    const int64_t panels = job->args->groups * job->panels;
+    int64_t now = atomic_fetch_add(&tasks->next, 1);
+    if (now < panels) request_first(job, now);
+    for (int64_t next; now < panels; now = next) {
+        next = atomic_fetch_add(&tasks->next, 1);
+        multiply_row(job, &job->scratch[thread], now, next);
+    }
+}
+
 quern_status cpu_e4m3_gemm(const stage_exec *exec, const e4m3_gemm_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
@@ -242,6 +289,12 @@ quern_status cpu_e4m3_gemm(const stage_exec *exec, const e4m3_gemm_args *args, v
     if (status == QUERN_OK) status = check_global_scales(exec, &args->global);
     for (job.row = 0; status == QUERN_OK && job.row < tokens; job.row += CHUNK) {
         job.rows = tokens - job.row < CHUNK ? tokens - job.row : CHUNK;
+        if (job.pairs && job.rows == 1 && !args->rows && job.in > 0) {
+            row_tasks tasks = {&job, 0};
+            for (int64_t i = 0; i < args->groups * job.runs; i++) pack_run(&job, i, 0);
+            parallel_for(exec, exec->threads, multiply_rows, &tasks);
+            continue;
+        }
         parallel_for(exec, args->groups * job.runs, pack_run, &job);
         parallel_for(exec, args->groups * job.panels, multiply_panel, &job);
     }
