@@ -49,6 +49,7 @@ test-gpu:
 
 test-gpu-sanitize:
 	tests/gpu/sanitize.sh
+	QUERN_SANITIZE_TOOLS=racecheck tests/gpu/sanitize.sh
 
 bench: all
 	build/release/quern bench ceilings

@@ -1,55 +1,82 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# Runs the GPU's small test programs under compute-sanitizer's memcheck, racecheck and synccheck, side by side, and ends
-# with `N passed, N failed`, one for each program and tool: one call of under nine minutes on a machine with a GPU.
-#   QUERN_GPU_TESTS       patterns of the programs to run (all but those left out below)
-#   QUERN_SANITIZE_TOOLS  the tools (racecheck memcheck synccheck)
-#   QUERN_SANITIZE_LIMIT  seconds that a program may take under a tool (400)
-#   QUERN_RACE_KERNELS    what the names of the kernels hold that racecheck follows (sm90; '_' is all)
-# Left out: nsa_large, offsets and passes, whose gigabytes are about time and 64-bit offsets, not more code. racecheck is the
-# slowest by far. It follows the kernels whose warps meet at barriers of their own, not at __syncthreads() alone: the others
-# take it tens of minutes. It runs the programs that between them launch these on every path, and each launch once (bridge.c
-# repeats it for its bits).
+# Runs the GPU's small test programs under compute-sanitizer's tools, side by side, and says of each program and tool what
+# came of it: ok, FAILED, `cut` (its time, or the call's, was over) or `not run`. The last line but two sums that up, the
+# last is `N passed, N failed`, where what was cut or not run counts as failed.
+#   tests/gpu/sanitize.sh                                 memcheck and synccheck of the library as it ships
+#   QUERN_SANITIZE_TOOLS=racecheck tests/gpu/sanitize.sh  a build of its own, and by far the slowest
+#   QUERN_GPU_TESTS         patterns of the programs to run (all but those left out below)
+#   QUERN_SANITIZE_SECONDS  the whole call, the build included (340; racecheck 540)
+#   QUERN_SANITIZE_LIMIT    seconds that a program may take under a tool (120; racecheck 400)
+#   QUERN_RACE_KERNELS      what the names of the kernels hold that racecheck follows (sm90; '_' is all)
+#   QUERN_TEST_TRIALS       trials and shares of grids (1/8; racecheck 4: all of the grids)
+# Left out: nsa_large, offsets and passes, whose gigabytes are about time and 64-bit offsets, not more code. Each launch runs
+# once (bridge.c repeats it for its bits).
+# racecheck follows the kernels whose warps meet at barriers of their own, not at __syncthreads() alone: the others take it
+# tens of minutes. It runs the programs that between them launch these on every path. It does not follow that __syncwarp()
+# orders what a warp's lanes read before one lane's arrival at an mbarrier, and would report each copy into a stage whose
+# readers' warp gave it back so. In its build all lanes arrive (QUERN_RACECHECK, src/cuda/hopper/products.cuh), which is the
+# same order in a form that it follows: what it reports there is no matter of __syncwarp().
 set -u
-jobs=$(nproc)
 cd "$(dirname "$0")/../.." || exit 1
-export NVCC_APPEND_FLAGS="-lineinfo -DQUERN_RACECHECK ${NVCC_APPEND_FLAGS:-}" # reports name source lines
-tests/gpu/build.sh || exit 1
+tools=${QUERN_SANITIZE_TOOLS:-memcheck synccheck}
+racing=no
+[[ " $tools " == *' racecheck '* ]] && racing=yes
+build=build/gpu
+if [[ $racing == yes ]]; then
+    [[ $tools == racecheck ]] || { echo "racecheck has a build of its own: name no other tool beside it"; exit 1; }
+    build=build/gpu-racecheck
+    export NVCC_APPEND_FLAGS="-lineinfo -DQUERN_RACECHECK ${NVCC_APPEND_FLAGS:-}" # reports name source lines
+    export QUERN_TEST_TRIALS=${QUERN_TEST_TRIALS:-4}
+fi
+end=${QUERN_SANITIZE_SECONDS:-$([[ $racing == yes ]] && echo 540 || echo 340)}
+limit=${QUERN_SANITIZE_LIMIT:-$([[ $racing == yes ]] && echo 400 || echo 120)}
+tests/gpu/build.sh $build || exit 1
 sanitizer=$(command -v compute-sanitizer || echo "$(dirname "$(readlink -f "$(command -v nvcc)")")/compute-sanitizer")
 "$sanitizer" --version | tail -n 1 || exit 1
-logs=build/gpu/sanitize
+logs=$build/sanitize
 mkdir -p $logs
 rm -f $logs/*
-# Fewer random trials: a tool slows a kernel up to a hundred times, and each of its paths has to run once only.
-export OMP_NUM_THREADS=1 QUERN_TEST_TRIALS=${QUERN_TEST_TRIALS:-10}
-passed=0
-failed=0
+export OMP_NUM_THREADS=1 QUERN_GPU_RUNS=1 QUERN_TEST_TRIALS=${QUERN_TEST_TRIALS:-1/8}
+
+# Programs, those first that take longest, so that none of them begins when the call's time is nearly over.
+long=(unseen nsa_property nsa_parts nsa_nonfinite nsa_lists attention attention_full attention_exact variants replay nsa_msa
+    large_scores nsa_large_scores dsv4_layer dsv4_layer_step moe layer_steps cache)
+raced=(attention house nsa_lists nsa_parts nsa_property nsa_nonfinite shared replay variants dsv4_attention dsv4_cached
+    dsv4_index)
 names=()
-limit=${QUERN_SANITIZE_LIMIT:-400}
-raced=' attention_test house_test nsa_lists_test nsa_parts_test nsa_property_test nsa_nonfinite_test shared_test replay_test variants_test dsv4_attention_test dsv4_cached_test dsv4_index_test '
-for tool in ${QUERN_SANITIZE_TOOLS:-racecheck memcheck synccheck}; do
-    for program in build/gpu/tests/gpu_*_test; do
-        name=${program##*/gpu_}
-        [[ $name == nsa_large_test || $name == offsets_test || $name == passes_test ]] && continue
-        chosen=no
-        for pattern in ${QUERN_GPU_TESTS:-'*'}; do
-            # shellcheck disable=SC2053
-            [[ $name == $pattern ]] && chosen=yes
-        done
-        [[ $chosen == yes ]] || continue
-        [[ $tool != racecheck || $raced == *" $name "* ]] || continue
-        names+=("$tool-$name")
-        # house_test asks for more memory than there is, on purpose: the runtime's refusal is no finding.
-        options=()
-        [[ $tool == memcheck && $name == house_test ]] && options=(--report-api-errors no)
-        [[ $tool == racecheck ]] && options=(--kernel-regex "kns=${QUERN_RACE_KERNELS:-sm90}")
-        while (($(jobs -rp | wc -l) >= jobs)); do wait -n; done
-        (begin=$SECONDS
-         [[ $tool == racecheck ]] && export QUERN_GPU_RUNS=1 QUERN_TEST_TRIALS=4
-         left=$((520 - begin)) # so that the call ends within nine minutes
-         timeout $((left < limit ? left > 0 ? left : 1 : limit)) "$sanitizer" --tool "$tool" "${options[@]}" --error-exitcode 9 --print-limit 20 "$program" >"$logs/$tool-$name" 2>&1
-         echo "exit code $? after $((SECONDS - begin)) s" >>"$logs/$tool-$name") &
+for program in "${long[@]/#/$build/tests/gpu_}" $build/tests/gpu_*_test; do
+    program=${program%_test}_test
+    name=${program##*/gpu_}
+    base=${name%_test}
+    [[ -x $program && " ${names[*]} " != *" $name "* ]] || continue
+    [[ $base =~ ^(nsa_large|offsets|passes)$ ]] && continue
+    [[ $racing == no || " ${raced[*]} " == *" $base "* ]] || continue
+    for pattern in ${QUERN_GPU_TESTS:-'*'}; do
+        # shellcheck disable=SC2053
+        [[ $name == $pattern ]] && names+=("$name") && break
+    done
+done
+
+# run TOOL NAME: a program under a tool, to its log, whose last line says how it ended.
+run() {
+    local log=$logs/$1-$2 begin=$SECONDS left=$((end - 5 - SECONDS)) options=()
+    # house_test asks for more memory than there is, on purpose: the runtime's refusal is no finding.
+    [[ $1 == memcheck && $2 == house_test ]] && options=(--report-api-errors no)
+    [[ $1 == racecheck ]] && options=(--kernel-regex "kns=${QUERN_RACE_KERNELS:-sm90}")
+    if ((left < 5)); then
+        echo "not run" >"$log"
+        return
+    fi
+    timeout -k 3 $((left < limit ? left : limit)) "$sanitizer" --tool "$1" "${options[@]}" --error-exitcode 9 --print-limit 20 \
+        $build/tests/gpu_"$2" >"$log" 2>&1
+    echo "exit code $? after $((SECONDS - begin)) s" >>"$log"
+}
+for name in "${names[@]}"; do
+    for tool in $tools; do
+        while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n; done
+        run "$tool" "$name" &
     done
 done
 wait
@@ -64,18 +91,37 @@ clean() {
          END { exit !(displayed > 0 && displayed < 20 && reports == displayed && ours == 0 && theirs >= 2 * displayed) }' "$1"
 }
 
-for name in "${names[@]}"; do
-    log=$logs/$name
-    end=$(tail -n 1 "$log")
-    if [[ $end == 'exit code '[09]' '* ]] && clean "$log" && grep -Eq '^[1-9][0-9]* passed, 0 failed$' "$log"; then
-        passed=$((passed + 1))
-        echo "ok      $name ($(grep -E '^[0-9]+ passed' "$log" | tail -n 1); ${end#exit code ? })"
-    else
-        failed=$((failed + 1))
-        echo "FAILED  $name ($end)"
-        grep -E -A7 '^=+ (Error|Warning|Invalid|Barrier|Program|ERROR|RACECHECK)|^FAILED|passed, ' "$log" | head -n 24 | cut -c1-240
-    fi
+# findings LOG: its first reports and failed cases; false where it has none.
+findings() {
+    grep -E -A7 '^=+ (Error|Warning|Invalid|Barrier|Program|ERROR|RACECHECK)|^FAILED' "$1" | head -n 24 | cut -c1-240 | grep .
+}
+passed=0
+failed=0
+cut=()
+skipped=()
+for tool in $tools; do
+    for name in "${names[@]}"; do
+        log=$logs/$tool-$name
+        last=$(tail -n 1 "$log")
+        if [[ $last == 'not run' ]]; then
+            skipped+=("$tool-$name")
+        elif [[ $last == 'exit code '@(124|137)' '* ]] && ! findings "$log" >/dev/null; then
+            cut+=("$tool-$name")
+            echo "cut     $tool-$name (${last#exit code * })"
+        elif [[ $last == 'exit code '[09]' '* ]] && clean "$log" && grep -Eq '^[1-9][0-9]* passed, 0 failed$' "$log"; then
+            passed=$((passed + 1))
+            echo "ok      $tool-$name ($(grep -E '^[0-9]+ passed' "$log" | tail -n 1); ${last#exit code ? })"
+        else
+            failed=$((failed + 1))
+            echo "FAILED  $tool-$name ($last)"
+            findings "$log"
+        fi
+    done
 done
+((${#skipped[@]} == 0)) || echo "not run ${skipped[*]}"
+echo "$tools of ${#names[@]} programs, trials $QUERN_TEST_TRIALS: $passed ran whole without a finding, $failed failed," \
+    "${#cut[@]} cut without a finding so far, ${#skipped[@]} not run"
+failed=$((failed + ${#cut[@]} + ${#skipped[@]}))
 echo "$SECONDS s"
 echo "$passed passed, $failed failed"
 [[ $failed == 0 && $passed != 0 ]]
