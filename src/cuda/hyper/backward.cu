@@ -108,13 +108,26 @@ __device__ __forceinline__ void give_d_f(const hyper_params &p, int64_t token)
     }
 }
 
+/* Rows of shared memory: the token's collapsed copies, and the block's gradient of the norm where it is
+ * wanted. */
+struct token_memory {
+    float *kept, *d_norm;
+
+    static size_t bytes(const hyper_params &p)
+    {
+        const size_t wide = (size_t)(p.width + CHUNK - 1) / CHUNK * CHUNK * sizeof(float);
+        return p.d_norm_parts != NULL ? 2 * wide : wide;
+    }
+};
+
 template <int N, int K>
 __global__ void __launch_bounds__(THREADS) hyper_tokens(const __grid_constant__ hyper_params p)
 {
     extern __shared__ __align__(16) float memory[];
     __shared__ float parts[WARPS], shares[WARPS][SUMS];
     const int wide = (p.width + CHUNK - 1) / CHUNK * CHUNK, lane = threadIdx.x % 32;
-    float *const kept = memory, *const d_norm = p.d_norm_parts != NULL ? memory + wide : NULL;
+    const token_memory m = {memory, p.d_norm_parts != NULL ? memory + wide : NULL};
+    float *const kept = m.kept, *const d_norm = m.d_norm;
     for (int c = threadIdx.x; d_norm != NULL && c < wide; c += THREADS) d_norm[c] = 0.0f;
     __syncthreads();
     for (int64_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
@@ -144,8 +157,7 @@ __global__ void __launch_bounds__(THREADS) hyper_tokens(const __grid_constant__ 
 quern_status hyper_tokens_backward(const hyper_params &p, int64_t runs, cudaStream_t stream)
 {
     const launcher to = {stream, NULL};
-    const size_t wide = (size_t)(p.width + CHUNK - 1) / CHUNK * CHUNK * sizeof(float),
-                 bytes = p.d_norm_parts != NULL ? 2 * wide : wide;
+    const size_t bytes = token_memory::bytes(p);
     const dim3 grid((unsigned)runs);
     return p.copies <= 4
                ? launch_shared(to, hyper_tokens<4, 4>, grid, THREADS, bytes, "hyper, gradients of tokens", p)

@@ -11,16 +11,21 @@
 
 enum { WARPS = 4, THREADS = WARPS * 32, SQUARE = COPIES_MOST * COPIES_MOST };
 
-/* What a warp keeps of its token; the trace stands behind it. */
+/* What a warp keeps of its token. */
 struct token_weights {
     float mean[WEIGHTS_MOST], weight[WEIGHTS_MOST], soft[SQUARE], factor[COPIES_MOST], d[WEIGHTS_MOST], root;
 };
 
-static size_t shared_bytes(const hyper_params &p, bool trace)
-{
-    const size_t n = (size_t)p.copies, kept = trace ? 2 * (size_t)p.iterations * n * (n + 1) : 0;
-    return WARPS * (sizeof(token_weights) + kept * sizeof(float));
-}
+/* A block's shared memory; the warps' traces stand behind it where the backward runs. */
+struct weights_shared {
+    token_weights of[WARPS];
+
+    static size_t bytes(const hyper_params &p, bool traces)
+    {
+        const size_t n = (size_t)p.copies, kept = traces ? 2 * (size_t)p.iterations * n * (n + 1) : 0;
+        return sizeof(weights_shared) + WARPS * kept * sizeof(float);
+    }
+};
 
 __device__ __forceinline__ float sigmoid(float x)
 {
@@ -101,7 +106,7 @@ __global__ void __launch_bounds__(THREADS) hyper_weigh(const __grid_constant__ h
 {
     extern __shared__ __align__(16) char memory[];
     const int lane = threadIdx.x % 32, n = p.copies;
-    token_weights &w = ((token_weights *)memory)[threadIdx.x / 32];
+    token_weights &w = ((weights_shared *)memory)->of[threadIdx.x / 32];
     const int64_t token = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     if (token >= p.tokens) return;
     weigh(p, w, token, NULL);
@@ -168,9 +173,9 @@ __global__ void __launch_bounds__(THREADS) hyper_weigh_backward(const __grid_con
     extern __shared__ __align__(16) char memory[];
     enum { EACH = (WEIGHTS_MOST + 31) / 32 };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = p.copies;
-    token_weights &w = ((token_weights *)memory)[warp];
-    float *const trace =
-        (float *)((token_weights *)memory + WARPS) + (int64_t)warp * 2 * p.iterations * n * (n + 1);
+    weights_shared &m = *(weights_shared *)memory;
+    token_weights &w = m.of[warp];
+    float *const trace = (float *)(&m + 1) + (int64_t)warp * 2 * p.iterations * n * (n + 1);
     const int64_t run = (int64_t)blockIdx.x * WARPS + warp, runs = (int64_t)gridDim.x * WARPS;
     double d_base[EACH] = {}, d_mean[EACH] = {};
     for (int64_t token = run; token < p.tokens; token += runs) {
@@ -211,11 +216,11 @@ __global__ void __launch_bounds__(THREADS) hyper_weigh_backward(const __grid_con
 quern_status hyper_weights(const hyper_params &p, cudaStream_t stream)
 {
     return launch_shared({stream, NULL}, hyper_weigh, dim3(blocks_for(p.tokens, WARPS)), THREADS,
-                         shared_bytes(p, false), "hyper, weights", p);
+                         weights_shared::bytes(p, false), "hyper, weights", p);
 }
 
 quern_status hyper_weights_backward(const hyper_params &p, int64_t runs, cudaStream_t stream)
 {
     return launch_shared({stream, NULL}, hyper_weigh_backward, dim3((unsigned)(runs / WARPS)), THREADS,
-                         shared_bytes(p, true), "hyper, gradients of weights", p);
+                         weights_shared::bytes(p, true), "hyper, gradients of weights", p);
 }

@@ -28,13 +28,26 @@ static inline __host__ __device__ int up16(int n)
     return (n + 15) / 16 * 16;
 }
 
-/* Where things stand in shared memory, and their rows' elements. */
+/* Takes arrays from shared memory one behind the other; from NULL to learn the bytes. */
+struct shared_room {
+    char *base;
+    size_t used;
+
+    template <typename T> __host__ __device__ __forceinline__ T *take(int n)
+    {
+        T *const array = (T *)(base + used);
+        used += (size_t)n * sizeof(T);
+        return array;
+    }
+};
+
+/* A block's shared memory, whose arrays' lengths are the call's, and the elements of their rows. */
 template <typename T> struct loss_memory {
+    double *parts; /* a warp's */
     T *q, *keys, *q_index, *keys_index, *dz;
     float *scores, *z;          /* [heads][tile + 1], [index heads][tile + 1] */
     float *w, *lse, *max, *sum; /* of heads; max and sum: the last is the indexer's */
     float *student, *gradient;  /* of the tile's entries */
-    double *parts;              /* a warp's */
     int ld, ld_index, ld_scores, ld_dz;
     size_t bytes;
 };
@@ -47,22 +60,22 @@ template <typename T> static __host__ __device__ loss_memory<T> memory_of(const 
     m.ld_index = up16(p.width) + PAD;
     m.ld_scores = p.tile + 1;
     m.ld_dz = p.tile + PAD;
-    size_t at = 0;
-    m.parts = (double *)(base + at), at += LOSS_WARPS * sizeof(double);
-    m.q = (T *)(base + at), at += (size_t)(heads * m.ld) * sizeof(T);
-    m.keys = (T *)(base + at), at += (size_t)(p.tile * m.ld) * sizeof(T);
-    m.q_index = (T *)(base + at), at += (size_t)(index * m.ld_index) * sizeof(T);
-    m.keys_index = (T *)(base + at), at += (size_t)(p.tile * m.ld_index) * sizeof(T);
-    m.dz = (T *)(base + at), at += (size_t)(index * m.ld_dz) * sizeof(T);
-    m.scores = (float *)(base + at), at += (size_t)(heads * m.ld_scores) * sizeof(float);
-    m.z = (float *)(base + at), at += (size_t)(index * m.ld_scores) * sizeof(float);
-    m.w = (float *)(base + at), at += (size_t)index * sizeof(float);
-    m.lse = (float *)(base + at), at += (size_t)heads * sizeof(float);
-    m.max = (float *)(base + at), at += (size_t)(heads + 1) * sizeof(float);
-    m.sum = (float *)(base + at), at += (size_t)(heads + 1) * sizeof(float);
-    m.student = (float *)(base + at), at += (size_t)p.tile * sizeof(float);
-    m.gradient = (float *)(base + at), at += (size_t)p.tile * sizeof(float);
-    m.bytes = at;
+    shared_room room = {base, 0};
+    m.parts = room.take<double>(LOSS_WARPS);
+    m.q = room.take<T>(heads * m.ld);
+    m.keys = room.take<T>(p.tile * m.ld);
+    m.q_index = room.take<T>(index * m.ld_index);
+    m.keys_index = room.take<T>(p.tile * m.ld_index);
+    m.dz = room.take<T>(index * m.ld_dz);
+    m.scores = room.take<float>(heads * m.ld_scores);
+    m.z = room.take<float>(index * m.ld_scores);
+    m.w = room.take<float>(index);
+    m.lse = room.take<float>(heads);
+    m.max = room.take<float>(heads + 1);
+    m.sum = room.take<float>(heads + 1);
+    m.student = room.take<float>(p.tile);
+    m.gradient = room.take<float>(p.tile);
+    m.bytes = room.used;
     return m;
 }
 

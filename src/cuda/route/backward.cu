@@ -47,11 +47,26 @@ __device__ __forceinline__ void softmax_gradient(const route_params &a, const fl
     }
 }
 
+/* A warp's shared memory: of a token every expert's score, and the gradients of scores and logits. */
+struct gradient_rows {
+    float *scores, *given, *d;
+
+    __device__ __forceinline__ gradient_rows(const route_params &a, float *memory, int warp)
+        : scores(memory + warp * 3 * a.experts), given(scores + a.experts), d(given + a.experts)
+    {
+    }
+    static size_t bytes(const route_params &a)
+    {
+        return 3 * ROUTE_WARPS * (size_t)a.experts * sizeof(float);
+    }
+};
+
 __global__ void __launch_bounds__(ROUTE_THREADS) gradient_of_logits(const __grid_constant__ route_params a)
 {
-    extern __shared__ float room[];
+    extern __shared__ float memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float *scores = room + warp * 3 * a.experts, *given = scores + a.experts, *d = given + a.experts;
+    const gradient_rows m(a, memory, warp);
+    float *const scores = m.scores, *const given = m.given, *const d = m.d;
     const int64_t token = (int64_t)blockIdx.x * ROUTE_WARPS + warp;
     if (token >= a.tokens) return;
     make_scores(a, token, scores);
@@ -164,7 +179,7 @@ static quern_status route_backward_any_run(const stage_exec *exec, const route_a
     quern_status status = a.computed != NULL ? route_make_logits(to, a) : QUERN_OK;
     if (status == QUERN_OK)
         status = launch_shared(to, gradient_of_logits, dim3(blocks_for(a.tokens, ROUTE_WARPS)), ROUTE_THREADS,
-                               3 * ROUTE_WARPS * (size_t)a.experts * sizeof(float), "route_backward", a);
+                               gradient_rows::bytes(a), "route_backward", a);
     if (status == QUERN_OK && a.d_hidden != NULL)
         status = launch_shared(to, gradient_of_hidden, dim3(blocks_for(a.tokens * a.dim, ROUTE_THREADS)),
                                ROUTE_THREADS, 0, "route_backward, hidden", a);
