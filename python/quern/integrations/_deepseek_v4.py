@@ -11,7 +11,12 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    STATIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
 from .. import dsv4
@@ -195,6 +200,20 @@ class Rows(CacheLayerMixin):
         return out
 
 
+class NoStaticRows(StaticLayer):
+    """Stands where the library has no static cache of compressed rows, whose KeyError says nothing."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        raise ValueError(
+            "accelerate: a StaticCache of DeepSeek-V4 is made, which has no room for compressed rows: "
+            "DynamicCache(config=model.config) is accepted"
+        )
+
+
+for _kind in ("compressed_sparse_attention", "heavily_compressed_attention"):
+    STATIC_LAYER_TYPE_MAPPING.setdefault(_kind, NoStaticRows)
+
+
 def _need_consecutive(positions: Tensor | None, begins: list[int]) -> None:
     if positions is None or positions.shape[-1] < 2:
         return
@@ -264,7 +283,7 @@ class Attention(v4.DeepseekV4Attention):
             )
         if self.training and self.attention_dropout:
             raise ValueError(f"accelerate: dropout is {self.attention_dropout}: 0 is accepted")
-        if more.get("output_attentions"):
+        if more.get("output_attentions") or getattr(self.config, "output_attentions", False):
             raise ValueError("accelerate: output_attentions is set: weights are not kept, False is accepted")
 
     def _weights(self) -> dict[str, Tensor]:

@@ -31,8 +31,17 @@ class Indexer(m3.MiniMaxM3VLIndexer):
         q, k = m3.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
         k = k.transpose(1, 2)
         if cache is not None:
-            k = cache.layers[self.layer_idx].update_index(k)
+            k = self._layer_of(cache).update_index(k)
         return Chooser(q, k[:, 0], self.block_size, self.topk_blocks, self.local_blocks)
+
+    def _layer_of(self, cache: Any) -> Any:
+        layer = cache.layers[self.layer_idx]
+        if not hasattr(layer, "update_index"):
+            raise ValueError(
+                f"accelerate: {type(cache).__name__} has {type(layer).__name__}, which keeps no keys of an "
+                "indexer: DynamicCache(config=model.config) is accepted"
+            )
+        return layer
 
     def build_block_mask(self, *given: Any, **named: Any) -> Tensor:
         raise ValueError(

@@ -35,8 +35,9 @@ __all__ = ["accelerate", "attend", "experts", "lengths_of"]
 NAME = "quern"
 
 
-# What changes the result and is not computed here.
-_REFUSED = ("softcap", "position_bias", "head_mask", "read_index", "write_index", "block_table")
+# What changes the result and is not computed here, by the names of the library's models.
+_REFUSED = ("softcap", "position_bias", "head_mask", "indices", "sinks")
+_REFUSED += ("read_index", "write_index", "block_table")
 
 
 def _check(module: Any, mask: Any, dropout: float, is_causal: bool | None, more: dict[str, Any]) -> None:
@@ -57,7 +58,8 @@ def _check(module: Any, mask: Any, dropout: float, is_causal: bool | None, more:
             f"attention quern: {type(module).__name__} has compressed keys, whose bias does not come here: "
             "eager is accepted"
         )
-    if more.get("output_attentions"):
+    config = getattr(module, "config", None)
+    if more.get("output_attentions") or getattr(config, "output_attentions", False):
         raise ValueError("attention quern: output_attentions is set: weights are not kept, False is accepted")
     for name in _REFUSED:
         if more.get(name) is not None:
