@@ -286,7 +286,7 @@ static void run(const char *build, const char *arguments, double *reading, doubl
 {
     char command[2048], line[1024];
     snprintf(command, sizeof command,
-             "cd '%s' && OMP_WAIT_POLICY=passive '%s/v4' generate . --activations bf16 --chunk 1024 --cache "
+             "cd '%s' && env -u OMP_WAIT_POLICY '%s/v4' generate . --activations bf16 --chunk 1024 --cache "
              "experts %s 2>&1 >/dev/null",
              folder, build, arguments);
     FILE *f = popen(command, "r");

@@ -121,3 +121,26 @@ void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, vo
     }
     take_all(&roll, 0);
 }
+
+typedef struct ahead_roll {
+    parallel_ahead_body *body;
+    void *arg;
+    int64_t count;
+    atomic_int_fast64_t next;
+} ahead_roll;
+
+static void take_ahead(void *arg, int64_t index, int32_t thread)
+{
+    ahead_roll *roll = arg;
+    for (int64_t now = index, next; now < roll->count; now = next) {
+        next = atomic_fetch_add(&roll->next, 1);
+        roll->body(roll->arg, now, next < roll->count ? next : roll->count, thread);
+    }
+}
+
+void parallel_for_ahead(const stage_exec *exec, int64_t count, parallel_ahead_body *body, void *arg)
+{
+    const int64_t tasks = count < exec->threads ? count : exec->threads;
+    ahead_roll roll = {body, arg, count, tasks};
+    parallel_for(exec, tasks, take_ahead, &roll);
+}

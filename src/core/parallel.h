@@ -14,6 +14,12 @@
 typedef void parallel_body(void *arg, int64_t index, int32_t thread);
 void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, void *arg);
 
+/* The same, where a body learns which index its thread takes next (`count`: none), so that it can request
+ * what that will read. Nobody learns of the indices below exec->threads. Indices may start in any order, so a
+ * body may not wait for another. */
+typedef void parallel_ahead_body(void *arg, int64_t index, int64_t next, int32_t thread);
+void parallel_for_ahead(const stage_exec *exec, int64_t count, parallel_ahead_body *body, void *arg);
+
 /* How many forks lie between this process and the one that loaded the library. An executor from before the
  * last of them (exec->forks) has lost its threads and is not used. */
 int32_t parallel_forks(void);

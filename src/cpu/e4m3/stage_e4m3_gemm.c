@@ -26,7 +26,6 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
 enum { RUN = E4M3_GROUP, CHUNK = 512, PANEL_MOST = 64, AHEAD = 256, FIRST = 1024 };
@@ -41,7 +40,8 @@ typedef struct e4m3_job {
     const attention_kernels *dense;
     const e4m3_kernels *kernels;
     const format_kernels *widen;
-    bool pairs;            /* bf16 products */
+    bool pairs; /* bf16 products */
+    int32_t threads;
     int64_t in, out;       /* of a group: the length of the sum, and columns of c */
     int64_t run, runs;     /* most elements of a run; runs of a group, of which the last may be empty */
     int64_t panels;        /* of a group */
@@ -55,7 +55,8 @@ static e4m3_job carve(const stage_exec *exec, const e4m3_gemm_args *args, arena 
     e4m3_job job = {.args = args,
                     .dense = cpu_kernels_for(exec->cpu_level)->attention,
                     .kernels = cpu_kernels_for(exec->cpu_level)->e4m3,
-                    .widen = cpu_kernels_for(exec->cpu_level)->formats};
+                    .widen = cpu_kernels_for(exec->cpu_level)->formats,
+                    .threads = exec->threads};
     const int64_t n = args->codes.shape[0] / args->groups, k = args->codes.shape[1],
                   block = args->rows ? args->block_rows : args->block_columns;
     job.in = args->rows ? n : k;
@@ -219,13 +220,6 @@ static void multiply_panel(void *arg, int64_t index, int32_t thread)
 
 /* ---- one row ---- */
 
-/* A task takes panels until there are none. It takes each before it multiplies the one before, so that it
- * can ask for its codes in time. */
-typedef struct row_tasks {
-    const e4m3_job *job;
-    atomic_int_fast64_t next;
-} row_tasks;
-
 /* The panel's codes; `most` of each row at first. */
 static e4m3_rows rows_of_panel(const e4m3_job *job, int64_t index, int64_t most)
 {
@@ -236,48 +230,36 @@ static e4m3_rows rows_of_panel(const e4m3_job *job, int64_t index, int64_t most)
                        left < panel ? left : panel, job->in < most ? job->in : most, 0};
 }
 
-/* The runs in one call, or as many as s->panel has room for scales of. */
-static void multiply_row(const e4m3_job *job, e4m3_scratch *s, int64_t index, int64_t next)
+/* Nobody asks for the codes of a thread's first panel in time but this. */
+static void request_first(const e4m3_rows *rows)
 {
+    const int64_t bytes = rows->depth < FIRST ? rows->depth : FIRST;
+    for (int64_t j = 0; j < rows->rows; j++)
+        for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(rows->codes + j * rows->stride + k, 0, 2);
+}
+
+/* The runs in one call, or as many as s->panel has room for scales of. */
+static void multiply_row(void *arg, int64_t index, int64_t next, int32_t thread)
+{
+    const e4m3_job *job = arg;
+    e4m3_scratch *s = &job->scratch[thread];
     const int64_t panel = job->dense->panel, most = RUN * PANEL_MOST / panel * job->run,
                   group = index / job->panels, column = index % job->panels * panel;
     const e4m3_rows first = rows_of_panel(job, index, most);
-    const uint8_t *later =
-        next < job->args->groups * job->panels ? rows_of_panel(job, next, most).codes : NULL;
+    const bool last = next == job->args->groups * job->panels;
+    if (index < job->threads) request_first(&first);
     for (int64_t k = 0; k < job->in; k += most) {
-        e4m3_rows rows = {first.codes + k, first.stride, first.rows, job->in - k < most ? job->in - k : most,
-                          0};
+        e4m3_rows rows = first;
+        rows.codes += k;
+        rows.depth = job->in - k < most ? job->in - k : most;
         if (k + most < job->in) rows.ahead = most;
-        else if (later != NULL) rows.ahead = later - rows.codes;
+        else if (!last) rows.ahead = rows_of_panel(job, next, most).codes - rows.codes;
         for (int64_t at = 0; at < rows.depth; at += job->run)
             fill_scales(job, group, k + at, column, rows.rows, s->panel + at / job->run * panel);
         job->kernels->row_bf16(&rows, job->run, (const void *)packed_run(job, group, k / job->run), s->panel,
                                s->c, k > 0);
     }
     store(job, s, group * job->out + column, first.rows);
-}
-
-/* Nothing asks for the codes of a task's first panel in time but this. */
-static void request_first(const e4m3_job *job, int64_t index)
-{
-    const e4m3_rows rows = rows_of_panel(job, index, FIRST);
-    for (int64_t j = 0; j < rows.rows; j++)
-        for (int64_t k = 0; k < rows.depth; k += 64)
-            __builtin_prefetch(rows.codes + j * rows.stride + k, 0, 2);
-}
-
-static void multiply_rows(void *arg, int64_t index, int32_t thread)
-{
-    (void)index;
-    row_tasks *tasks = arg;
-    const e4m3_job *job = tasks->job;
-    const int64_t panels = job->args->groups * job->panels;
-    int64_t now = atomic_fetch_add(&tasks->next, 1);
-    if (now < panels) request_first(job, now);
-    for (int64_t next; now < panels; now = next) {
-        next = atomic_fetch_add(&tasks->next, 1);
-        multiply_row(job, &job->scratch[thread], now, next);
-    }
 }
 
 quern_status cpu_e4m3_gemm(const stage_exec *exec, const e4m3_gemm_args *args, void *workspace)
@@ -290,9 +272,8 @@ quern_status cpu_e4m3_gemm(const stage_exec *exec, const e4m3_gemm_args *args, v
     for (job.row = 0; status == QUERN_OK && job.row < tokens; job.row += CHUNK) {
         job.rows = tokens - job.row < CHUNK ? tokens - job.row : CHUNK;
         if (job.pairs && job.rows == 1 && !args->rows && job.in > 0) {
-            row_tasks tasks = {&job, 0};
             for (int64_t i = 0; i < args->groups * job.runs; i++) pack_run(&job, i, 0);
-            parallel_for(exec, exec->threads, multiply_rows, &tasks);
+            parallel_for_ahead(exec, args->groups * job.panels, multiply_row, &job);
             continue;
         }
         parallel_for(exec, args->groups * job.runs, pack_run, &job);

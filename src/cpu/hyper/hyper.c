@@ -136,11 +136,56 @@ static void add_chunk(const hyper_job *job, const hyper_tile *tile, int64_t copy
     }
 }
 
+void hyper_carve_parts(hyper_job *job, arena *a)
+{
+    job->parts =
+        arena_take(a, (size_t)(job->copies * job->chunks * job->tokens * job->ld) * sizeof *job->parts);
+}
+
+typedef struct parts_job {
+    const hyper_job *job;
+    const hyper_tile *tiles; /* a thread's */
+} parts_job;
+
+/* A chunk of fn is pieces of its rows, far apart: they are requested one after the other. */
+static void add_part(void *arg, int64_t part, int32_t thread)
+{
+    const parts_job *parts = arg;
+    const hyper_job *job = parts->job;
+    const int64_t copy = part / job->chunks, chunk = part % job->chunks, channel = chunk * CHUNK,
+                  bytes = least(job->width - channel, CHUNK) * (int64_t)sizeof(float);
+    hyper_tile tile = parts->tiles[thread];
+    tile.token0 = 0;
+    tile.tokens = job->tokens;
+    tile.sums = job->parts + part * job->tokens * job->ld;
+    memset(tile.sums, 0, (size_t)(job->tokens * job->ld) * sizeof *tile.sums);
+    for (int64_t j = 0; j < job->weights; j++) {
+        const char *row = (const char *)(float_row(&job->args->fn, j) + copy * job->width + channel);
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+    }
+    add_chunk(job, &tile, copy, chunk);
+}
+
+void hyper_add_parts(const stage_exec *exec, const hyper_job *job, const hyper_tile *tiles)
+{
+    parts_job parts = {job, tiles};
+    if (job->parts != NULL) parallel_for(exec, job->copies * job->chunks, add_part, &parts);
+}
+
+/* The chunks' sums, in order. */
+static void take_parts(const hyper_job *job, const hyper_tile *tile)
+{
+    const int64_t floats = job->tokens * job->ld;
+    for (int64_t part = 0; part < job->copies * job->chunks; part++)
+        job->kernels->rows->add_scaled(tile->sums, job->parts + part * floats, 1.0f, floats);
+}
+
 void hyper_weigh(const hyper_job *job, const hyper_tile *tile)
 {
     if (!job->mixes) return;
     memset(tile->sums, 0, (size_t)(tile->tokens * job->ld) * sizeof(float));
-    for (int64_t copy = 0; copy < job->copies; copy++)
+    if (job->parts != NULL) take_parts(job, tile);
+    for (int64_t copy = 0; copy < job->copies && job->parts == NULL; copy++)
         for (int64_t chunk = 0; chunk < job->chunks; chunk++) add_chunk(job, tile, copy, chunk);
     const hyper_weights w = hyper_weights_of(job, tile);
     job->kernels->hyper->weights(&w);

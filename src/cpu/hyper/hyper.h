@@ -30,6 +30,7 @@ typedef struct hyper_job {
     f32_rows norm;                          /* the norm's weight */
     quern_tensor beside;                    /* as x, which is read after the sums of a tile; or absent */
     float *packed;                          /* [n chunks][J][CHUNK_LD], or NULL: fn is read in place */
+    float *parts; /* [n chunks][T][ld], a chunk's sums, or NULL: a tile makes them */
 } hyper_job;
 
 /* A tile's tokens, and what a thread keeps of them. */
@@ -61,6 +62,9 @@ hyper_job hyper_plan(const stage_exec *exec, const hyper_args *args);
 void hyper_carve_packed(hyper_job *job, arena *a);
 void hyper_pack(const stage_exec *exec, hyper_job *job);
 void hyper_carve_tile(const hyper_job *job, arena *a, hyper_tile *tile);
+/* Room for the sums of few tokens by chunks, so that all threads read fn, and these sums. */
+void hyper_carve_parts(hyper_job *job, arena *a);
+void hyper_add_parts(const stage_exec *exec, const hyper_job *job, const hyper_tile *tiles);
 hyper_weights hyper_weights_of(const hyper_job *job, const hyper_tile *tile);
 /* The tile's sums, and weights where the call mixes. */
 void hyper_weigh(const hyper_job *job, const hyper_tile *tile);

@@ -7,8 +7,9 @@
  * L2 holds, is read once for 24 tokens: 64 KB a token of 4 x 4096 channels, as much as its copies in f32.
  * Then each token's copies, which L2 or L3 still has, become its input and the new copies, 1024 channels at
  * a time. fn is packed by chunks first (its rows would share their places in the caches), where there is more
- * than one task. Limit: the slower of the copies read and written once and 2 (J n + n + n (n + 1)) C f32
- * operations a token.
+ * than one task. The chunks of up to TILE_GROUP tokens are tasks of their own; their sums are added in order,
+ * as a tile adds them. Limit: the slower of the copies read and written once and 2 (J n + n + n (n + 1)) C
+ * f32 operations a token.
  */
 #include "cpu/hyper/stages.h"
 
@@ -27,6 +28,7 @@ static forward_job carve(const stage_exec *exec, const hyper_args *args, arena *
 {
     forward_job f = {.job = hyper_plan(exec, args)};
     if (f.job.mixes && f.job.tokens > TILE_TOKENS) hyper_carve_packed(&f.job, a);
+    if (f.job.mixes && f.job.tokens <= TILE_GROUP && exec->threads > 1) hyper_carve_parts(&f.job, a);
     f.tiles = arena_take(a, (size_t)exec->threads * sizeof *f.tiles);
     for (int32_t i = 0; i < exec->threads && f.job.tokens > 0; i++) {
         hyper_tile tile;
@@ -128,6 +130,7 @@ quern_status cpu_hyper(const stage_exec *exec, const hyper_args *args, void *wor
     if (f.job.tokens == 0) return QUERN_OK;
     fill_rows(f.job.kernels->rows, &args->weight, &f.job.norm);
     hyper_pack(exec, &f.job);
+    hyper_add_parts(exec, &f.job, f.tiles);
     parallel_for(exec, (f.job.tokens + TILE_TOKENS - 1) / TILE_TOKENS, run_tile, &f);
     return QUERN_OK;
 }

@@ -4,9 +4,9 @@
  * stage_norm_rope.c - the norm_rope_forward and norm_rope_backward stages.
  *
  * A row is widened to f32, takes its steps while it is in L1, and is stored in the output's dtype. A task is
- * 16 rows of heads. The weight's gradient is a sum over all rows: these are cut into at most 64 runs by their
- * number alone, each run has its own sum, and the sums are added in order, so the bits do not depend on the
- * threads. Limit: copy bandwidth.
+ * 16 rows of heads, or as many as are worth waking a thread. The weight's gradient is a sum over all rows:
+ * these are cut into at most 64 runs by their number alone, each run has its own sum, and the sums are added
+ * in order, so the bits do not depend on the threads. Limit: copy bandwidth.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -18,7 +18,7 @@
 
 #include <string.h>
 
-enum { TASK_ROWS = 16, RUNS = 64 };
+enum { TASK_ROWS = 16, TASK_VALUES = 1 << 15, RUNS = 64 };
 
 typedef struct norm_rope_job {
     const norm_rope_args *args;
@@ -38,6 +38,8 @@ static norm_rope_job carve(const stage_exec *exec, const norm_rope_args *args, a
     job.width = args->x.shape[3];
     job.rotated = is_present(&args->cos_sin) ? args->cos_sin.shape[1] : 0;
     job.run_rows = TASK_ROWS;
+    if (!is_present(&args->d_weight) && job.width > 0 && job.run_rows * job.width < TASK_VALUES)
+        job.run_rows = TASK_VALUES / job.width;
     if (is_present(&args->d_weight) && (job.rows + RUNS - 1) / RUNS > TASK_ROWS)
         job.run_rows = (job.rows + RUNS - 1) / RUNS;
     job.runs = (job.rows + job.run_rows - 1) / job.run_rows;
