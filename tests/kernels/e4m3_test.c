@@ -44,7 +44,7 @@ static void check(const e4m3_kernels *kernels, bool pairs, int32_t width, int64_
     for (int64_t i = 0; i < (int64_t)sizeof codes; i++)
         codes[i] = (uint8_t)test_random_int(random, 0, test_random_one_in(random, 2) ? 255 : 15);
     for (int64_t i = 0; i < words + 2 * GUARD; i++) room[i] = sentinel;
-    const e4m3_rows rows = {codes + 1, STRIDE, count, depth, test_random_one_in(random, 2) ? 64 : 0};
+    const e4m3_rows rows = {codes + 1, STRIDE, count, depth, test_random_one_in(random, 2) ? 64 : 0, false};
     fill(kernels, pairs, &rows, width, panel);
     (void)test_kernel_bound("e4m3", name, kernels->level, 0, 0);
     for (int i = 0; i < GUARD; i++) assert_true(room[i] == sentinel && panel[words + i] == sentinel);
@@ -108,11 +108,12 @@ static void row_has_the_panels_bits(void **state)
                        (uint32_t)test_random_int(&random, 0xbf00, 0xbfff);
             for (int i = 0; i < RUNS * PANEL; i++) scales[i] = (float)test_random_normal(&random);
             for (int j = 0; j < PANEL; j++) c[j] = expected[j] = (float)test_random_normal(&random);
-            const e4m3_rows rows = {codes, APART, count, depth, trial % 2 == 0 ? 0 : APART * count};
+            const e4m3_rows rows = {codes,         APART, count, depth, trial % 2 == 0 ? 0 : APART * count,
+                                    trial % 3 == 0};
             const bool accumulate = trial % 3 != 0;
             for (int64_t k = 0; k < depth; k += run) {
                 const int64_t n = depth - k < run ? depth - k : run;
-                const e4m3_rows part = {codes + k, APART, count, n, 0};
+                const e4m3_rows part = {codes + k, APART, count, n, 0, false};
                 kernels->panel_bf16(&part, PANEL, panel);
                 dense->mm_scaled_bf16(1, PANEL, n / 2, a + k / 2, n / 2, 1, (const float *)(void *)panel,
                                       PANEL, scales + k / run * PANEL, expected, PANEL, accumulate || k > 0);

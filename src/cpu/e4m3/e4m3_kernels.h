@@ -12,6 +12,7 @@ typedef struct e4m3_rows {
     const uint8_t *codes;
     int64_t stride, rows, depth;
     int64_t ahead; /* bytes from here to what is read later, which is prefetched into L2; 0: nothing is */
+    bool cold;     /* row_bf16: these have not been prefetched */
 } e4m3_rows;
 
 typedef struct e4m3_kernels {

@@ -274,8 +274,10 @@ INLINE void row_product(const e4m3_rows r, const bool whole, int64_t run, const 
 #pragma GCC unroll 2
                 for (int j = 0; j < 2; j++, row++, from += r.stride) {
                     request_lines(&later);
-                    __builtin_prefetch(from + ROW_AHEAD, 0, 2);
-                    __builtin_prefetch(from + ROW_AHEAD + PANEL_CODES, 0, 2);
+                    if (r.cold) {
+                        __builtin_prefetch(from + ROW_AHEAD, 0, 2);
+                        __builtin_prefetch(from + ROW_AHEAD + PANEL_CODES, 0, 2);
+                    }
                     if (next < r.depth)
                         copy_row(whole, from, row < r.rows ? r.depth - next : 0, row,
                                  pieces[next / ROW_CODES % 2]);

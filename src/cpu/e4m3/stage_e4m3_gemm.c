@@ -140,9 +140,12 @@ static e4m3_rows rows_of_run(const e4m3_job *job, int64_t group, e4m3_run run, i
 {
     const quern_tensor *codes = &job->args->codes;
     const int64_t stride = codes->strides[0], left = job->in - run.first;
-    return (e4m3_rows){(const uint8_t *)codes->data + (group * job->out + column) * stride + run.first,
-                       stride, n, run.depth,
-                       left > AHEAD || column + n == job->out ? AHEAD : AHEAD - job->in + n * stride};
+    return (e4m3_rows){
+        .codes = (const uint8_t *)codes->data + (group * job->out + column) * stride + run.first,
+        .stride = stride,
+        .rows = n,
+        .depth = run.depth,
+        .ahead = left > AHEAD || column + n == job->out ? AHEAD : AHEAD - job->in + n * stride};
 }
 
 /* The weights of a run: rows of W become columns. */
@@ -226,8 +229,10 @@ static e4m3_rows rows_of_panel(const e4m3_job *job, int64_t index, int64_t most)
     const int64_t panel = job->dense->panel, column = index % job->panels * panel, left = job->out - column,
                   stride = job->args->codes.strides[0];
     const uint8_t *codes = job->args->codes.data;
-    return (e4m3_rows){codes + (index / job->panels * job->out + column) * stride, stride,
-                       left < panel ? left : panel, job->in < most ? job->in : most, 0};
+    return (e4m3_rows){.codes = codes + (index / job->panels * job->out + column) * stride,
+                       .stride = stride,
+                       .rows = left < panel ? left : panel,
+                       .depth = job->in < most ? job->in : most};
 }
 
 /* Nobody asks for the codes of a thread's first panel in time but this. */
@@ -252,6 +257,7 @@ static void multiply_row(void *arg, int64_t index, int64_t next, int32_t thread)
         e4m3_rows rows = first;
         rows.codes += k;
         rows.depth = job->in - k < most ? job->in - k : most;
+        rows.cold = k == 0 && index < job->threads;
         if (k + most < job->in) rows.ahead = most;
         else if (!last) rows.ahead = rows_of_panel(job, next, most).codes - rows.codes;
         for (int64_t at = 0; at < rows.depth; at += job->run)
