@@ -20,15 +20,15 @@ static stage_seqs sequences_of(const op_call *call)
 }
 
 /* Fills the attention stage's arguments. */
-static void fill(const attention_call *c, attend_args *a)
+static void fill(const op_call *h, attend_args *a)
 {
-    const op_call *h = &c->head;
+    const quern_attention_params *p = op_params(h);
     a->mask = ATTEND_RANGE;
     a->seqs = sequences_of(h);
-    a->causal = c->params.causal;
-    a->scale = c->params.scale > 0.0f ? c->params.scale : 1.0f / sqrtf((float)h->symbol[ATTENTION_D]);
-    a->window = c->params.window;
-    a->query_offset = c->params.query_offset;
+    a->causal = p->causal;
+    a->scale = p->scale > 0.0f ? p->scale : 1.0f / sqrtf((float)h->symbol[ATTENTION_D]);
+    a->window = p->window;
+    a->query_offset = p->query_offset;
     a->tile = 1;
     a->q = op_view(h, A(q), true);
     a->k = op_view(h, A(k), true);
@@ -48,7 +48,7 @@ static void add_backward(op_build *b)
     const quern_tensor delta = op_room(b, QUERN_F32, 3, shape);
     *OP_ADD(b, rowdot) = (rowdot_args){sequences_of(h), d_o, o, delta};
     attend_args *attend = OP_ADD(b, attend_backward);
-    fill((const attention_call *)h, attend);
+    fill(h, attend);
     attend->d_o = d_o;
     attend->delta = delta;
     attend->d_q = op_view(h, A(d_q), true);
@@ -63,7 +63,7 @@ void attention_build(op_build *b)
     lists->seqs = sequences_of(b->call);
     op_when_asked(b);
     if (b->call->operation == ATTENTION_BACKWARD) add_backward(b);
-    else fill((const attention_call *)b->call, OP_ADD(b, attend_forward));
+    else fill(b->call, OP_ADD(b, attend_forward));
 }
 
 quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_attention_params *params,

@@ -28,18 +28,10 @@ typedef enum attention_symbol {
     ATTENTION_DV
 } attention_symbol;
 
-typedef struct attention_call {
-    op_call head;
-    quern_attention_params params;
-    _Alignas(
-        op_step) char program[OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(rowdot) + OP_STEP_BYTES(attend)];
-} attention_call;
-
 extern const op_family attention_family, attention_decode_family;
 /* The parameters, which decoding has, too. */
 enum { ATTENTION_PARAMS = 4 };
 extern const op_param attention_param_rows[ATTENTION_PARAMS];
-extern const quern_attention_params attention_defaults;
 
 /* In attention.c. */
 void attention_build(op_build *b);

@@ -9,27 +9,19 @@
 
 #include <math.h>
 
-typedef struct decode_call {
-    op_call head;
-    quern_attention_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(decode)];
-} decode_call;
-
 static quern_status check_params(op_call *call)
 {
-    const quern_attention_params *p = &((decode_call *)call)->params;
-    if (!p->causal)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "causal is false: a decoding call accepts true");
+    const quern_attention_params *p = op_params(call);
+    if (!p->causal) return error_argument("causal is false: a decoding call accepts true");
     if (p->query_offset != -1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "query_offset is %lld: -1 is accepted, queries are the newest tokens",
-                         (long long)p->query_offset);
+        return error_argument("query_offset is %lld: -1 is accepted, queries are the newest tokens",
+                              (long long)p->query_offset);
     return QUERN_OK;
 }
 
 static void roles(op_call *call)
 {
-    for (int i = 0; i < STEP_DECODE_TENSORS; i++) call->role[i] = OP_REFUSED;
+    op_allow_all(call, 0, STEP_DECODE_TENSORS - 1, false, OP_UNUSED, ": dense attention accepts NULL");
     for (int i = DD(slots); i <= DD(tokens_table); i++) call->role[i] = OP_NEEDED;
     call->role[DD(q)] = OP_NEEDED;
     call->role[DD(o)] = OP_RESULT;
@@ -37,16 +29,10 @@ static void roles(op_call *call)
     call->role[DD(sink)] = OP_OPTIONAL;
 }
 
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)tensor, (void)text;
-    return ": dense attention accepts NULL";
-}
-
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_attention_params *p = &((const decode_call *)call)->params;
+    const quern_attention_params *p = op_params(call);
     const int64_t *s = call->symbol;
     if (s[ST_T] == 0 || s[ST_H] == 0) return;
     decode_args *args = OP_ADD(b, decode);
@@ -77,14 +63,12 @@ static const op_entry ops[] = {
 };
 
 const op_family attention_decode_family = {
-    OP_TABLES(decode_call, operations, step_decode_tensors, attention_param_rows, step_symbols, ops),
+    OP_TABLES(operations, step_decode_tensors, attention_param_rows, step_symbols, ops),
+    OP_CALL(quern_attention_params, QUERN_ATTENTION_PARAMS_INIT, OP_STEP_BYTES(decode)),
     .first = QUERN_OP_ATTENTION_DECODE_STEP,
-    .defaults = &attention_defaults,
-    .params_init = "QUERN_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_DECODE_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = step_derive_decode,
     .check_data = check_data,
     .build = build,

@@ -37,20 +37,16 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == ATTENTION_TENSORS, "a row a tensor");
 
-#define AT(member) offsetof(quern_attention_params, member)
+#define FIELD(member) OP_FIELD(quern_attention_params, member)
 const op_param attention_param_rows[ATTENTION_PARAMS] = {
-    {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees keys up to its own position"},
-    {"window", AT(window), OP_INTEGER, 0, INT64_MAX, NULL, "keys seen, self included; 0: all"},
-    {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
-    {"query_offset", AT(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: Nkv - Nq"},
+    {FIELD(causal), OP_FLAG, 0, 1, NULL, "a query sees keys up to its own position"},
+    {FIELD(window), OP_INTEGER, 0, INT64_MAX, NULL, "keys seen, self included; 0: all"},
+    {FIELD(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
+    {FIELD(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: Nkv - Nq"},
 };
-#undef AT
-const quern_attention_params attention_defaults = QUERN_ATTENTION_PARAMS_INIT;
 static const char *const operations[] = {"attention_forward", "attention_backward"};
 
-static const char *const symbols[] = {
-    "",        [B] = "B",     [B1] = "B+1", [NQ] = "Nq", [NKV] = "Nkv", [TQ] = "Tq", [TKV] = "Tkv",
-    [H] = "H", [HKV] = "Hkv", [D] = "D",    [DV] = "Dv", NULL};
+static const char symbols[] = "B B+1 Nq Nkv Tq Tkv H Hkv D Dv";
 static const op_entry ops[] = {
     {.name = "attention",
      .help = "dense attention; with dO also its backward",
@@ -60,7 +56,7 @@ static const op_entry ops[] = {
 
 static quern_status check_params(op_call *call)
 {
-    const float scale = ((const attention_call *)call)->params.scale;
+    const float scale = ((const quern_attention_params *)op_params(call))->scale;
     return call->operation == ATTENTION_BACKWARD ? op_check_backward_scale(scale) : QUERN_OK;
 }
 
@@ -72,38 +68,24 @@ static void roles(op_call *call)
     r[A(k)] = OP_NEEDED;
     r[A(v)] = OP_NEEDED;
     r[A(cu_seqlens_q)] = OP_OPTIONAL;
-    r[A(cu_seqlens_kv)] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
+    op_allow(call, A(cu_seqlens_kv), call->varlen, OP_OPTIONAL,
+             " without cu_seqlens_q: both or cu_seqlens_q alone are accepted");
     r[A(o)] = backward ? OP_NEEDED : OP_RESULT;
     r[A(lse)] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
     r[A(d_o)] = backward ? OP_NEEDED : OP_UNUSED;
     for (int i = A(d_q); i <= A(d_v); i++) r[i] = backward ? OP_RESULT : OP_UNUSED;
     r[A(sink)] = OP_OPTIONAL;
-    r[A(kv_first)] = r[A(kv_count)] = call->varlen ? OP_REFUSED : OP_OPTIONAL;
-    r[A(d_sink)] = !backward                      ? OP_UNUSED
-                   : call->given[A(sink)] == NULL ? OP_SOURCE_MISSING
-                                                  : OP_OPTIONAL_RESULT;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)text;
-    return tensor == A(kv_first) || tensor == A(kv_count)
-               ? " with cu_seqlens_q: sequences of a fixed length are accepted"
-               : " without cu_seqlens_q: both or cu_seqlens_q alone are accepted";
+    op_allow_all(call, A(kv_first), A(kv_count), !call->varlen, OP_OPTIONAL,
+                 " with cu_seqlens_q: sequences of a fixed length are accepted");
+    op_gradient_roles(call, A(d_sink), A(d_sink), backward);
 }
 
 static quern_status derive(op_call *call)
 {
-    const bool varlen = call->varlen;
-    const int32_t ndim = varlen ? 3 : 4, at = varlen ? 0 : 1;
+    const int32_t at = call->varlen ? 0 : 1;
     const quern_tensor *const *t = call->given;
+    int64_t *s = call->symbol;
     quern_status status;
-    for (int32_t i = A(q); i <= A(v); i++) {
-        if (t[i] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
-        call->like = *t[A(q)];
-        if ((status = op_check_activation(call, i, ndim)) != QUERN_OK) return status;
-    }
     const quern_tensor *q = t[A(q)], *k = t[A(k)], *v = t[A(v)];
     if ((status = view_check_head_dim("q", q->shape[at + 2])) != QUERN_OK ||
         (status = view_check_head_dim("v", v->shape[at + 2])) != QUERN_OK ||
@@ -111,18 +93,12 @@ static quern_status derive(op_call *call)
         (status = view_check_heads(q->shape[at + 1], k->shape[at + 1], q->shape[at])) != QUERN_OK)
         return status;
     if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld query and %lld key tokens: at most %d each are accepted",
-                         (long long)q->shape[at], (long long)k->shape[at], INT32_MAX);
-    int64_t *s = call->symbol;
+        return error_argument("%lld query and %lld key tokens: at most %d each are accepted",
+                              (long long)q->shape[at], (long long)k->shape[at], INT32_MAX);
     if ((status = op_find_batch(call, A(cu_seqlens_q), q, &s[B])) != QUERN_OK) return status;
     s[B1] = s[B] + 1;
     s[NQ] = s[TQ] = q->shape[at];
     s[NKV] = s[TKV] = k->shape[at];
-    s[H] = q->shape[at + 1];
-    s[HKV] = k->shape[at + 1];
-    s[D] = q->shape[at + 2];
-    s[DV] = v->shape[at + 2];
     return QUERN_OK;
 }
 
@@ -132,13 +108,11 @@ static quern_status check_key_ranges(const int32_t *first, const int32_t *count,
     for (int64_t b = 0; b < batch; b++) {
         const int64_t end = count != NULL ? count[b] : keys, from = first != NULL ? first[b] : 0;
         if (end < 0 || end > keys)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "kv_count[%lld] is %lld: 0 ... %lld, the key tokens, are accepted", (long long)b,
-                             (long long)end, (long long)keys);
+            return error_argument("kv_count[%lld] is %lld: 0 ... %lld, the key tokens, are accepted",
+                                  (long long)b, (long long)end, (long long)keys);
         if (from < 0 || from > end)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "kv_first[%lld] is %lld: 0 ... %lld, the end of its keys, are accepted",
-                             (long long)b, (long long)from, (long long)end);
+            return error_argument("kv_first[%lld] is %lld: 0 ... %lld, the end of its keys, are accepted",
+                                  (long long)b, (long long)from, (long long)end);
     }
     return QUERN_OK;
 }
@@ -158,15 +132,14 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family attention_family = {
-    OP_TABLES(attention_call, operations, tensors, attention_param_rows, symbols, ops),
+    OP_TABLES(operations, tensors, attention_param_rows, symbols, ops),
+    OP_CALL(quern_attention_params, QUERN_ATTENTION_PARAMS_INIT,
+            OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(rowdot) + OP_STEP_BYTES(attend)),
     .first = QUERN_OP_ATTENTION_FORWARD,
     .varlen_by = A(cu_seqlens_q),
-    .defaults = &attention_defaults,
-    .params_init = "QUERN_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_ATTENTION_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .build = attention_build,

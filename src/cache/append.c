@@ -29,27 +29,14 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_tensors), "a row a tensor");
 
 static const char *const compressions[] = {"mean", "linear", NULL};
-#define AT(member) offsetof(quern_cache_step_params, member)
+#define FIELD(member) OP_FIELD(quern_cache_step_params, member)
 static const op_param params[] = {
-    {"block_size", AT(block_size), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of an entry; 0: no entries"},
-    {"stride", AT(stride), OP_INTEGER, 0, INT32_MAX, NULL, "tokens from an entry to the next; 0: block-size"},
-    {"compress", AT(compress), OP_CHOICE, 0, QUERN_NSA_COMPRESS_LINEAR, compressions,
-     "how a block becomes an entry"},
+    {FIELD(block_size), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of an entry; 0: no entries"},
+    {FIELD(stride), OP_INTEGER, 0, INT32_MAX, NULL, "tokens from an entry to the next; 0: block-size"},
+    {FIELD(compress), OP_CHOICE, 0, QUERN_NSA_COMPRESS_LINEAR, compressions, "how a block becomes an entry"},
 };
-#undef AT
-static const quern_cache_step_params defaults = QUERN_CACHE_STEP_PARAMS_INIT;
 
-typedef struct append_call {
-    op_call head;
-    quern_cache_step_params params;
-    _Alignas(op_step) char program[5 * OP_STEP_BYTES(copy_pages) + 4 * OP_STEP_BYTES(cache_copy) +
-                                   OP_STEP_BYTES(cache_compress)];
-} append_call;
-
-static quern_cache_step_params *params_of(const op_call *call)
-{
-    return &((append_call *)(uintptr_t)call)->params;
-}
+#define PARAMS(call) ((quern_cache_step_params *)op_params(call))
 
 static bool is_linear(const quern_cache_step_params *p)
 {
@@ -60,72 +47,50 @@ quern_status cache_check_stride(const char *prefix, int64_t block_size, int64_t 
 {
     if (*stride == 0) *stride = block_size;
     if (block_size == 0 || (*stride >= 1 && block_size % *stride == 0)) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%sstride is %lld: a divisor of block_size %lld is accepted",
-                     prefix, (long long)*stride, (long long)block_size);
+    return error_argument("%sstride is %lld: a divisor of block_size %lld is accepted", prefix,
+                          (long long)*stride, (long long)block_size);
 }
 
 static quern_status check_params(op_call *call)
 {
-    return cache_check_stride("", params_of(call)->block_size, &params_of(call)->stride);
+    return cache_check_stride("", PARAMS(call)->block_size, &PARAMS(call)->stride);
 }
 
 static void roles(op_call *call)
 {
-    const quern_cache_step_params *p = params_of(call);
+    const quern_cache_step_params *p = op_params(call);
     const bool linear = is_linear(p), slc = call->given[DR(slc)] != NULL, win = call->given[DR(win)] != NULL;
     uint8_t *r = call->role;
     r[DR(k)] = r[DR(v)] = OP_NEEDED;
-    r[DR(k_slc)] = r[DR(v_slc)] = slc ? OP_NEEDED : OP_REFUSED;
-    r[DR(k_win)] = r[DR(v_win)] = win ? OP_NEEDED : OP_REFUSED;
-    r[DR(w_k)] = r[DR(w_v)] = linear ? OP_NEEDED : p->block_size > 0 ? OP_OPTIONAL : OP_REFUSED;
-    r[DR(pe_k)] = r[DR(pe_v)] = linear ? OP_OPTIONAL : OP_REFUSED;
+    op_allow_all(call, DR(k_slc), DR(v_slc), slc, OP_NEEDED, ": without slc NULL is accepted");
+    op_allow_all(call, DR(k_win), DR(v_win), win, OP_NEEDED, ": without win NULL is accepted");
+    op_allow_all(call, DR(w_k), DR(w_v), p->block_size > 0, linear ? OP_NEEDED : OP_OPTIONAL,
+                 ": without block_size NULL is accepted");
+    op_allow_all(call, DR(pe_k), DR(pe_v), linear, OP_OPTIONAL,
+                 ": compress linear takes it, else NULL is accepted");
     r[DR(slots)] = r[DR(positions)] = r[DR(cu)] = OP_NEEDED;
     r[DR(copies)] = OP_OPTIONAL;
     r[DR(index)] = call->given[DR(index)] != NULL ? OP_UPDATED : OP_OPTIONAL;
-    r[DR(k_index)] = call->given[DR(index)] != NULL ? OP_NEEDED : OP_REFUSED;
+    op_allow(call, DR(k_index), call->given[DR(index)] != NULL, OP_NEEDED,
+             ": without index NULL is accepted");
     step_pool_roles(call, DR(tokens), p->block_size > 0, OP_UPDATED);
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)text;
-    if (tensor == DR(pe_k) || tensor == DR(pe_v)) return ": compress linear takes it, else NULL is accepted";
-    if (tensor == DR(k_slc) || tensor == DR(v_slc)) return ": without slc NULL is accepted";
-    if (tensor == DR(k_win) || tensor == DR(v_win) || tensor == DR(win_table))
-        return ": without win NULL is accepted";
-    return tensor == DR(k_index) ? ": without index NULL is accepted"
-                                 : ": without block_size NULL is accepted";
 }
 
 static quern_status derive(op_call *call)
 {
-    const quern_cache_step_params *p = params_of(call);
+    const quern_cache_step_params *p = op_params(call);
     const int64_t rows = is_linear(p) ? p->block_size : 1;
     int64_t *s = call->symbol;
-    quern_status status = step_derive_rows(call, DR(k));
-    if (status == QUERN_OK && call->given[DR(v)] == NULL)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "v is NULL: a tensor is needed");
-    if (status == QUERN_OK) status = op_check_activation(call, DR(v), 3);
-    if (status != QUERN_OK) return status;
-    s[ST_HKV] = call->given[DR(k)]->shape[1];
-    s[ST_D] = call->given[DR(k)]->shape[2];
-    s[ST_DV] = call->given[DR(v)]->shape[2];
-    if ((status = view_check_head_dim("k", s[ST_D])) != QUERN_OK ||
-        (status = view_check_head_dim("v", s[ST_DV])) != QUERN_OK)
-        return status;
     s[ST_IN] = rows * s[ST_D]; /* of at most 2^31 rows */
     s[ST_IN_V] = rows * s[ST_DV];
     s[ST_L] = p->block_size;
     s[ST_COPY] = 3;
-    if (op_uses(call, DR(copies))) {
-        if ((status = op_check_kind(call, DR(copies), 2)) != QUERN_OK) return status;
-        s[ST_COPIES] = call->given[DR(copies)]->shape[0];
-    }
-    if (op_uses(call, DR(index)) && call->given[DR(k_index)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_index is NULL: a tensor is needed");
-    if (op_uses(call, DR(index)) && (status = step_derive_index(call, DR(index), DR(k_index))) != QUERN_OK)
-        return status;
-    return step_derive(call, DR(slots));
+    step_derive(call);
+    quern_status status = step_derive_rows(call, DR(k));
+    if (status == QUERN_OK) status = view_check_head_dim("k", s[ST_D]);
+    if (status == QUERN_OK) status = view_check_head_dim("v", s[ST_DV]);
+    return status == QUERN_OK && op_uses(call, DR(index)) ? step_derive_index(call, DR(index), DR(k_index))
+                                                          : status;
 }
 
 /* Copies of a pool's pages. */
@@ -147,7 +112,7 @@ static void add_pair(op_build *b, int32_t pool, int32_t table, const stage_step 
 
 static void build(op_build *b)
 {
-    const quern_cache_step_params *p = params_of(b->call);
+    const quern_cache_step_params *p = op_params(b->call);
     const stage_step step = step_of(b, DR(slots));
     add_copies(b, DR(tokens), QUERN_CACHE_TOKENS);
     add_copies(b, DR(slc), QUERN_CACHE_TOKENS);
@@ -187,9 +152,9 @@ static quern_status check_copies(const op_call *call, void *const *data)
         for (int64_t k = 1; copy[0] >= 0 && copy[0] <= QUERN_CACHE_WIN && k < 3; k++) {
             const int32_t page = copy[k * args->copies.strides[1]];
             if (page < 0 || page >= pages[copy[0]])
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "copies[%lld][%lld] is %d: a page of pool %d, 0 to %lld, is accepted",
-                                 (long long)i, (long long)k, page, copy[0], (long long)pages[copy[0]] - 1);
+                return error_argument("copies[%lld][%lld] is %d: a page of pool %d, 0 to %lld, is accepted",
+                                      (long long)i, (long long)k, page, copy[0],
+                                      (long long)pages[copy[0]] - 1);
         }
     }
     return QUERN_OK;
@@ -197,7 +162,7 @@ static quern_status check_copies(const op_call *call, void *const *data)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const quern_cache_step_params *p = params_of(call);
+    const quern_cache_step_params *p = op_params(call);
     const cache_copy_args *copy = OP_FIND(call, cache_copy);
     const cache_compress_args *compress = OP_FIND(call, cache_compress);
     const step_data s = {call, data, DR(slots), &copy->step, p->block_size, p->stride};
@@ -221,14 +186,13 @@ static const op_entry ops[] = {
 };
 
 const op_family cache_append_family = {
-    OP_TABLES(append_call, operations, tensors, params, step_symbols, ops),
+    OP_TABLES(operations, tensors, params, step_symbols, ops),
+    OP_CALL(quern_cache_step_params, QUERN_CACHE_STEP_PARAMS_INIT,
+            5 * OP_STEP_BYTES(copy_pages) + 4 * OP_STEP_BYTES(cache_copy) + OP_STEP_BYTES(cache_compress)),
     .first = QUERN_OP_CACHE_APPEND_STEP,
-    .defaults = &defaults,
-    .params_init = "QUERN_CACHE_STEP_PARAMS_INIT",
     .tensors_init = "QUERN_CACHE_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .build = build,

@@ -16,8 +16,8 @@ static const uint64_t saved_magic = 0x717553636e657551; /* "QuencSuq" */
 static quern_status check_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
     if (given >= least && given <= most) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: %lld to %lld is accepted", name,
-                     (long long)given, (long long)least, (long long)most);
+    return error_argument("params.%s is %lld: %lld to %lld is accepted", name, (long long)given,
+                          (long long)least, (long long)most);
 }
 
 /* The compression's fields; resolves the stride. */
@@ -27,8 +27,7 @@ static quern_status check_compression(quern_cache_params *p)
     if (status == QUERN_OK) status = cache_check_stride("params.", p->block_size, &p->stride);
     if (status != QUERN_OK) return status;
     if (p->compress == QUERN_NSA_COMPRESS_MEAN || p->compress == QUERN_NSA_COMPRESS_LINEAR) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.compress is %d: 0 (mean) or 1 (linear) is accepted",
-                     (int)p->compress);
+    return error_argument("params.compress is %d: 0 (mean) or 1 (linear) is accepted", (int)p->compress);
 }
 
 /* What sparse attention keeps beside tokens. */
@@ -53,8 +52,7 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
     quern_status status = op_struct(p, given, "params", "QUERN_CACHE_PARAMS_INIT");
     if (status != QUERN_OK) return status;
     if ((VIEW_ACTIVATION & view_dtype_bit(p->dtype)) == 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.dtype is %s: f32, f16 or bf16 is accepted",
-                         quern_dtype_name(p->dtype));
+        return error_argument("params.dtype is %s: f32, f16 or bf16 is accepted", quern_dtype_name(p->dtype));
     const struct {
         const char *name;
         int64_t given, least, most;
@@ -69,8 +67,7 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
         (status = view_check_head_dim("params.dim_v", p->dim_v)) != QUERN_OK)
         return status;
     if (p->page != 0 && p->page != QUERN_CACHE_PAGE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.page is %lld: 0 (contiguous) or 64 is accepted",
-                         (long long)p->page);
+        return error_argument("params.page is %lld: 0 (contiguous) or 64 is accepted", (long long)p->page);
     if (p->page != 0 && (status = check_range("pages", p->pages, 1, INT32_MAX)) != QUERN_OK) return status;
     return check_sparse(p);
 }
@@ -144,8 +141,7 @@ static quern_status layout_of(const quern_cache_params *given, cache_layout *l)
     fits = fits && add(&l->memory_bytes, 1, (int64_t)l->ledger_bytes) &&
            add(&l->memory_bytes, 1, (int64_t)l->block_bytes);
     if (!fits)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "params: %lld sequences of %lld tokens, %lld heads: fewer than 2^63 bytes are accepted",
             (long long)p->sequences, (long long)p->capacity, (long long)p->kv_heads);
     return QUERN_OK;
@@ -161,11 +157,9 @@ static bool has_rows(const quern_cache_params *p, cache_pool pool)
 
 quern_status cache_check(const quern_cache *cache)
 {
-    if (cache == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: one of quern_cache_create() is needed");
+    if (cache == NULL) return error_argument("cache is NULL: one of quern_cache_create() is needed");
     if (cache->magic != cache_magic)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "cache is no cache: one of quern_cache_create() is accepted");
+        return error_argument("cache is no cache: one of quern_cache_create() is accepted");
     return QUERN_OK;
 }
 
@@ -185,8 +179,8 @@ quern_status quern_cache_size(const quern_cache_params *params, size_t *memory_b
     const quern_status status = layout_of(params, &layout);
     if (status != QUERN_OK) return status;
     if (memory_bytes == NULL || rows_bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a place for the size is needed",
-                         memory_bytes == NULL ? "memory_bytes" : "rows_bytes");
+        return error_argument("%s is NULL: a place for the size is needed",
+                              memory_bytes == NULL ? "memory_bytes" : "rows_bytes");
     *memory_bytes = layout.memory_bytes;
     *rows_bytes = layout.rows_bytes;
     return QUERN_OK;
@@ -198,8 +192,7 @@ quern_status quern_cache_create(const quern_cache_params *params, void *memory, 
     cache_layout layout;
     const quern_status status = layout_of(params, &layout);
     if (status != QUERN_OK) return status;
-    if (cache == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: a place for the cache is needed");
+    if (cache == NULL) return error_argument("cache is NULL: a place for the cache is needed");
     const struct {
         const char *name;
         const void *at;
@@ -208,16 +201,14 @@ quern_status quern_cache_create(const quern_cache_params *params, void *memory, 
                   {"rows", rows, rows_bytes, layout.rows_bytes}};
     for (int i = 0; i < 2; i++) {
         if (places[i].at == NULL && places[i].needed > 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %zu bytes are needed", places[i].name,
-                             places[i].needed);
+            return error_argument("%s is NULL: %zu bytes are needed", places[i].name, places[i].needed);
         if (places[i].given < places[i].needed)
             return error_set(QUERN_ERR_WORKSPACE, "%s has %zu bytes: at least %zu are accepted",
                              places[i].name, places[i].given, places[i].needed);
     }
     if ((uintptr_t)rows % quern_dtype_size(layout.params.dtype) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "rows is %p: a multiple of the element's %zu bytes is accepted", rows,
-                         quern_dtype_size(layout.params.dtype));
+        return error_argument("rows is %p: a multiple of the element's %zu bytes is accepted", rows,
+                              quern_dtype_size(layout.params.dtype));
     arena a = arena_on(memory);
     quern_cache *c = arena_take(&a, sizeof *c);
     void *books = arena_take(&a, layout.ledger_bytes);
@@ -249,8 +240,7 @@ quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes)
 {
     const quern_status status = cache_check(cache);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL) return error_argument("bytes is NULL: a place for the size is needed");
     const quern_cache_params *p = &cache->params;
     int64_t rows = 0, index_rows = 0;
     for (int64_t s = 0; s < p->sequences; s++)
@@ -452,8 +442,7 @@ quern_status quern_cache_restore(quern_context *ctx, quern_cache *cache, int64_t
     if ((status = saved_read(&kind, from, from_bytes, &h)) != QUERN_OK) return status;
     set_pack(cache, sequence, h.tokens, (char *)(uintptr_t)from + sizeof h, &p);
     if ((status = saved_check(&h, from, from_bytes, p.bytes)) != QUERN_OK) return status;
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (ctx == NULL) return error_argument("ctx is NULL: create one with quern_context_create()");
     if ((status = ledger_assign(cache->ledger, sequence, h.tokens, h.held)) != QUERN_OK) return status;
     return quern_cache_unpack(ctx, NULL, &p.params, &p.tensors, NULL, 0);
 }

@@ -18,8 +18,8 @@ static const uint64_t ledger_magic = 0x72656467656c7551; /* "Quledger" */
 static quern_status in_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
     if (given >= least && given <= most) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: %lld to %lld is accepted", name,
-                     (long long)given, (long long)least, (long long)most);
+    return error_argument("params.%s is %lld: %lld to %lld is accepted", name, (long long)given,
+                          (long long)least, (long long)most);
 }
 
 int64_t ledger_rows(const ledger_pool *pool, int64_t tokens)
@@ -66,9 +66,9 @@ static quern_status lay_out_pool(quern_ledger *l, int i)
     l->copies_most += copies;
     if (p->pages > 0) return QUERN_OK;
     if (pool->columns > INT32_MAX / sequences)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "params: %lld sequences of %lld pages are too many: up to %d pages are accepted",
-                         (long long)sequences, (long long)pool->columns, INT32_MAX);
+        return error_argument(
+            "params: %lld sequences of %lld pages are too many: up to %d pages are accepted",
+            (long long)sequences, (long long)pool->columns, INT32_MAX);
     /* Until a step is committed, its copies stand beside pages that two or more sequences hold. */
     p->pages = sequences * pool->columns + sequences / 2 * copies;
     return QUERN_OK;
@@ -121,9 +121,8 @@ quern_status ledger_layout(const quern_ledger_params *given, quern_ledger *l, si
     for (int i = 0; i < LEDGER_POOLS && status == QUERN_OK; i++) status = lay_out_pool(l, i);
     if (status != QUERN_OK) return status;
     if (!place(l, NULL, bytes))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "params: %lld sequences of %lld tokens: fewer than 2^63 bytes are accepted",
-                         (long long)p->sequences, (long long)p->capacity);
+        return error_argument("params: %lld sequences of %lld tokens: fewer than 2^63 bytes are accepted",
+                              (long long)p->sequences, (long long)p->capacity);
     return QUERN_OK;
 }
 
@@ -133,8 +132,7 @@ quern_status quern_ledger_size(const quern_ledger_params *params, size_t *bytes)
     size_t needed;
     const quern_status status = ledger_layout(params, &l, &needed);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL) return error_argument("bytes is NULL: a place for the size is needed");
     *bytes = needed + ARENA_ALIGN - 1;
     return QUERN_OK;
 }
@@ -168,9 +166,8 @@ quern_status quern_ledger_create(const quern_ledger_params *params, void *memory
     const quern_status status = quern_ledger_size(params, &needed);
     if (status != QUERN_OK) return status;
     if (memory == NULL || ledger == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %s is needed",
-                         memory == NULL ? "memory" : "ledger",
-                         memory == NULL ? "what quern_ledger_size() says" : "a place for the ledger");
+        return error_argument("%s is NULL: %s is needed", memory == NULL ? "memory" : "ledger",
+                              memory == NULL ? "what quern_ledger_size() says" : "a place for the ledger");
     if (bytes < needed)
         return error_set(QUERN_ERR_WORKSPACE, "memory has %zu bytes: at least %zu are accepted", bytes,
                          needed);
@@ -180,8 +177,8 @@ quern_status quern_ledger_create(const quern_ledger_params *params, void *memory
 quern_status ledger_check(const quern_ledger *ledger)
 {
     if (ledger != NULL && ledger->magic == ledger_magic) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "ledger is %s: one of quern_ledger_create() is accepted",
-                     ledger == NULL ? "NULL" : "none");
+    return error_argument("ledger is %s: one of quern_ledger_create() is accepted",
+                          ledger == NULL ? "NULL" : "none");
 }
 
 quern_status ledger_check_sequence(const quern_ledger *ledger, int64_t sequence, const char *name)
@@ -189,8 +186,8 @@ quern_status ledger_check_sequence(const quern_ledger *ledger, int64_t sequence,
     const quern_status status = ledger_check(ledger);
     if (status != QUERN_OK) return status;
     if (sequence < 0 || sequence >= ledger->params.sequences)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: 0 to %lld is accepted", name,
-                         (long long)sequence, (long long)ledger->params.sequences - 1);
+        return error_argument("%s is %lld: 0 to %lld is accepted", name, (long long)sequence,
+                              (long long)ledger->params.sequences - 1);
     return QUERN_OK;
 }
 
@@ -199,16 +196,14 @@ static quern_status check_change(const quern_ledger *ledger, int64_t sequence, c
 {
     const quern_status status = ledger_check_sequence(ledger, sequence, name);
     if (status != QUERN_OK || ledger->sequences[sequence].count < 0) return status;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is %lld, of which a step has begun: commit or abort comes first", name,
-                     (long long)sequence);
+    return error_argument("%s is %lld, of which a step has begun: commit or abort comes first", name,
+                          (long long)sequence);
 }
 
 static quern_status check_pool_number(int64_t pool)
 {
     if (pool >= 0 && pool < LEDGER_POOLS) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "pool is %lld: 0 to %d is accepted", (long long)pool,
-                     LEDGER_STATES);
+    return error_argument("pool is %lld: 0 to %d is accepted", (long long)pool, LEDGER_STATES);
 }
 
 quern_status quern_ledger_pages(const quern_ledger_params *params, int64_t pool, int64_t tokens,
@@ -220,8 +215,8 @@ quern_status quern_ledger_pages(const quern_ledger_params *params, int64_t pool,
     if (status == QUERN_OK) status = check_pool_number(pool);
     if (status != QUERN_OK) return status;
     if (tokens < 0 || tokens > l.params.capacity)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is %lld: 0 to the capacity %lld is accepted",
-                         (long long)tokens, (long long)l.params.capacity);
+        return error_argument("tokens is %lld: 0 to the capacity %lld is accepted", (long long)tokens,
+                              (long long)l.params.capacity);
     if (pages != NULL) *pages = ledger_pages(&l.pool[pool], tokens);
     if (whole != NULL) *whole = l.pool[pool].params.pages;
     return QUERN_OK;
@@ -232,8 +227,7 @@ quern_status quern_ledger_free_pages(const quern_ledger *ledger, int64_t pool, i
     quern_status status = ledger_check(ledger);
     if (status == QUERN_OK) status = check_pool_number(pool);
     if (status != QUERN_OK) return status;
-    if (pages == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "pages is NULL: a place for the count is needed");
+    if (pages == NULL) return error_argument("pages is NULL: a place for the count is needed");
     *pages = ledger->pool[pool].left;
     return QUERN_OK;
 }
@@ -273,10 +267,9 @@ quern_status ledger_assign(quern_ledger *l, int64_t sequence, int64_t tokens, in
         for (int64_t c = 0; c < ledger_pages(&l->pool[i], s->tokens); c++)
             own += l->pool[i].holders[ledger_row(l, sequence, i)[c]] == 1;
         if (needed - own > l->pool[i].left)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "pool %d lacks %lld pages: %lld are free, %lld are needed", i,
-                             (long long)(needed - own - l->pool[i].left), (long long)l->pool[i].left,
-                             (long long)(needed - own));
+            return error_argument("pool %d lacks %lld pages: %lld are free, %lld are needed", i,
+                                  (long long)(needed - own - l->pool[i].left), (long long)l->pool[i].left,
+                                  (long long)(needed - own));
     }
     ledger_shrink(l, sequence, s->tokens, 0);
     for (int i = 0; i < LEDGER_POOLS; i++) ledger_grow(l, sequence, i, 0, ledger_pages(&l->pool[i], tokens));
@@ -292,9 +285,8 @@ quern_status quern_ledger_rollback(quern_ledger *ledger, int64_t sequence, int64
     if (status != QUERN_OK) return status;
     ledger_sequence *s = &ledger->sequences[sequence];
     if (n < 0 || n > s->held)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "n is %lld: 0 to %lld of sequence %lld's %lld tokens are accepted", (long long)n,
-                         (long long)s->held, (long long)sequence, (long long)s->tokens);
+        return error_argument("n is %lld: 0 to %lld of sequence %lld's %lld tokens are accepted",
+                              (long long)n, (long long)s->held, (long long)sequence, (long long)s->tokens);
     bool limited = ledger->params.states;
     for (int i = 0; i < QUERN_LEDGER_POOLS; i++) limited = limited || ledger->pool[i].params.ring > 0;
     ledger_shrink(ledger, sequence, s->tokens, s->tokens - n);
@@ -316,8 +308,7 @@ quern_status quern_ledger_fork(quern_ledger *ledger, int64_t from, int64_t to)
     if (status == QUERN_OK) status = check_change(ledger, to, "to");
     if (status != QUERN_OK) return status;
     if (from == to)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "from and to are both %lld: two sequences are accepted",
-                         (long long)from);
+        return error_argument("from and to are both %lld: two sequences are accepted", (long long)from);
     ledger_sequence *s = &ledger->sequences[from];
     ledger_shrink(ledger, to, ledger->sequences[to].tokens, 0);
     for (int i = 0; i < LEDGER_POOLS; i++) {

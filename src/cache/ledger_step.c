@@ -98,8 +98,8 @@ static quern_status check_batch(const quern_ledger *l, int64_t batch)
     const quern_status status = ledger_check(l);
     if (status != QUERN_OK) return status;
     if (batch < 0 || batch > l->params.sequences)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "batch is %lld: 0 to the %lld sequences are accepted",
-                         (long long)batch, (long long)l->params.sequences);
+        return error_argument("batch is %lld: 0 to the %lld sequences are accepted", (long long)batch,
+                              (long long)l->params.sequences);
     return QUERN_OK;
 }
 
@@ -107,8 +107,7 @@ quern_status quern_ledger_block_bytes(const quern_ledger *ledger, int64_t batch,
 {
     const quern_status status = check_batch(ledger, batch);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL) return error_argument("bytes is NULL: a place for the size is needed");
     *bytes = ledger_block_bytes(ledger, batch);
     return QUERN_OK;
 }
@@ -120,7 +119,7 @@ quern_status quern_ledger_step(const quern_ledger *ledger, int64_t batch, const 
     quern_status status = check_batch(ledger, batch);
     if (status == QUERN_OK) status = op_struct(&known, step, "step", "QUERN_STEP_INIT");
     if (status != QUERN_OK) return status;
-    if (block == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "block is NULL: a block is needed");
+    if (block == NULL) return error_argument("block is NULL: a block is needed");
     const block_layout b = block_of(ledger, batch);
     int32_t *at = (int32_t *)(uintptr_t)block;
     const int64_t rows[] = {batch}, more[] = {batch + 1}, copies[] = {b.copies_most, 3};
@@ -159,31 +158,29 @@ quern_status ledger_check_members(const quern_ledger *l, const int32_t *sequence
     const quern_status status = check_batch(l, batch);
     if (status != QUERN_OK) return status;
     if (batch > 0 && (sequences == NULL || counts == NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an array of batch entries is needed",
-                         sequences == NULL ? "sequences" : "counts");
+        return error_argument("%s is NULL: an array of batch entries is needed",
+                              sequences == NULL ? "sequences" : "counts");
     for (int64_t b = 0; b < batch; b++) {
         const int64_t id = sequences[b];
         if (id < -1 || id >= l->params.sequences)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequences[%lld] is %lld: -1 to %lld is accepted",
-                             (long long)b, (long long)id, (long long)l->params.sequences - 1);
+            return error_argument("sequences[%lld] is %lld: -1 to %lld is accepted", (long long)b,
+                                  (long long)id, (long long)l->params.sequences - 1);
         const int64_t before = id >= 0 ? first_of(sequences, b, sequences[b]) : b;
         if (before < b)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "sequences[%lld] and sequences[%lld] are %lld: each sequence is accepted once",
-                             (long long)before, (long long)b, (long long)id);
+            return error_argument(
+                "sequences[%lld] and sequences[%lld] are %lld: each sequence is accepted once",
+                (long long)before, (long long)b, (long long)id);
         int64_t most = 0;
         if (id >= 0) {
             most = newest ? l->sequences[id].tokens : l->params.capacity - l->sequences[id].tokens;
             if (l->params.step > 0 && most > l->params.step) most = l->params.step;
         }
         if (counts[b] < 0 || counts[b] > most)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "counts[%lld] is %lld: 0 to %lld tokens of sequence %lld are accepted",
-                             (long long)b, (long long)counts[b], (long long)most, (long long)id);
+            return error_argument("counts[%lld] is %lld: 0 to %lld tokens of sequence %lld are accepted",
+                                  (long long)b, (long long)counts[b], (long long)most, (long long)id);
         if (counts[b] > INT32_MAX - all)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "counts[%lld] is %lld: %d tokens in all are accepted", (long long)b,
-                             (long long)counts[b], INT32_MAX);
+            return error_argument("counts[%lld] is %lld: %d tokens in all are accepted", (long long)b,
+                                  (long long)counts[b], INT32_MAX);
         all += counts[b];
     }
     return QUERN_OK;
@@ -193,8 +190,7 @@ static quern_status check_block(const quern_ledger *l, int64_t batch, const void
 {
     const size_t needed = ledger_block_bytes(l, batch);
     if (block == NULL || (uintptr_t)block % sizeof(int32_t) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "block is %p: memory of %zu bytes, aligned to 4, is needed", block, needed);
+        return error_argument("block is %p: memory of %zu bytes, aligned to 4, is needed", block, needed);
     if (bytes < needed)
         return error_set(QUERN_ERR_WORKSPACE, "block has %zu bytes: at least %zu are accepted", bytes,
                          needed);
@@ -217,9 +213,8 @@ static quern_status find_needs(quern_ledger *l, const int32_t *sequences, const 
             needed += need->end - need->had + shared_pages(l, sequences[b], i, need);
         }
         if (needed > pool->left)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "pool %d lacks %lld pages: %lld are free, the step needs %lld", i,
-                             (long long)(needed - pool->left), (long long)pool->left, (long long)needed);
+            return error_argument("pool %d lacks %lld pages: %lld are free, the step needs %lld", i,
+                                  (long long)(needed - pool->left), (long long)pool->left, (long long)needed);
     }
     return QUERN_OK;
 }
@@ -268,7 +263,7 @@ quern_status quern_ledger_begin(quern_ledger *ledger, const int32_t *sequences, 
     quern_status status = ledger_check_members(ledger, sequences, counts, batch, false);
     if (status == QUERN_OK) status = check_block(ledger, batch, block, bytes);
     if (status == QUERN_OK && ledger->batch >= 0)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "a step has begun: commit or abort comes first");
+        status = error_argument("a step has begun: commit or abort comes first");
     if (status != QUERN_OK) return status;
     if ((status = find_needs(ledger, sequences, counts, batch)) != QUERN_OK) {
         clear_needs(ledger, batch);
@@ -306,7 +301,7 @@ static quern_status need_step(const quern_ledger *ledger)
 {
     const quern_status status = ledger_check(ledger);
     if (status != QUERN_OK || ledger->batch >= 0) return status;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "no step has begun: quern_ledger_begin() comes first");
+    return error_argument("no step has begun: quern_ledger_begin() comes first");
 }
 
 quern_status quern_ledger_commit(quern_ledger *ledger)

@@ -28,45 +28,27 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_pack_tensors),
                "a row a tensor");
 
-#define AT(member) offsetof(quern_cache_pack_params, member)
+#define FIELD(member) OP_FIELD(quern_cache_pack_params, member)
 static const op_param params[] = {
-    {"tokens", AT(tokens), OP_INTEGER, 0, INT32_MAX, NULL, "of the sequence"},
-    {"dim", AT(dim), OP_INTEGER, 0, 512, NULL, "channels of a key; 0: half of a pair's"},
-    {"block_size", AT(block_size), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of an entry; 0: no entries"},
-    {"stride", AT(stride), OP_INTEGER, 0, INT32_MAX, NULL, "tokens from an entry to the next; 0: block-size"},
+    {FIELD(tokens), OP_INTEGER, 0, INT32_MAX, NULL, "of the sequence"},
+    {FIELD(dim), OP_INTEGER, 0, 512, NULL, "channels of a key; 0: half of a pair's"},
+    {FIELD(block_size), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of an entry; 0: no entries"},
+    {FIELD(stride), OP_INTEGER, 0, INT32_MAX, NULL, "tokens from an entry to the next; 0: block-size"},
 };
-#undef AT
-static const quern_cache_pack_params defaults = QUERN_CACHE_PACK_PARAMS_INIT;
 
-typedef struct pack_call {
-    op_call head;
-    quern_cache_pack_params params;
-    _Alignas(op_step) char program[CACHE_POOLS * OP_STEP_BYTES(pack_rows)];
-} pack_call;
-
-static quern_cache_pack_params *params_of(const op_call *call)
-{
-    return &((pack_call *)(uintptr_t)call)->params;
-}
+#define PARAMS(call) ((quern_cache_pack_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    return cache_check_stride("", params_of(call)->block_size, &params_of(call)->stride);
+    return cache_check_stride("", PARAMS(call)->block_size, &PARAMS(call)->stride);
 }
 
 static void roles(op_call *call)
 {
     const bool unpack = call->operation == UNPACK;
-    step_pool_roles(call, DK(tokens), params_of(call)->block_size > 0, unpack ? OP_UPDATED : OP_NEEDED);
+    step_pool_roles(call, DK(tokens), PARAMS(call)->block_size > 0, unpack ? OP_UPDATED : OP_NEEDED);
     call->role[DK(packed)] = unpack ? OP_NEEDED : OP_RESULT;
     call->role[DK(index)] = call->given[DK(index)] == NULL ? OP_OPTIONAL : unpack ? OP_UPDATED : OP_NEEDED;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)text;
-    return tensor == DK(win_table) ? ": without win NULL is accepted"
-                                   : ": without block_size NULL is accepted";
 }
 
 /* A pool's rows of the sequence. */
@@ -78,7 +60,7 @@ typedef struct packed_rows {
 
 static packed_rows rows_of(const op_call *call, cache_pool pool)
 {
-    const quern_cache_pack_params *p = params_of(call);
+    const quern_cache_pack_params *p = op_params(call);
     const int64_t *s = call->symbol, ring = s[ST_WIN_COLUMNS], room = ring * CACHE_BLOCK;
     packed_rows r = {DK(tokens), DK(tokens_table), 0, p->tokens, 0, s[ST_HKV], s[ST_D], s[ST_DV]};
     if (pool == CACHE_SLC) r.pool = DK(slc);
@@ -106,32 +88,27 @@ static packed_rows rows_of(const op_call *call, cache_pool pool)
 
 static quern_status derive(op_call *call)
 {
-    const quern_cache_pack_params *p = params_of(call);
+    const quern_cache_pack_params *p = op_params(call);
     const quern_tensor *tokens = call->given[DK(tokens)];
     int64_t *s = call->symbol, elements = 0;
-    if (tokens == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is NULL: a tensor is needed");
-    call->like = *tokens;
-    quern_status status = op_check_activation(call, DK(tokens), 3);
-    if (status != QUERN_OK) return status;
     const int64_t pair = tokens->shape[2] / CACHE_BLOCK;
     if (tokens->shape[2] % CACHE_BLOCK != 0 || p->dim > pair)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "tokens.shape[2] is %lld with dim %lld: 64 times the channels of keys and values is "
-                         "accepted",
-                         (long long)tokens->shape[2], (long long)p->dim);
+        return error_argument(
+            "tokens.shape[2] is %lld with dim %lld: 64 times the channels of keys and values is accepted",
+            (long long)tokens->shape[2], (long long)p->dim);
     s[ST_D] = p->dim > 0 ? p->dim : pair / 2;
     s[ST_DV] = pair - s[ST_D];
-    if ((status = step_derive_pools(call, DK(tokens))) != QUERN_OK) return status;
-    if (op_uses(call, DK(index)) && (status = step_derive_index(call, DK(index), OP_NONE)) != QUERN_OK)
-        return status;
+    s[ST_PAGE] = tokens->shape[2];
+    const quern_status status =
+        op_uses(call, DK(index)) ? step_derive_index(call, DK(index), OP_NONE) : QUERN_OK;
+    if (status != QUERN_OK) return status;
     const int64_t has[] = {s[ST_COLUMNS], s[ST_COLUMNS], s[ST_ENTRY_COLUMNS], s[ST_WIN_COLUMNS],
                            s[ST_COLUMNS]};
     for (int i = 0; i < CACHE_POOLS; i++) {
         const packed_rows r = rows_of(call, (cache_pool)i);
         if (r.count > has[i] * CACHE_BLOCK)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s has %lld columns: those of %lld rows are accepted", tensors[r.table].field,
-                             (long long)has[i], (long long)r.count);
+            return error_argument("%s has %lld columns: those of %lld rows are accepted",
+                                  tensors[r.table].field, (long long)has[i], (long long)r.count);
         elements += r.count * r.heads * (r.dim + r.dim_v);
     }
     s[ST_PACKED] = elements * (int64_t)quern_dtype_size(call->like.dtype);
@@ -172,14 +149,12 @@ static const op_entry ops[] = {
 };
 
 const op_family cache_pack_family = {
-    OP_TABLES(pack_call, operations, tensors, params, step_symbols, ops),
+    OP_TABLES(operations, tensors, params, step_symbols, ops),
+    OP_CALL(quern_cache_pack_params, QUERN_CACHE_PACK_PARAMS_INIT, CACHE_POOLS *OP_STEP_BYTES(pack_rows)),
     .first = QUERN_OP_CACHE_PACK,
-    .defaults = &defaults,
-    .params_init = "QUERN_CACHE_PACK_PARAMS_INIT",
     .tensors_init = "QUERN_CACHE_PACK_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = step_check_packed,
     .build = build,

@@ -42,9 +42,7 @@ void saved_write(const saved_kind *kind, int64_t tokens, int64_t held, void *to,
 
 quern_status saved_room(const void *to, const size_t *bytes, size_t needed)
 {
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "bytes is NULL: the size of `to`, or a place for it, is needed");
+    if (bytes == NULL) return error_argument("bytes is NULL: the size of `to`, or a place for it, is needed");
     if (to != NULL && *bytes < needed)
         return error_set(QUERN_ERR_WORKSPACE, "bytes is %zu: at least %zu are accepted", *bytes, needed);
     return QUERN_OK;
@@ -52,8 +50,7 @@ quern_status saved_room(const void *to, const size_t *bytes, size_t needed)
 
 quern_status saved_read(const saved_kind *kind, const void *from, size_t from_bytes, saved_header *h)
 {
-    if (from == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "from is NULL: a saved sequence is needed");
+    if (from == NULL) return error_argument("from is NULL: a saved sequence is needed");
     if (from_bytes < sizeof *h)
         return error_set(QUERN_ERR_FORMAT, "from has %zu bytes: a saved sequence has at least %zu",
                          from_bytes, sizeof *h);

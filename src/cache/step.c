@@ -8,34 +8,8 @@
 
 #include <inttypes.h>
 
-const char *const step_symbols[] = {"",
-                                    [ST_T] = "T",
-                                    [ST_HKV] = "Hkv",
-                                    [ST_D] = "D",
-                                    [ST_DV] = "Dv",
-                                    [ST_PAGE] = "64(D+Dv)",
-                                    [ST_B] = "B",
-                                    [ST_B1] = "B+1",
-                                    [ST_PAGES] = "pages",
-                                    [ST_COLUMNS] = "columns",
-                                    [ST_ENTRY_PAGES] = "entry_pages",
-                                    [ST_ENTRY_COLUMNS] = "entry_columns",
-                                    [ST_WIN_PAGES] = "win_pages",
-                                    [ST_WIN_COLUMNS] = "win_columns",
-                                    [ST_H] = "H",
-                                    [ST_HS] = "Hs",
-                                    [ST_K] = "k",
-                                    [ST_3] = "3",
-                                    [ST_IN] = "lD|D",
-                                    [ST_IN_V] = "lDv|Dv",
-                                    [ST_L] = "l",
-                                    [ST_COPIES] = "C",
-                                    [ST_COPY] = "3",
-                                    [ST_PACKED] = "bytes",
-                                    [ST_HI] = "Hi",
-                                    [ST_DI] = "D_I",
-                                    [ST_INDEX_PAGE] = "64D_I",
-                                    NULL};
+const char step_symbols[] = "T Hkv D Dv 64(D+Dv) B B+1 pages columns entry_pages entry_columns win_pages "
+                            "win_columns H Hs k 3 lD|D lDv|Dv l C 3 bytes Hi D_I 64D_I";
 
 const op_tensor step_decode_tensors[] = {
     {"q", "Q", OP_ACTIVATION, OP_NONE, {ST_T, ST_H, ST_D}, {0}},
@@ -58,110 +32,58 @@ void step_pool_roles(op_call *call, int32_t tokens, bool entries, op_role of_poo
     const int32_t shift = tokens - STEP_TOKENS;
     uint8_t *r = call->role + shift;
     const quern_tensor *const *given = call->given + shift;
+    const char *beside_block_size = ": without block_size NULL is accepted";
     r[STEP_TOKENS] = of_pools;
     r[STEP_TOKENS_TABLE] = OP_NEEDED;
     r[STEP_SLC] = given[STEP_SLC] != NULL ? of_pools : OP_OPTIONAL;
-    r[STEP_ENTRIES] = entries ? of_pools : OP_REFUSED;
-    r[STEP_ENTRIES_TABLE] = entries ? OP_NEEDED : OP_REFUSED;
+    op_allow(call, shift + STEP_ENTRIES, entries, of_pools, beside_block_size);
+    op_allow(call, shift + STEP_ENTRIES_TABLE, entries, OP_NEEDED, beside_block_size);
     r[STEP_WIN] = given[STEP_WIN] != NULL ? of_pools : OP_OPTIONAL;
-    r[STEP_WIN_TABLE] = given[STEP_WIN] != NULL ? OP_NEEDED : OP_REFUSED;
+    op_allow(call, shift + STEP_WIN_TABLE, given[STEP_WIN] != NULL, OP_NEEDED,
+             ": without win NULL is accepted");
 }
 
 quern_status step_derive_rows(op_call *call, int32_t rows)
 {
-    const quern_tensor *t = call->given[rows];
-    if (t == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         call->family->tensors[rows].field);
     call->varlen = true; /* views of tokens get a leading extent of 1 */
-    call->like = *t;
-    const quern_status status = op_check_activation(call, rows, 3);
-    if (status != QUERN_OK) return status;
-    call->symbol[ST_T] = t->shape[0];
-    if (t->shape[0] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[0] is %lld: 0 to %d is accepted",
-                         call->family->tensors[rows].field, (long long)t->shape[0], INT32_MAX);
-    return QUERN_OK;
-}
-
-quern_status step_derive_pools(op_call *call, int32_t tokens)
-{
-    static const struct {
-        int32_t tensor, ndim, symbol; /* the extent that is free, or 0 */
-    } sized[] = {{STEP_TOKENS, 3, ST_PAGES},
-                 {STEP_TOKENS_TABLE, 2, ST_COLUMNS},
-                 {STEP_SLC, 3, 0},
-                 {STEP_ENTRIES, 3, ST_ENTRY_PAGES},
-                 {STEP_ENTRIES_TABLE, 2, ST_ENTRY_COLUMNS},
-                 {STEP_WIN, 3, ST_WIN_PAGES},
-                 {STEP_WIN_TABLE, 2, ST_WIN_COLUMNS}};
-    int64_t *s = call->symbol;
-    s[ST_PAGE] = CACHE_BLOCK * (s[ST_D] + s[ST_DV]);
-    for (size_t i = 0; i < sizeof sized / sizeof *sized; i++) {
-        const int32_t tensor = tokens - STEP_TOKENS + sized[i].tensor, ndim = sized[i].ndim;
-        const bool row = ndim == 2 && call->family->tensors[tensor].fixed[1] == 0; /* of a table */
-        if (!op_uses(call, tensor)) continue;
-        const quern_status status = op_check_kind(call, tensor, row ? 1 : ndim);
-        if (status != QUERN_OK) return status;
-        if (sized[i].symbol != 0) s[sized[i].symbol] = call->given[tensor]->shape[ndim == 2 && !row];
-    }
-    if (op_uses(call, tokens)) s[ST_HKV] = call->given[tokens]->shape[1];
-    return QUERN_OK;
+    if (call->symbol[ST_T] <= INT32_MAX) return QUERN_OK;
+    return error_argument("%s.shape[0] is %lld: 0 to %d is accepted", call->family->tensors[rows].field,
+                          (long long)call->symbol[ST_T], INT32_MAX);
 }
 
 quern_status step_derive_index(op_call *call, int32_t index, int32_t rows)
 {
     int64_t *s = call->symbol;
-    quern_status status = op_check_kind(call, index, 3);
-    if (status != QUERN_OK) return status;
-    const int64_t *shape = call->given[index]->shape;
-    s[ST_HI] = shape[1];
     if (rows != OP_NONE) {
-        if ((status = op_check_activation(call, rows, 3)) != QUERN_OK) return status;
-        s[ST_DI] = call->given[rows]->shape[2];
-        if ((status = view_check_head_dim(call->family->tensors[rows].field, s[ST_DI])) != QUERN_OK)
-            return status;
         s[ST_INDEX_PAGE] = CACHE_BLOCK * s[ST_DI];
-        return QUERN_OK;
+        return view_check_head_dim(call->family->tensors[rows].field, s[ST_DI]);
     }
-    if (shape[2] % CACHE_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "index.shape[2] is %" PRId64 ": 64 times the channels of an index key is accepted",
-                         shape[2]);
-    s[ST_DI] = shape[2] / CACHE_BLOCK;
-    s[ST_INDEX_PAGE] = shape[2];
-    return QUERN_OK;
+    s[ST_DI] = s[ST_INDEX_PAGE] / CACHE_BLOCK;
+    if (s[ST_INDEX_PAGE] % CACHE_BLOCK == 0) return QUERN_OK;
+    return error_argument("%s.shape[2] is %" PRId64 ": 64 times the channels of an index key is accepted",
+                          call->family->tensors[index].field, s[ST_INDEX_PAGE]);
 }
 
-quern_status step_derive(op_call *call, int32_t slots)
+void step_derive(op_call *call)
 {
-    const quern_tensor *t = call->given[slots];
-    if (t == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots is NULL: a tensor is needed");
-    const quern_status status = op_check_kind(call, slots, 1);
-    if (status != QUERN_OK) return status;
-    call->symbol[ST_B] = t->shape[0];
-    call->symbol[ST_B1] = t->shape[0] + 1;
-    return step_derive_pools(call, slots + STEP_TOKENS);
+    int64_t *s = call->symbol;
+    s[ST_B1] = s[ST_B] + 1;
+    s[ST_PAGE] = CACHE_BLOCK * (s[ST_D] + s[ST_DV]);
 }
 
 quern_status step_derive_decode(op_call *call)
 {
-    const quern_tensor *q = call->given[DD(q)], *o = call->given[DD(o)], *pool = call->given[DD(tokens)];
+    const quern_tensor *q = call->given[DD(q)], *o = call->given[DD(o)];
     int64_t *s = call->symbol;
     quern_status status = view_check_order(q, o);
     if (status == QUERN_OK) status = step_derive_rows(call, DD(q));
-    if (status == QUERN_OK) status = view_check_head_dim("q", q->shape[2]);
+    if (status == QUERN_OK) status = view_check_head_dim("q", s[ST_D]);
     if (status == QUERN_OK && o != NULL) status = op_check_activation(call, DD(o), 3);
-    if (status == QUERN_OK && o == NULL && (pool == NULL || pool->ndim != 3))
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "o is NULL: a tensor is needed");
     if (status != QUERN_OK) return status;
-    s[ST_H] = q->shape[1];
-    s[ST_D] = q->shape[2];
-    s[ST_DV] = o != NULL ? o->shape[2] : pool->shape[2] / CACHE_BLOCK - s[ST_D];
+    s[ST_DV] = o != NULL ? o->shape[2] : s[ST_PAGE] / CACHE_BLOCK - s[ST_D];
     s[ST_3] = 3;
-    if ((status = view_check_head_dim("o", s[ST_DV])) != QUERN_OK ||
-        (status = step_derive(call, DD(slots))) != QUERN_OK)
-        return status;
+    step_derive(call);
+    if ((status = view_check_head_dim("o", s[ST_DV])) != QUERN_OK) return status;
     return view_check_heads(s[ST_H], s[ST_HKV], s[ST_T]);
 }
 
@@ -217,17 +139,16 @@ quern_status step_check_numbers(const stage_step *step, const int32_t *cu, const
     for (int64_t b = 0; b <= batch; b++) {
         const int64_t now = number(&step->rows, cu, b);
         if (now < last || (b == 0 && now != 0) || now > tokens)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "cu[%" PRId64 "] is %" PRId64
-                             ": offsets from 0, which do not fall, up to the %" PRId64 " tokens are accepted",
-                             b, now, tokens);
+            return error_argument("cu[%" PRId64 "] is %" PRId64
+                                  ": offsets from 0, which do not fall, up to the %" PRId64
+                                  " tokens are accepted",
+                                  b, now, tokens);
         last = now;
     }
     for (int64_t b = 0; b < batch; b++) {
         const int64_t at = number(&step->positions, positions, b);
         if (at < 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "positions[%" PRId64 "] is %" PRId64 ": 0 or more is accepted", b, at);
+            return error_argument("positions[%" PRId64 "] is %" PRId64 ": 0 or more is accepted", b, at);
     }
     return QUERN_OK;
 }
@@ -249,18 +170,15 @@ quern_status step_check_table(const step_data *s, const cache_plane *plane, int3
                       rows = entries ? mask_entries(tokens, s->block_size, s->stride) : tokens,
                       needed = rows / CACHE_BLOCK + (rows % CACHE_BLOCK != 0);
         if (plane->ring > 0 ? count > columns * CACHE_BLOCK : needed > columns)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s has %" PRId64 " columns: those of sequence %" PRId64
-                             " of the call, which comes "
-                             "to %" PRId64 " rows, are accepted",
-                             name, columns, b, plane->ring > 0 ? count : rows);
+            return error_argument("%s has %" PRId64 " columns: those of sequence %" PRId64
+                                  " of the call, which comes to %" PRId64 " rows, are accepted",
+                                  name, columns, b, plane->ring > 0 ? count : rows);
         for (int64_t c = 0; c < needed && c < columns; c++) {
             const int32_t page = data[b * plane->table.strides[0] + c * plane->table.strides[1]];
             if (page < 0 || page >= pages)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "%s[%" PRId64 "][%" PRId64 "] is %d: a page of the pool, 0 to %" PRId64
-                                 ", is accepted",
-                                 name, b, c, page, pages - 1);
+                return error_argument("%s[%" PRId64 "][%" PRId64 "] is %d: a page of the pool, 0 to %" PRId64
+                                      ", is accepted",
+                                      name, b, c, page, pages - 1);
         }
     }
     return QUERN_OK;
@@ -278,9 +196,9 @@ quern_status step_check_packed(const op_call *call, void *const *data)
         for (int64_t c = 0; c < needed; c++) {
             const int32_t page = ((const int32_t *)data[table])[c * args->table.strides[0]];
             if (page < 0 || page >= args->pages.shape[0])
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "%s[%" PRId64 "] is %d: a page of the pool, 0 to %" PRId64 ", is accepted",
-                                 call->family->tensors[table].field, c, page, args->pages.shape[0] - 1);
+                return error_argument("%s[%" PRId64 "] is %d: a page of the pool, 0 to %" PRId64
+                                      ", is accepted",
+                                      call->family->tensors[table].field, c, page, args->pages.shape[0] - 1);
         }
     }
     return QUERN_OK;

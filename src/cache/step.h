@@ -41,10 +41,9 @@ typedef enum step_symbol {
     ST_PACKED,
     ST_HI,
     ST_DI,
-    ST_INDEX_PAGE, /* 64 D_I */
-    ST_SYMBOLS
+    ST_INDEX_PAGE /* 64 D_I */
 } step_symbol;
-extern const char *const step_symbols[ST_SYMBOLS + 1];
+extern const char step_symbols[];
 
 /* The step's tensors, in the order of the public structs. */
 enum {
@@ -92,15 +91,13 @@ enum {
 
 /* Roles of the pools and tables that begin at tensor `tokens`. */
 void step_pool_roles(op_call *call, int32_t tokens, bool entries, op_role of_pools);
-/* Extents of rows [T, heads, dim] in tensor `rows`, which the others are like; T and heads. */
+/* Checks the step's tokens, in rows of tensor `rows` [T, heads, dim]. */
 quern_status step_derive_rows(op_call *call, int32_t rows);
-/* Those of the pools at tensor `tokens`, and that they hold pairs of D and Dv channels. */
-quern_status step_derive_pools(op_call *call, int32_t tokens);
-/* The extents of the index keys' pool, whose channels are those of tensor `rows` [T, heads, D_I], where there
- * is one. */
+/* The channels of index keys: those of tensor `rows` [T, heads, D_I], where there is one, else from their
+ * pool. */
 quern_status step_derive_index(op_call *call, int32_t index, int32_t rows);
-/* The step's batch and pools, from tensor `slots` on. */
-quern_status step_derive(op_call *call, int32_t slots);
+/* Extents that follow from the batch and the channels. */
+void step_derive(op_call *call);
 /* Tokens of a sequence, at most: a table may have more columns than there can be tokens. */
 int64_t step_capacity(const op_call *call);
 /* For build(). */

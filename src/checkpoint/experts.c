@@ -224,8 +224,7 @@ static quern_status begin(quern_context *ctx, const quern_checkpoint *c, int64_t
 {
     filling *f = &all->routed, *shared = &all->shared;
     if (ctx == NULL || c == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         ctx == NULL ? "ctx" : "checkpoint");
+        return error_argument("%s is NULL: a pointer is needed", ctx == NULL ? "ctx" : "checkpoint");
     *f = *shared = (filling){.ctx = ctx};
     if (device != QUERN_CPU)
         return error_set(QUERN_ERR_UNSUPPORTED,
@@ -245,7 +244,7 @@ quern_status quern_checkpoint_experts_bytes(quern_context *ctx, const quern_chec
 {
     fillings f;
     arena a = {NULL, 0};
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a pointer is needed");
+    if (bytes == NULL) return error_argument("bytes is NULL: a pointer is needed");
     const quern_status status = begin(ctx, c, layer, device, repacked, &a, &f);
     if (status == QUERN_OK) *bytes = arena_size(&a);
     return status;
@@ -366,10 +365,8 @@ static quern_status lay_out(quern_context *ctx, const quern_checkpoint *c, int64
     fillings f = {0};
     arena a = arena_on(memory), sizes = {NULL, 0};
     if (experts == NULL || experts->size < sizeof *experts)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "experts is NULL or smaller than quern_checkpoint_moe: QUERN_CHECKPOINT_MOE_INIT sets its "
-            "size");
+        return error_argument(
+            "experts is NULL or smaller than quern_checkpoint_moe: QUERN_CHECKPOINT_MOE_INIT sets its size");
     quern_status status = begin(ctx, c, layer, device, repacked, &sizes, &f);
     if (status != QUERN_OK) return status;
     if (arena_size(&sizes) > bytes || (memory == NULL && arena_size(&sizes) > 0))

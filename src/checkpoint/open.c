@@ -105,8 +105,7 @@ static quern_status open_files(quern_checkpoint *c, const char *path)
 quern_status quern_checkpoint_open(const char *path, quern_checkpoint **checkpoint)
 {
     if (path == NULL || checkpoint == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         path == NULL ? "path" : "checkpoint");
+        return error_argument("%s is NULL: a pointer is needed", path == NULL ? "path" : "checkpoint");
     quern_checkpoint *c = calloc(1, sizeof *c);
     if (c == NULL) return no_memory();
     quern_status status = open_files(c, path);
@@ -140,16 +139,14 @@ int64_t quern_checkpoint_find(const quern_checkpoint *c, const char *name)
 
 static quern_status bad_number(const quern_checkpoint *c, size_t number)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "number %zu: the checkpoint has %zu tensors, from 0 on",
-                     number, c->count);
+    return error_argument("number %zu: the checkpoint has %zu tensors, from 0 on", number, c->count);
 }
 
 quern_status quern_checkpoint_info(const quern_checkpoint *c, size_t number, quern_checkpoint_tensor *tensor)
 {
     if (tensor == NULL || tensor->size < sizeof *tensor)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "tensor is NULL or smaller than quern_checkpoint_tensor: "
-                         "QUERN_CHECKPOINT_TENSOR_INIT sets its size");
+        return error_argument("tensor is NULL or smaller than quern_checkpoint_tensor: "
+                              "QUERN_CHECKPOINT_TENSOR_INIT sets its size");
     if (number >= c->count) return bad_number(c, number);
     const stored_tensor *t = &c->tensors[number];
     tensor->name = t->name;
@@ -165,7 +162,7 @@ quern_status quern_checkpoint_info(const quern_checkpoint *c, size_t number, que
 
 quern_status quern_checkpoint_view(const quern_checkpoint *c, size_t number, quern_tensor *view)
 {
-    if (view == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "view is NULL: a pointer is needed");
+    if (view == NULL) return error_argument("view is NULL: a pointer is needed");
     if (number >= c->count) return bad_number(c, number);
     const stored_tensor *t = &c->tensors[number];
     if (t->element < 0)

@@ -47,15 +47,13 @@ enum { DTYPES = sizeof dtypes / sizeof *dtypes };
 
 static quern_status need(const void *p, const char *name)
 {
-    return p != NULL ? QUERN_OK
-                     : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
+    return p != NULL ? QUERN_OK : error_argument("%s is NULL: a tensor is needed", name);
 }
 
 static quern_status check_ndim(const char *name, int32_t ndim)
 {
     if (ndim >= 0 && ndim <= QUERN_MAX_DIMS) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: 0 to %d are accepted", name, ndim,
-                     QUERN_MAX_DIMS);
+    return error_argument("%s has %d dimensions: 0 to %d are accepted", name, ndim, QUERN_MAX_DIMS);
 }
 
 quern_status quern_tensor_from_dlpack(const void *from, quern_tensor *tensor)
@@ -72,16 +70,14 @@ quern_status quern_tensor_from_dlpack(const void *from, quern_tensor *tensor)
                               dtypes[dtype].lanes != d->lanes))
         dtype++;
     if (dtype == DTYPES)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "dl_tensor's dtype has code %d, %d bits, %d lanes: those listed in quern/dlpack.h are accepted",
             d->code, d->bits, d->lanes);
     const bool host = d->device_type == DL_CPU || d->device_type == DL_CUDA_HOST;
     if (!host && d->device_type != DL_CUDA && d->device_type != DL_CUDA_MANAGED)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "dl_tensor's device type is %d: 1 (cpu), 2 (cuda), 3 (cuda host) and 13 (cuda "
-                         "managed) are accepted",
-                         d->device_type);
+        return error_argument("dl_tensor's device type is %d: 1 (cpu), 2 (cuda), 3 (cuda host) and 13 (cuda "
+                              "managed) are accepted",
+                              d->device_type);
     t.dtype = dtypes[dtype].dtype;
     t.device = host ? QUERN_CPU : QUERN_CUDA;
     t.device_id = host ? 0 : d->device_id;
@@ -111,11 +107,9 @@ quern_status quern_tensor_to_dlpack(quern_tensor *tensor, void *to)
     if (status != QUERN_OK) return status;
     while (dtype < DTYPES && dtypes[dtype].dtype != tensor->dtype) dtype++;
     if (dtype == DTYPES)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "tensor: dtype %d: the values of quern_dtype are accepted", (int)tensor->dtype);
+        return error_argument("tensor: dtype %d: the values of quern_dtype are accepted", (int)tensor->dtype);
     if (tensor->device != QUERN_CPU && tensor->device != QUERN_CUDA)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor: device %d: 0 (cpu) or 1 (cuda) is accepted",
-                         (int)tensor->device);
+        return error_argument("tensor: device %d: 0 (cpu) or 1 (cuda) is accepted", (int)tensor->device);
     dl_tensor *d = to;
     *d = (dl_tensor){tensor->data,        tensor->device == QUERN_CPU ? DL_CPU : DL_CUDA,
                      tensor->device_id,   tensor->ndim,

@@ -10,16 +10,31 @@ enum { SENTENCE = 1024 };
 static _Thread_local char last_error[SENTENCE];
 static _Thread_local quern_status last_status;
 
-quern_status error_set(quern_status status, const char *format, ...)
+static quern_status keep(quern_status status, const char *format, va_list args)
 {
     char sentence[SENTENCE];
-    va_list args;
-    va_start(args, format);
     vsnprintf(sentence, sizeof sentence, format, args);
-    va_end(args);
     text_escape(sentence, last_error, sizeof last_error);
     last_status = status;
     return status;
+}
+
+quern_status error_set(quern_status status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    (void)keep(status, format, args);
+    va_end(args);
+    return status;
+}
+
+quern_status error_argument(const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    (void)keep(QUERN_ERR_INVALID_ARGUMENT, format, args);
+    va_end(args);
+    return QUERN_ERR_INVALID_ARGUMENT;
 }
 
 quern_status error_status(void)

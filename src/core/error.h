@@ -12,6 +12,8 @@
  * names the argument, what was given and what is accepted. Its control characters are escaped here; a name of
  * any length goes in as TEXT_NAME(name), so that the reason after it is kept. */
 quern_status error_set(quern_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* The same with QUERN_ERR_INVALID_ARGUMENT, as nearly all refusals have it. */
+quern_status error_argument(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* The status that the calling thread's last sentence was stored with. */
 quern_status error_status(void);
 

@@ -39,19 +39,17 @@ quern_status op_check_ranges(const op_family *family, const void *params)
         if (zero != NULL) {
             const float x = number_of(p, params);
             if (!(x >= 0.0f) || isinf(x))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "%s is %g: 0 (%s) or a finite positive number is accepted", p->field,
-                                 (double)x, zero);
+                return error_argument("%s is %g: 0 (%s) or a finite positive number is accepted", p->field,
+                                      (double)x, zero);
         } else if (p->kind == OP_NUMBER) {
             const float x = number_of(p, params);
             if (!isfinite(x))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: a finite number is accepted",
-                                 p->field, (double)x);
+                return error_argument("%s is %g: a finite number is accepted", p->field, (double)x);
         } else {
             const int64_t x = op_param_value(p, params);
             if (x < p->least || x > p->most)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", p->field,
-                                 (long long)x, (long long)p->least, (long long)p->most);
+                return error_argument("%s is %lld: %lld to %lld is accepted", p->field, (long long)x,
+                                      (long long)p->least, (long long)p->most);
         }
     }
     return QUERN_OK;
@@ -76,7 +74,8 @@ quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t nd
 /* The dtypes that a tensor of the call may have, as bits. */
 static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
 {
-    const uint32_t activation = view_dtype_bit(call->like.dtype);
+    const uint32_t like = view_dtype_bit(call->like.dtype) & VIEW_ACTIVATION,
+                   activation = like != 0 ? like : VIEW_ACTIVATION; /* which the first of them has not */
     const quern_tensor *source = t->gradient_of != OP_NONE ? call->given[t->gradient_of] : NULL;
     const quern_tensor *before = t->dtype == OP_LIKE ? call->given[t - call->family->tensors - 1] : NULL;
     switch (t->dtype) {
@@ -107,8 +106,7 @@ quern_status op_check_kind(const op_call *call, int32_t tensor, int32_t ndim)
     view_span span;
     const op_tensor *t = &call->family->tensors[tensor];
     const view_want want = {t->field, dtypes_of(call, t), ndim, NULL, false, false};
-    if (call->given[tensor] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
+    if (call->given[tensor] == NULL) return error_argument("%s is NULL: a tensor is needed", t->field);
     return view_check_one(&want, call->given[tensor], &call->like, &span);
 }
 
@@ -121,23 +119,90 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
         return QUERN_OK;
     }
     if (t->ndim != 1 || t->shape[0] < 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s has %d dimensions of %lld: one dimension of batch + 1 offsets is accepted",
-                         field, t->ndim, t->ndim == 1 ? (long long)t->shape[0] : 0);
+        return error_argument("%s has %d dimensions of %lld: one dimension of batch + 1 offsets is accepted",
+                              field, t->ndim, t->ndim == 1 ? (long long)t->shape[0] : 0);
     if (t->shape[0] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[0] is %lld: 1 to %d is accepted", field,
-                         (long long)t->shape[0], INT32_MAX);
+        return error_argument("%s.shape[0] is %lld: 1 to %d is accepted", field, (long long)t->shape[0],
+                              INT32_MAX);
     *batch = t->shape[0] - 1;
     return QUERN_OK;
 }
 
-static quern_status check_roles(const op_call *call)
+/* Why a tensor has its role. */
+static const char *reason_of(op_call *call, int32_t tensor, const char *otherwise, char text[OP_REASON])
+{
+    call->asks = tensor + 1;
+    call->why = otherwise;
+    call->family->roles(call);
+    call->asks = 0;
+    if (call->why != NULL) return call->why;
+    return call->family->refuse != NULL ? call->family->refuse(call, tensor, text) : "";
+}
+
+static quern_status check_roles(op_call *call)
 {
     char text[OP_REASON];
     for (int32_t i = 0; i < call->family->tensor_count; i++)
         if (call->role[i] == OP_REFUSED && call->given[i] != NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given%s", call->family->tensors[i].field,
-                             call->family->refuse(call, i, text));
+            return error_argument("%s is given%s", call->family->tensors[i].field,
+                                  reason_of(call, i, NULL, text));
+    return QUERN_OK;
+}
+
+/* (Where a tensor follows from the others, quern_op_expect() may be called without it.) */
+static quern_status check_needed(op_call *call)
+{
+    if (call->family->complete != NULL) return QUERN_OK;
+    for (int32_t i = 0; i < call->family->tensor_count; i++)
+        if ((call->role[i] == OP_NEEDED || call->role[i] == OP_UPDATED) && call->given[i] == NULL)
+            return error_argument("%s is NULL%s", call->family->tensors[i].field,
+                                  reason_of(call, i, ": a tensor is needed", NULL));
+    return QUERN_OK;
+}
+
+/* The first tensor that others are like, or OP_NONE. */
+static int32_t find_like(const op_call *call)
+{
+    static const int8_t first[] = {0, OP_NONE};
+    const int8_t *list = call->family->like != NULL ? call->family->like : first;
+    while (*list != OP_NONE && !op_uses(call, *list)) list++;
+    return *list;
+}
+
+static const uint8_t *symbols_of(const op_call *call, const op_tensor *t)
+{
+    return call->varlen && t->varlen[0] != 0 ? t->varlen : t->fixed;
+}
+
+/* How many extents a shape has; OP_NONE: that depends on the call. */
+static int32_t dims_of(const op_tensor *t, const uint8_t *symbols)
+{
+    int32_t n = 0;
+    for (; n < QUERN_MAX_DIMS && symbols[n] != 0; n++)
+        if (symbols[n] >= OP_LEAD) return OP_NONE;
+    return t->dtype == OP_GLOBAL ? OP_NONE : n;
+}
+
+/* Symbols get the extents of tensors that come in: of the first one with each. */
+static quern_status bind_symbols(op_call *call)
+{
+    uint32_t bound = 0;
+    for (int32_t i = 0; i < call->family->tensor_count; i++) {
+        const quern_tensor *t = call->given[i];
+        const uint8_t role = call->role[i];
+        if (t == NULL || (role != OP_NEEDED && role != OP_OPTIONAL && role != OP_UPDATED)) continue;
+        const op_tensor *row = &call->family->tensors[i];
+        const uint8_t *symbols = symbols_of(call, row);
+        const int32_t ndim = dims_of(row, symbols);
+        if (ndim == OP_NONE || (call->varlen && i == call->family->varlen_by)) continue; /* op_find_batch() */
+        if (t->ndim != ndim)
+            return error_argument("%s has %d dimensions: %d are accepted", row->field, t->ndim, ndim);
+        for (int32_t d = 0; d < ndim; d++) {
+            if (symbols[d] >= OP_SYMBOLS_MAX || bound >> symbols[d] & 1) continue;
+            bound |= 1u << symbols[d];
+            call->symbol[symbols[d]] = t->shape[d];
+        }
+    }
     return QUERN_OK;
 }
 
@@ -146,9 +211,25 @@ quern_status op_derive(op_call *call)
     quern_status status = check_roles(call);
     for (int32_t i = 0; status == QUERN_OK && i < call->family->tensor_count; i++)
         if (op_uses(call, i)) status = view_check_extents(call->family->tensors[i].field, call->given[i]);
-    if (status == QUERN_OK) status = call->family->derive(call);
+    if (status == QUERN_OK) status = check_needed(call);
+    if (status != QUERN_OK) return status;
+    const int32_t like = find_like(call);
+    if (like != OP_NONE) call->like = *call->given[like];
+    status = bind_symbols(call);
+    if (status == QUERN_OK && call->family->derive != NULL) status = call->family->derive(call);
     call->like.data = NULL; /* a call holds no addresses: where its tensors are elsewhere, it is the same */
     return status;
+}
+
+void op_gradient_roles(op_call *call, int32_t first, int32_t last, bool backward)
+{
+    for (int32_t i = first; i <= last; i++) {
+        const int8_t of = call->family->tensors[i].gradient_of;
+        call->role[i] = !backward                      ? OP_UNUSED
+                        : call->given[of] == NULL      ? OP_SOURCE_MISSING
+                        : call->role[of] == OP_REFUSED ? OP_REFUSED
+                                                       : OP_OPTIONAL_RESULT;
+    }
 }
 
 static quern_status check_sources(const op_call *call)
@@ -157,8 +238,8 @@ static quern_status check_sources(const op_call *call)
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
         if (call->role[i] != OP_SOURCE_MISSING || call->given[i] == NULL) continue;
         const char *of = all[all[i].gradient_of].field;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and %s is NULL: both or no %s are accepted",
-                         all[i].field, of, all[i].field);
+        return error_argument("%s is given and %s is NULL: both or no %s are accepted", all[i].field, of,
+                              all[i].field);
     }
     return QUERN_OK;
 }
@@ -177,8 +258,7 @@ static int64_t extent_of(const op_call *call, uint8_t symbol)
 
 int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DIMS])
 {
-    const op_tensor *t = &call->family->tensors[tensor];
-    const uint8_t *symbols = call->varlen && t->varlen[0] != 0 ? t->varlen : t->fixed;
+    const uint8_t *symbols = symbols_of(call, &call->family->tensors[tensor]);
     int32_t n = 0;
     for (int32_t i = 0; i < QUERN_MAX_DIMS && symbols[i] != 0; i++) {
         if (symbols[i] < OP_LEAD) {
@@ -229,7 +309,7 @@ static quern_status check_tensors(op_call *call, op_looks looks, op_used *used)
         int64_t shape[QUERN_MAX_DIMS];
         if (!op_uses(call, i)) {
             if ((role == OP_NEEDED || role == OP_RESULT || role == OP_UPDATED) && call->given[i] == NULL)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
+                return error_argument("%s is NULL: a tensor is needed", t->field);
             continue;
         }
         int32_t ndim = op_shape(call, i, shape);
@@ -249,8 +329,7 @@ static quern_status check_tensors(op_call *call, op_looks looks, op_used *used)
 
 static quern_status shared(const char *a, const char *b)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own",
-                     a, b);
+    return error_argument("%s shares memory with %s: outputs need memory of their own", a, b);
 }
 
 /* Checks that no tensor that is written shares memory with another, and that addresses are of the device. */
@@ -298,15 +377,14 @@ static quern_status check_status(const op_call *call, const quern_tensor *status
 quern_status op_check_backward_scale(float scale)
 {
     if (scale <= ATTEND_BACKWARD_SCALE_MOST) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) to %d is accepted by a backward",
-                     (double)scale, ATTEND_BACKWARD_SCALE_MOST);
+    return error_argument("scale is %g: 0 (1/sqrt(D)) to %d is accepted by a backward", (double)scale,
+                          ATTEND_BACKWARD_SCALE_MOST);
 }
 
 quern_status op_check_granularity(int64_t granularity)
 {
     if (32 % granularity == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 is accepted",
-                     (long long)granularity);
+    return error_argument("granularity is %lld: a divisor of 32 is accepted", (long long)granularity);
 }
 
 quern_status op_begin(op_call *call, const op_family *family, int32_t operation, const void *params,
@@ -343,7 +421,7 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     DEFAULT_FLOAT_STATE; /* a plan resolves defaults, such as the scale */
     used->count = 0;
     if (ctx == NULL) {
-        (void)error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+        (void)error_argument("ctx is NULL: create one with quern_context_create()");
         return QUERN_ERR_INVALID_ARGUMENT;
     }
     quern_status status = op_begin(call, family, operation, params, tensors, own);
@@ -372,8 +450,7 @@ quern_status op_workspace_of(const op_family *family, int32_t operation, quern_c
     op_call *call = alloca(family->call_size);
     const quern_status status = op_prepare(call, family, operation, ctx, params, tensors, OP_AT_SHAPES);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL) return error_argument("bytes is NULL: a place for the size is needed");
     *bytes = call->bytes;
     return QUERN_OK;
 }
@@ -397,7 +474,7 @@ static quern_status check_workspace(const op_call *call, const void *workspace, 
         return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", bytes,
                          call->bytes);
     if (call->bytes > 0 && workspace == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", call->bytes);
+        return error_argument("workspace is NULL: %zu bytes are needed", call->bytes);
     return QUERN_OK;
 }
 
@@ -514,19 +591,17 @@ quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const 
     void *used[OP_TENSORS_MAX] = {NULL}; /* the array given ends with its struct, maybe an older one */
     quern_status status = op_exec(exec, &how);
     if (status == QUERN_OK && data == NULL)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "data is NULL: the tensors' addresses are needed");
+        status = error_argument("data is NULL: the tensors' addresses are needed");
     if (status != QUERN_OK) return status;
     for (int32_t i = 0; i < call->given_count; i++) {
         const char *field = call->family->tensors[i].field;
         if (call->alignment[i] == 0) continue;
         if (data[i] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "data[%d] is NULL: the plan was made with %s, memory is needed for its elements",
-                             i, field);
+            return error_argument(
+                "data[%d] is NULL: the plan was made with %s, memory is needed for its elements", i, field);
         if ((uintptr_t)data[i] % call->alignment[i] != 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field, data[i],
-                             call->alignment[i]);
+            return error_argument("data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field,
+                                  data[i], call->alignment[i]);
         used[i] = data[i];
     }
     if ((status = check_status(call, how.status, NULL, NULL)) != QUERN_OK ||

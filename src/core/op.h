@@ -110,6 +110,9 @@ typedef struct op_param {
     const char *help; /* NULL: follows from the tensors that a file holds */
 } op_param;
 
+/* The first members of a parameter's row. */
+#define OP_FIELD(type, member) #member, offsetof(type, member)
+
 /* What quern/op.h says of them; why one is refused, the family says. */
 typedef quern_op_role op_role;
 #define OP_UNUSED QUERN_OP_UNUSED
@@ -163,6 +166,8 @@ typedef struct op_call {
     quern_tensor like;                /* a tensor of the call: device and dtype of activations */
     const quern_tensor *const *given; /* while it is prepared: the caller's views, or NULL */
     uint8_t role[OP_TENSORS_MAX];
+    int32_t asks; /* while roles are asked why tensor asks - 1 has its role; 0: they are not */
+    const char *why;
     uint8_t alignment[OP_TENSORS_MAX]; /* bytes, of a tensor with elements that the call uses; 0: of others */
     int64_t symbol[OP_SYMBOLS_MAX];
     op_extents lead[OP_LEADS];
@@ -201,23 +206,29 @@ typedef struct op_family {
     const void *defaults; /* the parameters' struct, as its _INIT macro sets it */
     const char *params_init, *tensors_init;
     quern_status (*preset)(void *params, const char *name); /* NULL: there are none */
-    const char *const *symbols;                             /* the extents' names in shapes, by number */
-    const char *const *leads;                               /* those of the lists; NULL: "..." */
-    const char *group; /* the operations below, which share options; NULL: the name of the first */
+    const char *symbols;      /* the extents' names in shapes, from 1 on: a word each */
+    const char *const *leads; /* those of the lists; NULL: "..." */
+    const char *group;        /* the operations below, which share options; NULL: the name of the first */
     const op_entry *entries;
     const op_mode *modes;
     int32_t entry_count, mode_count;
     /* Of the family's struct, and where the parameters and the steps stand in it, the latter last and at a
      * multiple of 8. */
     size_t call_size, params_at, program_at;
+    /* Tensors that others have the device and the dtype of: of the first one that a call uses. The list ends
+     * with OP_NONE; NULL: tensor 0. */
+    const int8_t *like;
     /* What they allow together, each in its range; resolves defaults. NULL: nothing. */
     quern_status (*check_params)(op_call *call);
     /* May replace the caller's views by views of the family; NULL: it does not. */
     void (*adapt)(op_call *call, const quern_tensor **given);
-    void (*roles)(op_call *call); /* of every tensor, by parameters and `given` */
+    /* Of every tensor, by parameters and `given`. Reasons that op_allow() and op_reason() do not give: */
+    void (*roles)(op_call *call);
     /* Why a tensor is OP_REFUSED, as the sentence goes on behind "... is given": a constant, or in `text`. */
     const char *(*refuse)(const op_call *call, int32_t tensor, char text[OP_REASON]);
-    quern_status (*derive)(op_call *call);                       /* like, symbols */
+    /* Checks extents, and sets those that no tensor has: `like` is set, needed tensors are there, and symbols
+     * have the extents of tensors that come in, but for those in shapes with lists. NULL: nothing follows. */
+    quern_status (*derive)(op_call *call);
     /* Writes an index tensor that follows from the others; NULL: none does. */
     quern_status (*complete)(const op_call *call, int32_t tensor, int32_t *data);
     /* What the host can read: offsets, globals. `data` as of quern_plan_run(). NULL: nothing. */
@@ -225,15 +236,28 @@ typedef struct op_family {
     void (*build)(op_build *b); /* the call's steps */
 } op_family;
 
-/* The tables of a family, arrays whose extents are known, and where the parameters (`params`) and the steps
- * (`program`) stand in its own struct. */
-#define OP_TABLES(call, its_operations, its_tensors, its_params, its_symbols, its_entries)                   \
+/* The tables of a family: arrays whose extents are known; of parameters maybe the first of a longer list. */
+#define OP_TABLES(its_operations, its_tensors, its_params, its_symbols, its_entries)                         \
+    OP_TABLES_WITH(its_operations, its_tensors, its_params, sizeof(its_params) / sizeof *(its_params),       \
+                   its_symbols, its_entries)
+#define OP_TABLES_WITH(its_operations, its_tensors, its_params, count, its_symbols, its_entries)             \
     .operations = (its_operations), .operation_count = sizeof(its_operations) / sizeof *(its_operations),    \
     .tensors = (its_tensors), .tensor_count = sizeof(its_tensors) / sizeof *(its_tensors),                   \
-    .params = (its_params), .param_count = sizeof(its_params) / sizeof *(its_params),                        \
-    .symbols = (its_symbols), .entries = (its_entries),                                                      \
-    .entry_count = sizeof(its_entries) / sizeof *(its_entries), .call_size = sizeof(call),                   \
-    .params_at = offsetof(call, params), .program_at = offsetof(call, program)
+    .params = (its_params), .param_count = (count), .symbols = (its_symbols), .entries = (its_entries),      \
+    .entry_count = sizeof(its_entries) / sizeof *(its_entries)
+
+/* Its struct: an op_call, parameters with their _INIT macro, and steps. */
+#define OP_CALL(its_params, init, program_bytes)                                                             \
+    .defaults = &(const its_params)init /* NOLINT(bugprone-macro-parentheses) */, .params_init = #init,      \
+    .call_size = OP_PROGRAM_AT(its_params) + (program_bytes), .params_at = sizeof(op_call),                  \
+    .program_at = OP_PROGRAM_AT(its_params)
+#define OP_PROGRAM_AT(its_params)                                                                            \
+    ((sizeof(op_call) + sizeof(its_params) + _Alignof(op_step) - 1) / _Alignof(op_step) * _Alignof(op_step))
+/* The same where it has more members: `params` and `program` are two of its own. */
+#define OP_OWN_CALL(call, init)                                                                              \
+    .defaults = &(const __typeof__(((call *)NULL)->params))init /* NOLINT(bugprone-macro-parentheses) */,    \
+    .params_init = #init, .call_size = sizeof(call), .params_at = offsetof(call, params),                    \
+    .program_at = offsetof(call, program)
 
 /* All families (quern.c); ends with NULL. */
 extern const op_family *const quern_families[];
@@ -246,6 +270,33 @@ static inline bool op_uses(const op_call *call, int32_t tensor)
     return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING &&
            call->given[tensor] != NULL;
 }
+
+/* Its parameters. */
+static inline void *op_params(const op_call *call)
+{
+    return (char *)(uintptr_t)call + call->family->params_at;
+}
+
+/* For a family's roles(): why a tensor has its role, as a sentence goes on behind "... is given" if it is
+ * OP_REFUSED, behind "... is NULL" if it is needed. */
+static inline void op_reason(op_call *call, int32_t tensor, const char *why)
+{
+    if (call->asks == tensor + 1) call->why = why;
+}
+/* A role that a tensor has where the call may have it. Else it is OP_REFUSED. */
+static inline void op_allow(op_call *call, int32_t tensor, bool allowed, op_role role, const char *why)
+{
+    call->role[tensor] = (uint8_t)(allowed ? role : OP_REFUSED);
+    if (!allowed) op_reason(call, tensor, why);
+}
+/* The same of tensors `first` to `last`. */
+static inline void op_allow_all(op_call *call, int32_t first, int32_t last, bool allowed, op_role role,
+                                const char *why)
+{
+    for (int32_t i = first; i <= last; i++) op_allow(call, i, allowed, role, why);
+}
+/* Results of a backward that are gradients: each is optional, and refused where its tensor is. */
+void op_gradient_roles(op_call *call, int32_t first, int32_t last, bool backward);
 
 /* What is there of a call, with the family's part and the steps. */
 static inline size_t op_call_bytes(const op_call *call)
@@ -316,7 +367,7 @@ typedef struct op_tensors {
  * struct at this library's size. */
 quern_status op_begin(op_call *call, const op_family *family, int32_t operation, const void *params,
                       const void *tensors, op_tensors *own);
-/* Refuses tensors of OP_REFUSED; then like, symbols and lists. */
+/* Refuses tensors of OP_REFUSED and misses those that are needed; then like, symbols and lists. */
 quern_status op_derive(op_call *call);
 /* The extents that a tensor has by its description; returns how many. */
 int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DIMS]);

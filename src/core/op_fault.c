@@ -53,51 +53,49 @@ static void write_place(char *text, size_t bytes, const quern_tensor *t, int64_t
 /* Offsets rise from the one before to the number of rows, maybe by multiples. */
 static quern_status say_offset(const char *name, int64_t shown, const stage_fault *fault)
 {
-    const quern_status bad = QUERN_ERR_INVALID_ARGUMENT;
     const long long given = (long long)integer_at(fault->tensor, fault->index);
     const quern_tensor *t = fault->tensor;
     if (t->ndim == 2 && t->strides[0] == t->strides[1]) shown = shown / 2 + shown % 2; /* offsets as ranges */
     if (fault->multiple > 1)
-        return error_set(bad, "%s[%lld] is %lld: a multiple of %lld from %lld to %lld is accepted", name,
-                         (long long)shown, given, (long long)fault->multiple, (long long)fault->least,
-                         (long long)fault->most);
+        return error_argument("%s[%lld] is %lld: a multiple of %lld from %lld to %lld is accepted", name,
+                              (long long)shown, given, (long long)fault->multiple, (long long)fault->least,
+                              (long long)fault->most);
     if (given < fault->least)
-        return error_set(bad, "%s[%lld] is %lld after %lld: it may not fall", name, (long long)shown, given,
-                         (long long)fault->least);
-    return error_set(bad, "%s[%lld] is %lld: at most the %lld rows are accepted", name, (long long)shown,
-                     given, (long long)fault->most);
+        return error_argument("%s[%lld] is %lld after %lld: it may not fall", name, (long long)shown, given,
+                              (long long)fault->least);
+    return error_argument("%s[%lld] is %lld: at most the %lld rows are accepted", name, (long long)shown,
+                          given, (long long)fault->most);
 }
 
 /* `shown` is the index in the caller's tensor, fault->index that in the stage's view. */
 static quern_status say(const char *name, int64_t shown, const stage_fault *fault, bool result)
 {
     const quern_tensor *t = fault->tensor;
-    const quern_status bad = QUERN_ERR_INVALID_ARGUMENT;
     const int64_t columns = t->shape[t->ndim - 1];
     char text[128] = "not finite before it is quantised";
     switch (fault->kind) {
     case QUERN_STATUS_NOT_FINITE:
         if (!result) (void)snprintf(text, sizeof text, "%g", number_at(t, fault->index));
-        return error_set(bad, "%s[%lld] (row %lld, column %lld) is %s: finite numbers are accepted", name,
-                         (long long)shown, (long long)(shown / columns), (long long)(shown % columns), text);
+        return error_argument("%s[%lld] (row %lld, column %lld) is %s: finite numbers are accepted", name,
+                              (long long)shown, (long long)(shown / columns), (long long)(shown % columns),
+                              text);
     case QUERN_STATUS_BAD_GLOBAL:
-        return error_set(bad, "%s[%lld] is %g: a global above 0 and finite is accepted", name,
-                         (long long)shown, number_at(t, fault->index));
+        return error_argument("%s[%lld] is %g: a global above 0 and finite is accepted", name,
+                              (long long)shown, number_at(t, fault->index));
     case QUERN_STATUS_BAD_SCALE:
         if (t->dtype == QUERN_F32)
-            return error_set(bad,
-                             "%s[%lld] is the scale %g: a finite one by which no weight exceeds f32 is "
-                             "accepted",
-                             name, (long long)shown, number_at(t, fault->index));
-        return error_set(bad, "%s[%lld] is the scale byte 0x%02X: 0x%02X to 0x%02X are accepted", name,
-                         (long long)shown, (unsigned)integer_at(t, fault->index), (unsigned)fault->least,
-                         (unsigned)fault->most);
+            return error_argument(
+                "%s[%lld] is the scale %g: a finite one by which no weight exceeds f32 is accepted", name,
+                (long long)shown, number_at(t, fault->index));
+        return error_argument("%s[%lld] is the scale byte 0x%02X: 0x%02X to 0x%02X are accepted", name,
+                              (long long)shown, (unsigned)integer_at(t, fault->index), (unsigned)fault->least,
+                              (unsigned)fault->most);
     case QUERN_STATUS_BAD_OFFSETS: return say_offset(name, shown, fault);
     default:
         write_place(text, sizeof text, t, shown);
-        return error_set(bad, "%s%s is %lld: %lld to %lld is accepted", name, text,
-                         (long long)integer_at(t, fault->index), (long long)fault->least,
-                         (long long)fault->most);
+        return error_argument("%s%s is %lld: %lld to %lld is accepted", name, text,
+                              (long long)integer_at(t, fault->index), (long long)fault->least,
+                              (long long)fault->most);
     }
 }
 

@@ -20,15 +20,12 @@ const op_family *op_family_of(const quern_op *op)
 quern_status op_need(const quern_op *op, const op_family **family)
 {
     *family = op_family_of(op);
-    return *family != NULL
-               ? QUERN_OK
-               : error_set(QUERN_ERR_INVALID_ARGUMENT, "op is no operation: quern_op_named() finds one");
+    return *family != NULL ? QUERN_OK : error_argument("op is no operation: quern_op_named() finds one");
 }
 
 quern_status op_need_pointer(const void *p, const char *name)
 {
-    return p != NULL ? QUERN_OK
-                     : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", name);
+    return p != NULL ? QUERN_OK : error_argument("%s is NULL: a pointer is needed", name);
 }
 
 const quern_op *quern_op_at(size_t i)
@@ -88,6 +85,17 @@ quern_status quern_op_get(const quern_op *op, quern_op_info *info)
 
 /* ---- tensors ---- */
 
+size_t op_symbol_name(const op_family *family, int32_t symbol, const char **name)
+{
+    const char *word = family->symbols;
+    for (; symbol > 1 && *word != '\0'; symbol--) {
+        word += strcspn(word, " ");
+        word += *word == ' ';
+    }
+    *name = word;
+    return strcspn(word, " ");
+}
+
 static void shape_text(const op_family *family, const uint8_t *symbols, char *text, size_t bytes)
 {
     static const char *const parts[] = {"", "/2", "/16", "/128"};
@@ -95,10 +103,10 @@ static void shape_text(const op_family *family, const uint8_t *symbols, char *te
     *text = '\0';
     for (int32_t i = 0; i < QUERN_MAX_DIMS && symbols[i] != 0 && used < bytes; i++) {
         const int32_t list = symbols[i] - OP_LEAD;
-        const char *name = list < 0                ? family->symbols[symbols[i] % OP_SYMBOLS_MAX]
-                           : family->leads != NULL ? family->leads[list]
-                                                   : "...";
-        const int n = snprintf(text + used, bytes - used, "%s%s%s", i > 0 ? " " : "", name,
+        const char *name = family->leads != NULL && list >= 0 ? family->leads[list] : "...";
+        const size_t length =
+            list < 0 ? op_symbol_name(family, symbols[i] % OP_SYMBOLS_MAX, &name) : strlen(name);
+        const int n = snprintf(text + used, bytes - used, "%s%.*s%s", i > 0 ? " " : "", (int)length, name,
                                list < 0 ? parts[symbols[i] / OP_SYMBOLS_MAX] : "");
         used += n > 0 ? (size_t)n : 0;
     }

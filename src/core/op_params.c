@@ -107,8 +107,7 @@ quern_status quern_op_set(const quern_op *op, void *params, const char *name, co
         (status = op_need_pointer(text, "text")) != QUERN_OK)
         return status;
     const op_param *p = param_named(family, op, name);
-    if (p == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no parameter '%s'", op->name, TEXT_NAME(name));
+    if (p == NULL) return error_argument("%s has no parameter '%s'", op->name, TEXT_NAME(name));
     bool accepted;
     int64_t value = 0;
     if (p->kind == OP_ROOT || p->kind == OP_POSITIVE || p->kind == OP_LIMIT || p->kind == OP_NUMBER) {
@@ -120,9 +119,9 @@ quern_status quern_op_set(const quern_op *op, void *params, const char *name, co
         accepted = parse_value(p, text, &value);
         if (accepted) op_param_store(p, params, value);
     }
-    return accepted ? QUERN_OK
-                    : error_set(QUERN_ERR_INVALID_ARGUMENT, "'%s' for %s: a value that it takes is accepted",
-                                TEXT_NAME(text), p->field);
+    return accepted
+               ? QUERN_OK
+               : error_argument("'%s' for %s: a value that it takes is accepted", TEXT_NAME(text), p->field);
 }
 
 static void set_text(const op_param *p, int64_t value, char *text, size_t bytes)
@@ -143,8 +142,7 @@ quern_status quern_op_text(const quern_op *op, const void *params, int32_t param
         (status = op_need_pointer(text, "text")) != QUERN_OK)
         return status;
     if (param < 0 || param >= family->param_count)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "param is %d: 0 to %d is accepted", param,
-                         family->param_count - 1);
+        return error_argument("param is %d: 0 to %d is accepted", param, family->param_count - 1);
     const op_param *p = &family->params[param];
     const int64_t value = op_param_value(p, params);
     float x;
@@ -190,7 +188,7 @@ quern_status quern_op_preset(const quern_op *op, void *params, const char *prese
         (status = op_need_pointer(preset, "preset")) != QUERN_OK)
         return status;
     if (family->preset == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': %s has none", TEXT_NAME(preset), op->name);
+        return error_argument("preset '%s': %s has none", TEXT_NAME(preset), op->name);
     (void)quern_op_defaults(op, params);
     return family->preset(params, preset);
 }

@@ -16,7 +16,7 @@ static quern_status find(const quern_op *op, quern_op_pass pass, const op_family
     if (status != QUERN_OK) return status;
     *operation = pass == QUERN_OP_FORWARD ? op->forward : op->backward;
     if (pass == QUERN_OP_FORWARD || op->backward > 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no backward pass", op->name);
+    return error_argument("%s has no backward pass", op->name);
 }
 
 /* A call that is only inspected, not run. */
@@ -115,11 +115,14 @@ quern_status quern_op_extent(const quern_op *op, const void *params, const void 
     if (status == QUERN_OK) status = op_need_pointer(extent, "extent");
     if (status == QUERN_OK) status = op_derive(q.call);
     if (status == QUERN_OK) {
+        const char *word;
         int32_t i = 1;
-        const char *const *symbols = q.call->family->symbols;
-        while (symbols[i] != NULL && strcmp(symbols[i], name) != 0) i++;
-        if (symbols[i] != NULL) *extent = q.call->symbol[i];
-        else status = error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has no extent '%s'", op->name, name);
+        size_t length;
+        while ((length = op_symbol_name(q.call->family, i, &word)) > 0 &&
+               (length != strlen(name) || memcmp(word, name, length) != 0))
+            i++;
+        if (length > 0) *extent = q.call->symbol[i];
+        else status = error_argument("%s has no extent '%s'", op->name, name);
     }
     free(q.call);
     return status;
@@ -132,8 +135,8 @@ quern_status quern_op_complete(const quern_op *op, const void *params, const voi
     quern_status status = open_query(op, QUERN_OP_FORWARD, params, tensors, &q);
     if (status == QUERN_OK) status = op_need_pointer(data, "data");
     if (status == QUERN_OK && (tensor < 0 || tensor >= q.call->family->tensor_count))
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor is %d: 0 to %d is accepted", tensor,
-                           q.call->family->tensor_count - 1);
+        status =
+            error_argument("tensor is %d: 0 to %d is accepted", tensor, q.call->family->tensor_count - 1);
     if (status == QUERN_OK)
         status = q.call->family->complete != NULL
                      ? q.call->family->complete(q.call, tensor, data)
@@ -159,8 +162,8 @@ quern_status quern_op_follow(const quern_op *op, void *params, const void *tenso
             if (by == OP_NONE) otherwise = i;
             if (by == OP_NONE || own.t[by] == NULL) continue;
             if (chosen != OP_NONE)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "both %s and %s: one is accepted",
-                                 family->tensors[mode->by[chosen]].name, family->tensors[by].name);
+                return error_argument("both %s and %s: one is accepted",
+                                      family->tensors[mode->by[chosen]].name, family->tensors[by].name);
             chosen = i;
         }
         op_param_store(p, params, chosen != OP_NONE ? chosen : otherwise);

@@ -13,19 +13,17 @@ enum { TAIL_MOST = 4096 };
 quern_status op_struct(void *known, const void *given, const char *name, const char *init)
 {
     size_t mine, theirs;
-    if (given == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: use %s", name, init);
+    if (given == NULL) return error_argument("%s is NULL: use %s", name, init);
     memcpy(&mine, known, sizeof mine);
     memcpy(&theirs, given, sizeof theirs);
     if (theirs < sizeof theirs || theirs % sizeof theirs != 0 || theirs > mine + TAIL_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s.size is %zu: a multiple of %zu from %zu to %zu is accepted (use %s)", name,
-                         theirs, sizeof theirs, sizeof theirs, mine + TAIL_MOST, init);
+        return error_argument("%s.size is %zu: a multiple of %zu from %zu to %zu is accepted (use %s)", name,
+                              theirs, sizeof theirs, sizeof theirs, mine + TAIL_MOST, init);
     for (size_t i = mine; i < theirs; i++)
         if (((const char *)given)[i] != 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s.size is %zu and its byte %zu is set: past the %zu bytes that quern %s "
-                             "knows, zeros are accepted",
-                             name, theirs, i, mine, quern_version());
+            return error_argument("%s.size is %zu and its byte %zu is set: past the %zu bytes that quern %s "
+                                  "knows, zeros are accepted",
+                                  name, theirs, i, mine, quern_version());
     memcpy(known, given, theirs < mine ? theirs : mine);
     memcpy(known, &mine, sizeof mine);
     return QUERN_OK;

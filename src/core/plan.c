@@ -18,8 +18,7 @@ struct quern_plan {
 quern_status quern_plan_create(quern_context *ctx, quern_operation operation, const void *params,
                                const void *tensors, quern_plan **plan)
 {
-    if (plan == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "plan is NULL: a place for the plan is needed");
+    if (plan == NULL) return error_argument("plan is NULL: a place for the plan is needed");
     for (size_t i = 0; quern_families[i] != NULL; i++) {
         const op_family *family = quern_families[i];
         if (operation < family->first || (int64_t)operation - family->first >= family->operation_count)
@@ -38,8 +37,7 @@ quern_status quern_plan_create(quern_context *ctx, quern_operation operation, co
         *plan = (quern_plan *)call;
         return QUERN_OK;
     }
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "operation %d: the values of quern_operation are accepted",
-                     (int)operation);
+    return error_argument("operation %d: the values of quern_operation are accepted", (int)operation);
 }
 
 void quern_plan_destroy(quern_plan *plan)
@@ -50,17 +48,14 @@ void quern_plan_destroy(quern_plan *plan)
 
 static quern_status need_plan(const quern_plan *plan)
 {
-    return plan != NULL
-               ? QUERN_OK
-               : error_set(QUERN_ERR_INVALID_ARGUMENT, "plan is NULL: make one with quern_plan_create()");
+    return plan != NULL ? QUERN_OK : error_argument("plan is NULL: make one with quern_plan_create()");
 }
 
 quern_status quern_plan_workspace(const quern_plan *plan, size_t *bytes)
 {
     const quern_status status = need_plan(plan);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL) return error_argument("bytes is NULL: a place for the size is needed");
     *bytes = plan->call.bytes;
     return QUERN_OK;
 }
@@ -89,7 +84,7 @@ quern_status quern_plan_describe(const quern_plan *plan, char *text, size_t byte
     const quern_status status = need_plan(plan);
     if (status != QUERN_OK) return status;
     if (text == NULL || bytes == 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "text is NULL or of 0 bytes: room for a line is needed");
+        return error_argument("text is NULL or of 0 bytes: room for a line is needed");
     const op_call *c = &plan->call;
     op_listed listed[OP_LISTED_MAX];
     const int32_t count = op_program_list(c, listed);

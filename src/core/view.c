@@ -154,8 +154,7 @@ static bool overlaps_itself(const quern_tensor *t)
 
 static quern_status refuse_extent(const char *name, const quern_tensor *t, int32_t dim)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: 0 or more is accepted", name, dim,
-                     (long long)t->shape[dim]);
+    return error_argument("%s.shape[%d] is %lld: 0 or more is accepted", name, dim, (long long)t->shape[dim]);
 }
 
 quern_status view_check_extents(const char *name, const quern_tensor *t)
@@ -166,9 +165,9 @@ quern_status view_check_extents(const char *name, const quern_tensor *t)
     for (int32_t i = 0; i < t->ndim && t->ndim <= QUERN_MAX_DIMS; i++) {
         if (t->shape[i] < 0) return refuse_extent(name, t, i);
         if (__builtin_mul_overflow(bytes, t->shape[i] > 0 ? t->shape[i] : 1, &bytes) || bytes >= most)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s.shape[%d] is %lld: the extents overflow, fewer than 2^62 bytes are accepted",
-                             name, i, (long long)t->shape[i]);
+            return error_argument(
+                "%s.shape[%d] is %lld: the extents overflow, fewer than 2^62 bytes are accepted", name, i,
+                (long long)t->shape[i]);
     }
     return QUERN_OK;
 }
@@ -176,13 +175,12 @@ quern_status view_check_extents(const char *name, const quern_tensor *t)
 static quern_status check_shape(const view_want *want, const quern_tensor *t)
 {
     if (t->ndim != want->ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", want->name,
-                         t->ndim, want->ndim);
+        return error_argument("%s has %d dimensions: %d are accepted", want->name, t->ndim, want->ndim);
     for (int32_t i = 0; i < t->ndim; i++) {
         if (t->shape[i] < 0) return refuse_extent(want->name, t, i);
         if (want->shape != NULL && t->shape[i] != want->shape[i])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: %lld is accepted", want->name,
-                             i, (long long)t->shape[i], (long long)want->shape[i]);
+            return error_argument("%s.shape[%d] is %lld: %lld is accepted", want->name, i,
+                                  (long long)t->shape[i], (long long)want->shape[i]);
     }
     return QUERN_OK;
 }
@@ -192,16 +190,12 @@ quern_status view_check_data(const char *name, const quern_tensor *t, const view
     const size_t size = quern_dtype_size(t->dtype);
     const uintptr_t at = (uintptr_t)t->data;
     uintptr_t end; /* user space ends below 2^63 */
-    if (t->data == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is NULL: memory is needed for its elements",
-                         name);
+    if (t->data == NULL) return error_argument("%s.data is NULL: memory is needed for its elements", name);
     if (at % size != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s.data is %p: a multiple of the element's %zu bytes is accepted", name,
-                         t->data, size);
+        return error_argument("%s.data is %p: a multiple of the element's %zu bytes is accepted", name,
+                              t->data, size);
     if (at < magnitude(s->low) || __builtin_add_overflow(at, (uintptr_t)s->high, &end) || end > INTPTR_MAX)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "%s: its strides reach past the address space from %p: memory for every element is accepted",
             name, t->data);
     return QUERN_OK;
@@ -213,49 +207,42 @@ quern_status view_check_one(const view_want *want, const quern_tensor *t, const 
     const char *name = want->name;
     char text[64];
     if (t->device != QUERN_CPU && t->device != QUERN_CUDA)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: device %d: 0 (cpu) or 1 (cuda) is accepted", name,
-                         (int)t->device);
+        return error_argument("%s: device %d: 0 (cpu) or 1 (cuda) is accepted", name, (int)t->device);
     if (like != NULL && (t->device != like->device || t->device_id != like->device_id))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s is on device %d:%d: all tensors of a call share one device, here %d:%d", name,
-                         (int)t->device, t->device_id, (int)like->device, like->device_id);
+        return error_argument("%s is on device %d:%d: all tensors of a call share one device, here %d:%d",
+                              name, (int)t->device, t->device_id, (int)like->device, like->device_id);
     if ((want->dtypes & view_dtype_bit(t->dtype)) == 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype %s: %s is accepted", name,
-                         quern_dtype_name(t->dtype), dtype_list(want->dtypes, text));
+        return error_argument("%s: dtype %s: %s is accepted", name, quern_dtype_name(t->dtype),
+                              dtype_list(want->dtypes, text));
     const quern_status status = check_shape(want, t);
     if (status != QUERN_OK) return status;
     if (!find_span(t, span))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s: shape times strides overflows 64 bits: at most 2^63 - 1 bytes are accepted",
-                         name);
+        return error_argument(
+            "%s: shape times strides overflows 64 bits: at most 2^63 - 1 bytes are accepted", name);
     const int32_t last = t->ndim - 1;
     if (last >= 0 && t->shape[last] > 1 && t->strides[last] != 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s.strides[%d] is %lld: 1 is accepted for the last dimension", name, last,
-                         (long long)t->strides[last]);
+        return error_argument("%s.strides[%d] is %lld: 1 is accepted for the last dimension", name, last,
+                              (long long)t->strides[last]);
     if (span->high == 0) return QUERN_OK;
     if (want->output && overlaps_itself(t))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s: its strides let elements share memory: an output's may not", name);
+        return error_argument("%s: its strides let elements share memory: an output's may not", name);
     return want->run ? view_check_data(name, t, span) : QUERN_OK;
 }
 
 quern_status view_check_head_dim(const char *name, int64_t dim)
 {
     if (dim >= 8 && dim <= 512 && dim % 8 == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s: head dim %lld: a multiple of 8 from 8 to 512 is accepted", name, (long long)dim);
+    return error_argument("%s: head dim %lld: a multiple of 8 from 8 to 512 is accepted", name,
+                          (long long)dim);
 }
 
 quern_status view_check_heads(int64_t heads, int64_t kv_heads, int64_t queries)
 {
     if (heads > INT32_MAX && queries > 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: at most %d are accepted",
-                         (long long)heads, INT32_MAX);
+        return error_argument("q has %lld heads: at most %d are accepted", (long long)heads, INT32_MAX);
     if (kv_heads < 1 ? heads == 0 : heads > 0 && heads % kv_heads == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "q has %lld heads: a positive multiple of k's %lld is accepted", (long long)heads,
-                     (long long)kv_heads);
+    return error_argument("q has %lld heads: a positive multiple of k's %lld is accepted", (long long)heads,
+                          (long long)kv_heads);
 }
 
 quern_status view_check_order(const quern_tensor *q, const quern_tensor *o)
@@ -263,12 +250,11 @@ quern_status view_check_order(const quern_tensor *q, const quern_tensor *o)
     if (q == NULL || o == NULL || q->ndim != o->ndim || (q->ndim != 3 && q->ndim != 4)) return QUERN_OK;
     const int64_t *of_q = q->shape + q->ndim - 3, *of_o = o->shape + q->ndim - 3;
     if (of_q[0] == of_q[1] || of_q[0] != of_o[1] || of_q[1] != of_o[0]) return QUERN_OK;
-    return error_set(
-        QUERN_ERR_INVALID_ARGUMENT,
-        "q has %lld x %lld tokens and heads, o %lld x %lld: the order %s is accepted for both, and q "
-        "(or o) seems to be in %s",
-        (long long)of_q[0], (long long)of_q[1], (long long)of_o[0], (long long)of_o[1],
-        q->ndim == 4 ? "[B, N, H, D]" : "[T, H, D]", q->ndim == 4 ? "[B, H, N, D]" : "[H, T, D]");
+    return error_argument("q has %lld x %lld tokens and heads, o %lld x %lld: the order %s is accepted for "
+                          "both, and q (or o) seems to be in %s",
+                          (long long)of_q[0], (long long)of_q[1], (long long)of_o[0], (long long)of_o[1],
+                          q->ndim == 4 ? "[B, N, H, D]" : "[T, H, D]",
+                          q->ndim == 4 ? "[B, H, N, D]" : "[H, T, D]");
 }
 
 /* Whether `delta` = sum_i d_i strides_i for some |d_i| < shape_i, strides nested as overlaps_itself() wants:
@@ -306,14 +292,14 @@ bool view_meet(const quern_tensor *a, const quern_tensor *b)
 
 quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *name, int64_t total)
 {
-    if (cu[0] != 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[0] is %d: 0 is accepted", name, cu[0]);
+    if (cu[0] != 0) return error_argument("%s[0] is %d: 0 is accepted", name, cu[0]);
     for (int64_t i = 0; i < batch; i++)
         if (cu[i + 1] < cu[i])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name,
-                             (long long)i + 1, cu[i + 1], cu[i]);
+            return error_argument("%s[%lld] is %d after %d: it may not fall", name, (long long)i + 1,
+                                  cu[i + 1], cu[i]);
     if (cu[batch] > total)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s ends at %d: at most the %lld rows are accepted",
-                         name, cu[batch], (long long)total);
+        return error_argument("%s ends at %d: at most the %lld rows are accepted", name, cu[batch],
+                              (long long)total);
     return QUERN_OK;
 }
 
@@ -325,9 +311,8 @@ quern_status view_check_globals(const void *data, const quern_tensor *view, cons
             at += rest % view->shape[d] * view->strides[d];
         const float g = ((const float *)data)[at];
         if (!(g > 0.0f) || isinf(g))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s[%lld] is %g: a global above 0 and finite is accepted", name, (long long)i,
-                             (double)g);
+            return error_argument("%s[%lld] is %g: a global above 0 and finite is accepted", name,
+                                  (long long)i, (double)g);
     }
     return QUERN_OK;
 }

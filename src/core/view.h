@@ -74,24 +74,6 @@ quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *na
 /* Checks scales of f32 tensors, which stand at `data` as in the view: finite and above 0. */
 quern_status view_check_globals(const void *data, const quern_tensor *view, const char *name);
 
-/* ---- lists of rules, for operations that no family describes (rules.c) ---- */
-
-enum { VIEW_ANY = -1 /* an extent that is free */ };
-
-typedef struct view_rule {
-    const char *name;
-    const quern_tensor *tensor;
-    uint32_t dtypes;
-    int32_t ndim;
-    int64_t shape[QUERN_MAX_DIMS]; /* VIEW_ANY or the extent */
-    bool optional;                 /* NULL is fine */
-    bool output;                   /* no two elements may share memory */
-} view_rule;
-
-/* Checks all rules, then that no output shares memory with another tensor of the list and that every
- * pointer is memory of its tensor's device. */
-quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run);
-
 /* ---- views ---- */
 
 /* Gives a checked tensor strides that are safe to calculate with. Where an extent is 1, or there are no

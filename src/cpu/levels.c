@@ -121,8 +121,7 @@ static quern_status level_from_environment(quern_cpu_level *level)
     for (int i = 0; i < LEVELS; i++)
         if (strcmp(name, levels[i].name) == 0) *level = levels[i].value;
     if (*level != QUERN_CPU_LEVEL_AUTO) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "QUERN_CPU is '%s': %s is accepted", TEXT_NAME(name),
-                     names_of(false, text));
+    return error_argument("QUERN_CPU is '%s': %s is accepted", TEXT_NAME(name), names_of(false, text));
 }
 
 quern_status cpu_choose_level(quern_cpu_level asked, quern_cpu_level *level)
@@ -134,9 +133,8 @@ quern_status cpu_choose_level(quern_cpu_level asked, quern_cpu_level *level)
     if (status != QUERN_OK) return status;
     if (*level == QUERN_CPU_LEVEL_AUTO) *level = quern_cpu_level_detect();
     if (row_of(*level) == LEVELS)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "params.cpu_level is %d: 0 (automatic), or one of %s, is accepted", (int)*level,
-                         names_of(false, text));
+        return error_argument("params.cpu_level is %d: 0 (automatic), or one of %s, is accepted", (int)*level,
+                              names_of(false, text));
     if (!cpu_has_level(*level))
         return error_set(QUERN_ERR_UNSUPPORTED, "CPU level %s: this machine has %s",
                          quern_cpu_level_name(*level), names_of(true, text));

@@ -41,23 +41,14 @@ const dsv4_weight_row dsv4_append_weights[2] = {{{DP(w), OP_NONE}, DP(w_fp8)},
 
 quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params *p, int64_t width)
 {
-    const int32_t first = call->given[DP(x)] != NULL ? DP(x) : DP(proj);
-    const quern_tensor *main = call->given[first], *cos_sin = call->given[DP(cos_sin)];
     int64_t *s = call->symbol;
-    if (main == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
-    call->like = *main;
-    quern_status status = op_check_activation(call, first, 2);
-    if (status == QUERN_OK && cos_sin != NULL) status = op_check_kind(call, DP(cos_sin), 2);
-    if (status != QUERN_OK) return status;
-    s[DS_IN] = main->shape[1];
+    quern_status status;
+    s[DS_IN] = call->like.shape[1];
     s[DS_R] = p->ratio;
     s[DS_C] = width;
     s[DS_COLUMNS] = pool_row_columns(p->kind == QUERN_DSV4_CSA, width);
-    s[DS_P] = cos_sin != NULL ? cos_sin->shape[0] : 0;
-    s[DS_ROPE] = cos_sin != NULL ? cos_sin->shape[1] : 0;
     s[DS_ROW] = dsv4_row_elements(p->format, width);
-    call->stored = p->format == QUERN_DSV4_ROWS ? main->dtype : QUERN_U8;
+    call->stored = p->format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
     if ((status = dsv4_check_width(p, width, s[DS_ROPE])) != QUERN_OK ||
         (status = dsv4_weight_check(call, &dsv4_append_weights[0], s[DS_IN])) != QUERN_OK)
         return status;

@@ -13,22 +13,6 @@
 
 #include <inttypes.h>
 
-static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL};
-#define AT(member) offsetof(quern_dsv4_compress_params, member)
-static const op_param params[] = {
-    {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
-    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of a block; 0: 4 (csa), 128 (hca)"},
-    {"rope_last", AT(rope_last), OP_FLAG, 0, 1, ends,
-     "the token of a block whose position rotates its entry"},
-    {"round_bf16", AT(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
-    {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
-    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of out"},
-    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of index_out"},
-    {"index_hadamard", AT(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
-};
-#undef AT
-
 typedef struct step_call {
     op_call head;
     quern_dsv4_compress_params params;
@@ -38,10 +22,7 @@ typedef struct step_call {
                                    OP_STEP_BYTES(pool_append)];
 } step_call;
 
-static const quern_dsv4_compress_params *params_of(const op_call *call)
-{
-    return &((const step_call *)call)->params;
-}
+#define PARAMS(call) ((quern_dsv4_compress_params *)op_params(call))
 
 static quern_tensor view(const op_build *b, int32_t tensor)
 {
@@ -68,7 +49,7 @@ static bool has_index(const op_call *call)
 
 static quern_dsv4_format format_of(const op_call *call, int part)
 {
-    return part == INDEX ? params_of(call)->index_format : params_of(call)->format;
+    return part == INDEX ? PARAMS(call)->index_format : PARAMS(call)->format;
 }
 
 static quern_status check_params(op_call *call)
@@ -81,11 +62,12 @@ static quern_status check_params(op_call *call)
 static void roles(op_call *call)
 {
     const quern_tensor *const *t = call->given;
-    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, both = csa && t[DP(index_b_a)] != NULL,
+    const bool csa = PARAMS(call)->kind == QUERN_DSV4_CSA, both = csa && t[DP(index_b_a)] != NULL,
                project = t[DP(x)] != NULL;
     uint8_t *r = call->role;
     for (int i = 0; i < DSV4_APPEND_TENSORS; i++) r[i] = OP_REFUSED;
     r[DP(proj)] = project ? OP_REFUSED : OP_NEEDED;
+    if (!project) op_reason(call, DP(proj), ": proj, or x and w, are needed");
     r[DP(x)] = r[DP(norm_weight)] = r[DP(cos_sin)] = OP_OPTIONAL;
     r[DP(b_a)] = OP_NEEDED;
     if (csa) r[DP(b_b)] = OP_NEEDED;
@@ -112,7 +94,7 @@ static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REAS
 {
     const bool main = tensor < DP(index_proj);
     if (tensor == DP(b_b)) return ": HCA has no series b";
-    if (!main && params_of(call)->kind != QUERN_DSV4_CSA) return ": HCA has no indexer";
+    if (!main && PARAMS(call)->kind != QUERN_DSV4_CSA) return ": HCA has no indexer";
     if (!main && call->given[DP(index_b_a)] == NULL) return ": it stands beside index_b_a";
     if (tensor == DP(index_proj)) return ": it stands beside proj";
     if (tensor != DP(proj) && call->given[DP(x)] != NULL)
@@ -123,36 +105,10 @@ static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REAS
 /* Rows of the states' rings, from the floats of a state. */
 static int64_t ring_of(const op_call *call, int64_t floats)
 {
-    const bool overlap = params_of(call)->kind == QUERN_DSV4_CSA;
+    const bool overlap = PARAMS(call)->kind == QUERN_DSV4_CSA;
     const int64_t width = call->symbol[DS_C],
                   ring = (floats - pool_sums_floats(overlap, width)) / pool_row_columns(overlap, width);
     return ring < 0 ? 0 : ring > DSV4_RING_MOST ? DSV4_RING_MOST : ring;
-}
-
-/* Tensors whose extents are the call's. */
-static quern_status check_sized(op_call *call)
-{
-    const struct {
-        int32_t tensor, ndim;
-        bool needed;
-    } sized[] = {{DP(b_a), 2, true},
-                 {DP(slots), 1, true},
-                 {DP(states), 2, true},
-                 {DP(index_b_a), 2, false},
-                 {DP(index_states), 2, has_index(call)},
-                 {DP(copies), 2, false},
-                 {DP(table), 2, false},
-                 {DP(index_table), 2, false}};
-    for (size_t i = 0; i < sizeof sized / sizeof *sized; i++) {
-        const int32_t tensor = sized[i].tensor;
-        if (sized[i].needed && call->given[tensor] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                             dsv4_append_rows[tensor].field);
-        if (!op_uses(call, tensor)) continue;
-        const quern_status status = op_check_kind(call, tensor, sized[i].ndim);
-        if (status != QUERN_OK) return status;
-    }
-    return QUERN_OK;
 }
 
 /* The extents of a compressor's entries: rows, or with a table pages, whose slots are a number that
@@ -167,22 +123,19 @@ static quern_status derive_out(op_call *call, int part)
     *lead = (op_extents){1, {call->symbol[DS_N]}};
     call->symbol[of->row] = row;
     if (!op_uses(call, of->table)) return QUERN_OK;
-    call->symbol[of->columns] = call->given[of->table]->shape[1];
     const int32_t ndim = format == QUERN_DSV4_ROWS ? 3 : 2;
     const char *field = dsv4_append_rows[of->out].field;
-    if (out == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", field);
+    if (out == NULL) return error_argument("%s is NULL: a tensor is needed", field);
     if (out->ndim != ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: with a table %d are accepted",
-                         field, out->ndim, ndim);
+        return error_argument("%s has %d dimensions: with a table %d are accepted", field, out->ndim, ndim);
     lead->count = ndim - 1;
     lead->extent[0] = out->shape[0];
     lead->extent[1] = out->shape[1];
     if (ndim == 2) call->symbol[of->row] = out->shape[1];
     if (out->shape[1] < 1 || (ndim == 2 && out->shape[1] % row != 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s has pages of %" PRId64 " %s: with a table 1 or more slots of %" PRId64
-                         " are accepted",
-                         field, out->shape[1], ndim == 2 ? "bytes" : "slots", row);
+        return error_argument("%s has pages of %" PRId64 " %s: with a table 1 or more slots of %" PRId64
+                              " are accepted",
+                              field, out->shape[1], ndim == 2 ? "bytes" : "slots", row);
     return QUERN_OK;
 }
 
@@ -200,9 +153,8 @@ static quern_status derive_index(op_call *call, int64_t ring)
 {
     int64_t *s = call->symbol;
     if (!has_index(call)) return QUERN_OK;
-    const quern_dsv4_compress_params own = {.hadamard = params_of(call)->index_hadamard,
-                                            .format = params_of(call)->index_format};
-    s[DS_CI] = call->given[DP(index_b_a)]->shape[1];
+    const quern_dsv4_compress_params own = {.hadamard = PARAMS(call)->index_hadamard,
+                                            .format = PARAMS(call)->index_format};
     s[DS_ICOLUMNS] = pool_row_columns(true, s[DS_CI]);
     s[DS_IFLOATS] = pool_state_floats(true, s[DS_CI], ring);
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
@@ -217,25 +169,17 @@ static quern_status derive_index(op_call *call, int64_t ring)
 static quern_status derive(op_call *call)
 {
     int64_t *s = call->symbol;
-    const quern_tensor *const *first = call->given + (call->given[DP(x)] != NULL ? DP(x) : DP(proj));
-    if (*first != NULL) call->like = **first;
-    quern_status status = check_sized(call);
-    if (status == QUERN_OK)
-        status = dsv4_append_derive(call, params_of(call), call->given[DP(b_a)]->shape[1]);
+    quern_status status = dsv4_append_derive(call, PARAMS(call), s[DS_C]);
     if (status != QUERN_OK) return status;
     s[DS_T] = call->like.shape[0];
-    s[DS_B] = call->given[DP(slots)]->shape[0];
     if (s[DS_T] > INT32_MAX || s[DS_B] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%" PRId64 " tokens of %" PRId64 " sequences: up to %d are accepted", s[DS_T],
-                         s[DS_B], INT32_MAX);
+        return error_argument("%" PRId64 " tokens of %" PRId64 " sequences: up to %d are accepted", s[DS_T],
+                              s[DS_B], INT32_MAX);
     s[DS_B1] = s[DS_B] + 1;
     s[DS_N] = s[DS_T] / s[DS_R] + s[DS_B];
-    s[DS_SLOTS] = call->given[DP(states)]->shape[0];
-    const int64_t ring = ring_of(call, call->given[DP(states)]->shape[1]);
-    s[DS_FLOATS] = pool_state_floats(params_of(call)->kind == QUERN_DSV4_CSA, s[DS_C], ring);
+    const int64_t ring = ring_of(call, s[DS_FLOATS]);
+    s[DS_FLOATS] = pool_state_floats(PARAMS(call)->kind == QUERN_DSV4_CSA, s[DS_C], ring);
     s[DS_COPY] = 3;
-    if (op_uses(call, DP(copies))) s[DS_COPIES] = call->given[DP(copies)]->shape[0];
     status = derive_out(call, MAIN);
     return status == QUERN_OK ? derive_index(call, ring) : status;
 }
@@ -249,7 +193,7 @@ static void build_part(op_build *b, int part, const quern_tensor *proj, pool_app
 {
     const op_call *call = b->call;
     const part_names *of = &names[part];
-    quern_dsv4_compress_params p = *params_of(call);
+    quern_dsv4_compress_params p = *PARAMS(call);
     if (part == INDEX) {
         p.format = p.index_format;
         p.hadamard = p.index_hadamard;
@@ -305,10 +249,9 @@ static quern_status check_copies(const op_call *call, void *const *data)
         for (int64_t k = 1; copy[0] == QUERN_LEDGER_STATES && k < 3; k++) {
             const int32_t slot = copy[k * args->copies.strides[1]];
             if (slot < 0 || slot >= call->symbol[DS_SLOTS])
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "copies[%" PRId64 "][%" PRId64 "] is %d: a slot of states, 0 to %" PRId64
-                                 ", is accepted",
-                                 i, k, slot, call->symbol[DS_SLOTS] - 1);
+                return error_argument("copies[%" PRId64 "][%" PRId64
+                                      "] is %d: a slot of states, 0 to %" PRId64 ", is accepted",
+                                      i, k, slot, call->symbol[DS_SLOTS] - 1);
         }
     }
     return QUERN_OK;
@@ -335,10 +278,9 @@ static quern_status check_part(const op_call *call, void *const *data, const poo
     const int64_t r = args->ratio, whole = end / r, before = at / r,
                   last = (whole - 1) * r + (own->entry.rope_last ? r - 1 : 0), positions = call->symbol[DS_P];
     if (own->entry.cos_sin.ndim > 0 && whole > before && last >= positions)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %" PRId64 " of the call comes to an entry at position %" PRId64
-                         ": cos_sin has positions 0 to %" PRId64,
-                         b, last, positions - 1);
+        return error_argument("sequence %" PRId64 " of the call comes to an entry at position %" PRId64
+                              ": cos_sin has positions 0 to %" PRId64,
+                              b, last, positions - 1);
     if (own->table.ndim > 0 && whole > before) {
         const quern_status status =
             dsv4_check_pages(&dsv4_append_rows[of->table], &own->table, data[of->table], b,
@@ -348,10 +290,9 @@ static quern_status check_part(const op_call *call, void *const *data, const poo
     if (at == 0) return QUERN_OK;
     const int64_t merged = number(&own->merged, data[of->merged], source_of(call, data, slot));
     if (at >= merged && at - merged <= args->ring && merged >= 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "positions[%" PRId64 "] is %" PRId64 " and the state's sums have %" PRId64
-                     " rows: as many, or up to %" PRId64 " more are accepted",
-                     b, at, merged, args->ring);
+    return error_argument("positions[%" PRId64 "] is %" PRId64 " and the state's sums have %" PRId64
+                          " rows: as many, or up to %" PRId64 " more are accepted",
+                          b, at, merged, args->ring);
 }
 
 static quern_status check_sequence(const op_call *call, void *const *data, const pool_append_args *args,
@@ -362,23 +303,21 @@ static quern_status check_sequence(const op_call *call, void *const *data, const
     const int32_t slot = number(&args->step.slots, slots, b);
     if (slot == -1) return QUERN_OK;
     if (slot < -1 || slot >= s[DS_SLOTS])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "slots[%" PRId64 "] is %d: -1 to %" PRId64 " is accepted", b, slot, s[DS_SLOTS] - 1);
+        return error_argument("slots[%" PRId64 "] is %d: -1 to %" PRId64 " is accepted", b, slot,
+                              s[DS_SLOTS] - 1);
     const int64_t at = number(&args->step.positions, data[DP(positions)], b),
                   end = at + number(&args->step.rows, cu, b + 1) - number(&args->step.rows, cu, b);
     if (end == at) return QUERN_OK; /* forks share a slot until one of them has tokens */
     for (int64_t i = 0; i < b; i++)
         if (number(&args->step.slots, slots, i) == slot &&
             number(&args->step.rows, cu, i + 1) > number(&args->step.rows, cu, i))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "slots[%" PRId64 "] and slots[%" PRId64
-                             "] are %d: a slot is accepted once where there are tokens",
-                             i, b, slot);
+            return error_argument("slots[%" PRId64 "] and slots[%" PRId64
+                                  "] are %d: a slot is accepted once where there are tokens",
+                                  i, b, slot);
     if (end > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %" PRId64 " of the call comes to %" PRId64
-                         " tokens: up to %d are accepted",
-                         b, end, INT32_MAX);
+        return error_argument("sequence %" PRId64 " of the call comes to %" PRId64
+                              " tokens: up to %d are accepted",
+                              b, end, INT32_MAX);
     for (int part = 0; part < POOL_PARTS; part++) {
         const quern_status status =
             args->part[part].width > 0 ? check_part(call, data, args, part, b, slot, at, end) : QUERN_OK;
@@ -405,44 +344,20 @@ static quern_status check_data(const op_call *call, void *const *data)
     return status;
 }
 
+static const int8_t like[] = {DP(x), DP(proj), OP_NONE};
 static const char *const operations[] = {"dsv4_append_step"};
 static const op_entry ops[] = {
     {.name = "v4-append-step",
      .help =
          "a step's tokens into the states of DeepSeek-V4's compressors, and the entries that become whole"},
 };
-static const char *const symbols[] = {"",
-                                      [DS_B] = "B",
-                                      [DS_B1] = "B+1",
-                                      [DS_T] = "T",
-                                      [DS_COLUMNS] = "4C|2C",
-                                      [DS_IN] = "Dm",
-                                      [DS_R] = "r",
-                                      [DS_C] = "C",
-                                      [DS_2C] = "2C",
-                                      [DS_P] = "P",
-                                      [DS_ROPE] = "R",
-                                      [DS_N] = "n",
-                                      [DS_ROW] = "C|bytes",
-                                      [DS_ICOLUMNS] = "4C_I",
-                                      [DS_CI] = "C_I",
-                                      [DS_2CI] = "2C_I",
-                                      [DS_IROW] = "C_I|bytes",
-                                      [DS_SLOTS] = "slots",
-                                      [DS_FLOATS] = "floats",
-                                      [DS_COPIES] = "copies",
-                                      [DS_COPY] = "3",
-                                      [DS_IFLOATS] = "index floats",
-                                      [DS_TABLE] = "columns",
-                                      [DS_ITABLE] = "index columns",
-                                      NULL};
-
 const op_family dsv4_append_step_family = {
-    OP_TABLES(step_call, operations, dsv4_append_rows, params, symbols, ops),
+    OP_TABLES_WITH(operations, dsv4_append_rows, dsv4_compress_param_rows, DSV4_APPEND_PARAMS,
+                   dsv4_compress_symbols, ops),
+    OP_OWN_CALL(step_call, QUERN_DSV4_COMPRESS_PARAMS_INIT),
     .first = QUERN_OP_DSV4_APPEND_STEP,
-    .defaults = &dsv4_compress_defaults,
-    .params_init = "QUERN_DSV4_COMPRESS_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_APPEND_TENSORS_INIT",
+    .like = like,
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

@@ -13,7 +13,7 @@
 void dsv4_attention_build(op_build *b)
 {
     const op_call *h = b->call;
-    const quern_dsv4_attention_params *p = &((const dsv4_attention_call *)h)->params;
+    const quern_dsv4_attention_params *p = op_params(h);
     const int64_t *s = h->symbol;
     attend_mqa_args *a = h->operation == DSV4_ATTENTION_BACKWARD ? OP_ADD(b, attend_mqa_backward)
                                                                  : OP_ADD(b, attend_mqa_forward);

@@ -31,34 +31,17 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_attention_tensors),
                "a row a tensor");
 
-#define AT(member) offsetof(quern_dsv4_attention_params, member)
+#define FIELD(member) OP_FIELD(quern_dsv4_attention_params, member)
 static const op_param params[] = {
-    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL,
-     "r, tokens of an entry; 0: 4 with idx, else 128"},
-    {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query, its own among them; 0: 128"},
-    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, -1, INT32_MAX, NULL, "where query 0 stands; -1: N - T"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of KV and KV_cmp: rows or row584"},
-    {"page", AT(page), OP_INTEGER, 0, PAGE_MOST, NULL, "slots of a page; 0: contiguous"},
+    {FIELD(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of an entry; 0: 4 with idx, else 128"},
+    {FIELD(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query, its own among them; 0: 128"},
+    {FIELD(start_abs_pos), OP_INTEGER, -1, INT32_MAX, NULL, "where query 0 stands; -1: N - T"},
+    {FIELD(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of KV and KV_cmp: rows or row584"},
+    {FIELD(page), OP_INTEGER, 0, PAGE_MOST, NULL, "slots of a page; 0: contiguous"},
 };
-#undef AT
-static const quern_dsv4_attention_params defaults = QUERN_DSV4_ATTENTION_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_attention", "dsv4_attention_backward"};
 
-static const char *const symbols[] = {"",
-                                      [AS_B] = "B",
-                                      [AS_B1] = "B+1",
-                                      [AS_T] = "T",
-                                      [AS_N] = "N",
-                                      [AS_H] = "H",
-                                      [AS_D] = "D",
-                                      [AS_S] = "S",
-                                      [AS_K] = "k",
-                                      [AS_P] = "P",
-                                      [AS_ROPE] = "R",
-                                      [AS_ROW] = "D|bytes",
-                                      [AS_KV_COLUMNS] = "columns",
-                                      [AS_CMP_COLUMNS] = "columns",
-                                      NULL};
+static const char symbols[] = "B B+1 T N H D S k P R D|bytes columns columns";
 static const int8_t window_alone[] = {DA(lse_win), OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-attention",
@@ -72,74 +55,61 @@ static const op_entry ops[] = {
      .aside_tensors = window_alone},
 };
 
+#define PARAMS(call) ((quern_dsv4_attention_params *)op_params(call))
+
 static quern_status check_params(op_call *call)
 {
-    quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
+    quern_dsv4_attention_params *p = op_params(call);
     if (p->window == 0) p->window = DSV4_WINDOW;
     if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows and row584 are accepted",
-                         dsv4_formats[p->format]);
+        return error_argument("format is %s: rows and row584 are accepted", dsv4_formats[p->format]);
     if (call->operation == DSV4_ATTENTION_BACKWARD && (p->format != QUERN_DSV4_ROWS || p->page > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "format is %s and page is %lld: the backward takes rows and 0",
-                         dsv4_formats[p->format], (long long)p->page);
+        return error_argument("format is %s and page is %lld: the backward takes rows and 0",
+                              dsv4_formats[p->format], (long long)p->page);
     return QUERN_OK;
 }
 
 static void roles(op_call *call)
 {
-    const bool backward = call->operation == DSV4_ATTENTION_BACKWARD;
+    const bool backward = call->operation == DSV4_ATTENTION_BACKWARD, pages = PARAMS(call)->page > 0,
+               entries = call->given[DA(kv_cmp)] != NULL;
     const quern_tensor *const *t = call->given;
     uint8_t *r = call->role;
     r[DA(q)] = r[DA(kv)] = OP_NEEDED;
     r[DA(kv_cmp)] = r[DA(sink)] = r[DA(cos_sin)] = r[DA(cu_seqlens)] = OP_OPTIONAL;
-    r[DA(idx)] = t[DA(kv_cmp)] != NULL ? OP_OPTIONAL : OP_REFUSED;
-    const bool pages = ((const dsv4_attention_call *)call)->params.page > 0;
-    r[DA(start_positions)] = call->varlen ? OP_REFUSED : OP_OPTIONAL;
-    r[DA(kv_table)] = pages ? OP_NEEDED : OP_REFUSED;
-    r[DA(kv_cmp_table)] = !pages ? OP_REFUSED : t[DA(kv_cmp)] != NULL ? OP_NEEDED : OP_REFUSED;
-    r[DA(count)] = t[DA(idx)] != NULL ? OP_OPTIONAL : OP_REFUSED;
+    op_allow(call, DA(idx), entries, OP_OPTIONAL, ": it stands beside kv_cmp");
+    op_allow(call, DA(count), t[DA(idx)] != NULL, OP_OPTIONAL, ": it stands beside idx");
+    op_allow(call, DA(start_positions), !call->varlen, OP_OPTIONAL,
+             ": it stands beside sequences of a fixed length, without cu_seqlens");
+    op_allow(call, DA(kv_table), pages, OP_NEEDED, ": it stands beside a page of 1 slot or more");
+    op_allow(call, DA(kv_cmp_table), pages && entries, OP_NEEDED,
+             pages ? ": it stands beside kv_cmp" : ": it stands beside a page of 1 slot or more");
     r[DA(o)] = backward ? OP_NEEDED : OP_RESULT;
     r[DA(lse)] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
     r[DA(lse_win)] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
     r[DA(d_o)] = backward ? OP_NEEDED : OP_UNUSED;
-    for (int i = DA(d_q); i <= DA(d_sink); i++)
-        r[i] = !backward                           ? OP_UNUSED
-               : t[tensors[i].gradient_of] != NULL ? OP_OPTIONAL_RESULT
-                                                   : OP_SOURCE_MISSING;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    const bool pages = ((const dsv4_attention_call *)call)->params.page > 0;
-    (void)text;
-    return tensor == DA(count) ? ": it stands beside idx"
-           : tensor == DA(start_positions)
-               ? ": it stands beside sequences of a fixed length, without cu_seqlens"
-           : tensor == DA(idx) || pages ? ": it stands beside kv_cmp"
-                                        : ": it stands beside a page of 1 slot or more";
+    op_gradient_roles(call, DA(d_q), DA(d_sink), backward);
 }
 
 /* kv or kv_cmp: rows of the activations' dtype or bytes; contiguous, or a pool. Sets its leading extents. */
 static quern_status derive_rows(op_call *call, int32_t tensor, int32_t lead)
 {
-    const quern_dsv4_attention_params *p = &((const dsv4_attention_call *)call)->params;
+    const quern_dsv4_attention_params *p = op_params(call);
     const quern_tensor *t = call->given[tensor];
     const bool bytes = p->format != QUERN_DSV4_ROWS;
     const int32_t ndim = call->varlen || (bytes && p->page > 0) ? 2 : 3;
     if (t->ndim != ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted",
-                         tensors[tensor].field, t->ndim, ndim);
+        return error_argument("%s has %d dimensions: %d are accepted", tensors[tensor].field, t->ndim, ndim);
     const quern_dtype wanted = bytes                  ? QUERN_U8
                                : tensor == DA(kv_cmp) ? call->given[DA(kv)]->dtype
                                : call->operation == DSV4_ATTENTION && t->dtype != QUERN_U8 ? t->dtype
                                                                                            : call->like.dtype;
     if (t->dtype != wanted)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype %s: %s is accepted", tensors[tensor].field,
-                         quern_dtype_name(t->dtype), quern_dtype_name(wanted));
+        return error_argument("%s: dtype %s: %s is accepted", tensors[tensor].field,
+                              quern_dtype_name(t->dtype), quern_dtype_name(wanted));
     if (p->page > 0 && t->shape[0] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld pages: at most %d are accepted",
-                         tensors[tensor].field, (long long)t->shape[0], INT32_MAX);
+        return error_argument("%s has %lld pages: at most %d are accepted", tensors[tensor].field,
+                              (long long)t->shape[0], INT32_MAX);
     op_extents *x = &call->lead[lead];
     x->count = ndim - 1;
     x->extent[0] = p->page > 0 ? t->shape[0] : call->symbol[AS_B];
@@ -151,39 +121,21 @@ static quern_status derive_rows(op_call *call, int32_t tensor, int32_t lead)
 static quern_status derive_optional(op_call *call, bool varlen)
 {
     const quern_tensor *const *t = call->given;
-    const quern_dsv4_attention_params *p = &((const dsv4_attention_call *)call)->params;
+    const quern_dsv4_attention_params *p = op_params(call);
     int64_t *s = call->symbol;
-    const struct {
-        int32_t tensor, ndim;
-    } free_extents[] = {
-        {DA(idx), varlen ? 2 : 3}, {DA(cos_sin), 2}, {DA(kv_table), 2}, {DA(kv_cmp_table), 2}};
-    for (int i = 0; i < 4; i++) {
-        const int32_t x = free_extents[i].tensor;
-        if (op_uses(call, x) && t[x]->ndim != free_extents[i].ndim)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted",
-                             tensors[x].field, t[x]->ndim, free_extents[i].ndim);
-    }
-    s[AS_KV_COLUMNS] = op_uses(call, DA(kv_table)) ? t[DA(kv_table)]->shape[1] : 0;
-    s[AS_CMP_COLUMNS] = op_uses(call, DA(kv_cmp_table)) ? t[DA(kv_cmp_table)]->shape[1] : 0;
     if (s[AS_KV_COLUMNS] > INT32_MAX || s[AS_CMP_COLUMNS] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "page tables have %lld and %lld columns: at most %d each are accepted",
-                         (long long)s[AS_KV_COLUMNS], (long long)s[AS_CMP_COLUMNS], INT32_MAX);
+        return error_argument("page tables have %lld and %lld columns: at most %d each are accepted",
+                              (long long)s[AS_KV_COLUMNS], (long long)s[AS_CMP_COLUMNS], INT32_MAX);
     s[AS_S] = t[DA(kv_cmp)] == NULL ? 0
               : varlen              ? s[AS_T] / p->ratio
               : p->page > 0         ? s[AS_CMP_COLUMNS] * p->page
                                     : t[DA(kv_cmp)]->shape[1];
-    s[AS_K] = t[DA(idx)] != NULL ? t[DA(idx)]->shape[varlen ? 1 : 2] : 0;
-    s[AS_P] = t[DA(cos_sin)] != NULL ? t[DA(cos_sin)]->shape[0] : 0;
-    s[AS_ROPE] = t[DA(cos_sin)] != NULL ? t[DA(cos_sin)]->shape[1] : 0;
     if (s[AS_ROPE] % 2 != 0 || s[AS_ROPE] > s[AS_D])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
-                         (long long)s[AS_ROPE], (long long)s[AS_D]);
+        return error_argument("cos_sin has %lld columns: an even number up to the %lld channels is accepted",
+                              (long long)s[AS_ROPE], (long long)s[AS_D]);
     if ((s[AS_S] > INT32_MAX && p->page == 0) || s[AS_K] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld entries and lists of %lld: at most %d are accepted", (long long)s[AS_S],
-                         (long long)s[AS_K], INT32_MAX);
+        return error_argument("%lld entries and lists of %lld: at most %d are accepted", (long long)s[AS_S],
+                              (long long)s[AS_K], INT32_MAX);
     return QUERN_OK;
 }
 
@@ -191,32 +143,28 @@ static quern_status derive_optional(op_call *call, bool varlen)
  * query. */
 static quern_status check_start(const op_call *call, int64_t start, int64_t queries, int64_t raw)
 {
-    const bool pages = ((const dsv4_attention_call *)call)->params.page > 0;
+    const bool pages = PARAMS(call)->page > 0;
     const int64_t *s = call->symbol;
     if (start < 0 || (!pages && start + queries - raw < 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "query 0 stands at position %lld and raw row 0 at %lld: 0 or more is accepted",
-                         (long long)start, pages ? 0 : (long long)(start + queries - raw));
+        return error_argument("query 0 stands at position %lld and raw row 0 at %lld: 0 or more is accepted",
+                              (long long)start, pages ? 0 : (long long)(start + queries - raw));
     if (s[AS_ROPE] > 0 && queries > 0 && start + queries > s[AS_P])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "the last query stands at position %lld: cos_sin has positions 0 to %lld",
-                         (long long)(start + queries - 1), (long long)s[AS_P] - 1);
+        return error_argument("the last query stands at position %lld: cos_sin has positions 0 to %lld",
+                              (long long)(start + queries - 1), (long long)s[AS_P] - 1);
     return QUERN_OK;
 }
 
 /* Checks the queries' positions; resolves start_abs_pos. */
 static quern_status derive_positions(op_call *call, bool varlen)
 {
-    quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
+    quern_dsv4_attention_params *p = op_params(call);
     const int64_t *s = call->symbol;
     if (varlen && p->start_abs_pos > 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "start_abs_pos is %lld with cu_seqlens: 0 or -1 is accepted",
-                         (long long)p->start_abs_pos);
+        return error_argument("start_abs_pos is %lld with cu_seqlens: 0 or -1 is accepted",
+                              (long long)p->start_abs_pos);
     if (op_uses(call, DA(start_positions))) return QUERN_OK;
     if (p->page > 0 && p->start_abs_pos < 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "start_abs_pos is -1 with pages: a position, or start_positions, is accepted");
+        return error_argument("start_abs_pos is -1 with pages: a position, or start_positions, is accepted");
     p->start_abs_pos = varlen ? 0 : p->start_abs_pos >= 0 ? p->start_abs_pos : s[AS_N] - s[AS_T];
     return varlen ? QUERN_OK : check_start(call, p->start_abs_pos, s[AS_T], s[AS_N]);
 }
@@ -226,48 +174,36 @@ static quern_status derive(op_call *call)
     const bool varlen = call->varlen;
     const int32_t at = varlen ? 0 : 1;
     const quern_tensor *const *t = call->given;
-    quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
+    quern_dsv4_attention_params *p = op_params(call);
     int64_t *s = call->symbol;
-    if (t[DA(q)] == NULL || t[DA(kv)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         t[DA(q)] == NULL ? "q" : "kv");
-    call->like = *t[DA(q)];
-    quern_status status = op_check_activation(call, DA(q), at + 3);
-    if (status == QUERN_OK) status = view_check_head_dim("q", t[DA(q)]->shape[at + 2]);
+    quern_status status = view_check_head_dim("q", s[AS_D]);
     if (status == QUERN_OK) status = view_check_order(t[DA(q)], t[DA(o)]);
     if (status == QUERN_OK) status = op_find_batch(call, DA(cu_seqlens), t[DA(q)], &s[AS_B]);
     if (status != QUERN_OK) return status;
     if (p->ratio == 0) p->ratio = t[DA(idx)] != NULL ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
     s[AS_B1] = s[AS_B] + 1;
-    s[AS_T] = t[DA(q)]->shape[at];
-    s[AS_H] = t[DA(q)]->shape[at + 1];
-    s[AS_D] = t[DA(q)]->shape[at + 2];
     if (varlen && (p->format != QUERN_DSV4_ROWS || p->page > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "format is %s and page is %lld with cu_seqlens: rows and 0 are accepted",
-                         dsv4_formats[p->format], (long long)p->page);
+        return error_argument("format is %s and page is %lld with cu_seqlens: rows and 0 are accepted",
+                              dsv4_formats[p->format], (long long)p->page);
     if (p->format == QUERN_DSV4_ROW584 && s[AS_D] != ROW584_DIM)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld channels: format row584 takes %d",
-                         (long long)s[AS_D], ROW584_DIM);
+        return error_argument("q has %lld channels: format row584 takes %d", (long long)s[AS_D], ROW584_DIM);
     const int64_t bytes = dsv4_row_bytes(p->format, s[AS_D]);
     s[AS_ROW] = bytes == 0 ? s[AS_D] : bytes * (p->page > 0 ? p->page : 1);
     if ((status = derive_rows(call, DA(kv), 0)) != QUERN_OK) return status;
     if (t[DA(kv_cmp)] != NULL && (status = derive_rows(call, DA(kv_cmp), 1)) != QUERN_OK) return status;
     s[AS_N] = p->page > 0 ? 0 : t[DA(kv)]->shape[at];
     if (s[AS_H] < 1 || s[AS_H] > DSV4_HEADS_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: 1 to %d are accepted",
-                         (long long)s[AS_H], DSV4_HEADS_MOST);
+        return error_argument("q has %lld heads: 1 to %d are accepted", (long long)s[AS_H], DSV4_HEADS_MOST);
     if (s[AS_T] > INT32_MAX || s[AS_N] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld queries and %lld raw rows: at most %d each are accepted", (long long)s[AS_T],
-                         (long long)s[AS_N], INT32_MAX);
+        return error_argument("%lld queries and %lld raw rows: at most %d each are accepted",
+                              (long long)s[AS_T], (long long)s[AS_N], INT32_MAX);
     status = derive_optional(call, varlen);
     return status == QUERN_OK ? derive_positions(call, varlen) : status;
 }
 
 static quern_status check_sequence(const op_call *call, void *const *data, int64_t b)
 {
-    const quern_dsv4_attention_params *p = &((const dsv4_attention_call *)call)->params;
+    const quern_dsv4_attention_params *p = op_params(call);
     const int64_t *s = call->symbol, queries = s[AS_T];
     const int32_t *starts = data[DA(start_positions)];
     const int64_t start = call->alignment[DA(start_positions)] > 0 ? starts[b] : p->start_abs_pos;
@@ -297,22 +233,19 @@ static quern_status check_data(const op_call *call, void *const *data)
     status = view_check_offsets(cu, s[AS_B], "cu_seqlens", s[AS_T]);
     for (int64_t b = 0; b < s[AS_B] && status == QUERN_OK && s[AS_ROPE] > 0; b++)
         if (cu[b + 1] - cu[b] > s[AS_P])
-            status = error_set(QUERN_ERR_INVALID_ARGUMENT,
-                               "sequence %lld has %d tokens: cos_sin has positions 0 to %lld", (long long)b,
-                               cu[b + 1] - cu[b], (long long)s[AS_P] - 1);
+            status = error_argument("sequence %lld has %d tokens: cos_sin has positions 0 to %lld",
+                                    (long long)b, cu[b + 1] - cu[b], (long long)s[AS_P] - 1);
     return status;
 }
 
 const op_family dsv4_attention_family = {
-    OP_TABLES(dsv4_attention_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_dsv4_attention_params, QUERN_DSV4_ATTENTION_PARAMS_INIT, OP_STEP_BYTES(attend_mqa)),
     .first = QUERN_OP_DSV4_ATTENTION,
     .varlen_by = DA(cu_seqlens),
-    .defaults = &defaults,
-    .params_init = "QUERN_DSV4_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_ATTENTION_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .build = dsv4_attention_build,

@@ -60,8 +60,10 @@ typedef struct dsv4_compress_call {
 } dsv4_compress_call;
 
 extern const op_family dsv4_compress_family;
-/* An append has them, too. */
-extern const quern_dsv4_compress_params dsv4_compress_defaults;
+/* An append has them, too; of the parameters the first ones. */
+enum { DSV4_COMPRESS_PARAMS = 12, DSV4_APPEND_PARAMS = 9 };
+extern const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS];
+extern const char dsv4_compress_symbols[];
 extern const dsv4_weight_row dsv4_compress_weights[2];
 
 /* In compress.c. */
@@ -83,12 +85,6 @@ quern_status dsv4_append_derive(op_call *call, const quern_dsv4_compress_params 
 quern_tensor dsv4_append_projection(op_build *b, bool index, dsv4_weight_given *weight);
 
 /* ---- the indexer ---- */
-
-typedef struct dsv4_index_call {
-    op_call head;
-    quern_dsv4_index_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(indexer)];
-} dsv4_index_call;
 
 extern const op_family dsv4_index_family;
 
@@ -117,24 +113,12 @@ typedef enum dsv4_attention_symbol {
 } dsv4_attention_symbol;
 enum { AS_KV = OP_LEAD, AS_KV_CMP = OP_LEAD + 1 };
 
-typedef struct dsv4_attention_call {
-    op_call head;
-    quern_dsv4_attention_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(attend_mqa)];
-} dsv4_attention_call;
-
 extern const op_family dsv4_attention_family;
 
 /* In attention.c. */
 void dsv4_attention_build(op_build *b);
 
 /* ---- rows of a cache ---- */
-
-typedef struct dsv4_store_call {
-    op_call head;
-    quern_dsv4_store_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(store_rows)];
-} dsv4_store_call;
 
 extern const op_family dsv4_store_family;
 

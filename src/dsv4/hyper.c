@@ -13,12 +13,6 @@ enum { FORWARD, BACKWARD, OPS };
 enum { HS_T = 1, HS_N, HS_D, HS_J, HS_ND, HS_PARTS };
 enum { COPIES_MOST = 8, ITERS = 20, ITERS_MOST = 64 };
 
-typedef struct hyper_call {
-    op_call head;
-    quern_dsv4_hyper_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(hyper)];
-} hyper_call;
-
 #define H(field) OP_TENSOR(quern_dsv4_hyper_tensors, field)
 static const op_tensor tensors[] = {
     {"x", "x", OP_ACTIVATION, OP_NONE, {HS_T, HS_N, HS_D}, {0}},
@@ -49,24 +43,15 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_hyper_tensors),
                "a row a tensor");
 
-#define AT(member) offsetof(quern_dsv4_hyper_params, member)
+#define FIELD(member) OP_FIELD(quern_dsv4_hyper_params, member)
 static const op_param params[] = {
-    {"iters", AT(iters), OP_INTEGER, 0, ITERS_MOST, NULL, "normalisations of comb's columns; 0: 20"},
-    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the weights, hc_eps; 0: 1e-6"},
-    {"rms_eps", AT(rms_eps), OP_POSITIVE, 0, 0, NULL, "added to the mean squares; 0: 1e-6"},
-    {"head", AT(head), OP_FLAG, 0, 1, NULL, "the end of a model: h alone"},
+    {FIELD(iters), OP_INTEGER, 0, ITERS_MOST, NULL, "normalisations of comb's columns; 0: 20"},
+    {FIELD(eps), OP_POSITIVE, 0, 0, NULL, "of the weights, hc_eps; 0: 1e-6"},
+    {FIELD(rms_eps), OP_POSITIVE, 0, 0, NULL, "added to the mean squares; 0: 1e-6"},
+    {FIELD(head), OP_FLAG, 0, 1, NULL, "the end of a model: h alone"},
 };
-#undef AT
-static const quern_dsv4_hyper_params defaults = QUERN_DSV4_HYPER_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_hyper", "dsv4_hyper_backward"};
-static const char *const symbols[] = {"",
-                                      [HS_T] = "T",
-                                      [HS_N] = "n",
-                                      [HS_D] = "Dm",
-                                      [HS_J] = "n*(n+2)|n",
-                                      [HS_ND] = "n*Dm",
-                                      [HS_PARTS] = "3|1",
-                                      NULL};
+static const char symbols[] = "T n Dm n*(n+2)|n n*Dm 3|1";
 static const op_entry ops[] = {
     {.name = "v4-hyper",
      .help = "DeepSeek-V4's hyper-connections: a sub-layer's input of n copies, with f also the copies after "
@@ -75,14 +60,11 @@ static const op_entry ops[] = {
      .backward = BACKWARD},
 };
 
-static quern_dsv4_hyper_params *params_of(const op_call *call)
-{
-    return &((hyper_call *)(uintptr_t)call)->params;
-}
+#define PARAMS(call) ((quern_dsv4_hyper_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    quern_dsv4_hyper_params *p = params_of(call);
+    quern_dsv4_hyper_params *p = op_params(call);
     if (p->iters == 0) p->iters = ITERS;
     if (p->eps == 0.0f) p->eps = 1e-6f;
     if (p->rms_eps == 0.0f) p->rms_eps = 1e-6f;
@@ -91,72 +73,55 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    const bool backward = call->operation == BACKWARD, head = params_of(call)->head;
+    const bool backward = call->operation == BACKWARD, head = PARAMS(call)->head;
     const quern_tensor *const *t = call->given;
     const bool handed = t[H(pre_in)] != NULL, with_f = !head && t[H(f)] != NULL;
-    const uint8_t mix = head && handed ? OP_REFUSED : OP_NEEDED;
+    /* Of results, and of their gradients: what the other pass does with them. */
+    const op_role result = backward ? OP_UNUSED : OP_OPTIONAL_RESULT,
+                  given = backward ? OP_OPTIONAL : OP_UNUSED;
+    const char *beside_f = head ? ": head makes h alone" : ": it stands beside f",
+               *beside_pre = head ? ": head makes h alone" : ": it stands beside pre_in";
     uint8_t *r = call->role;
     r[H(x)] = r[H(norm_weight)] = OP_NEEDED;
-    r[H(fn)] = r[H(base)] = r[H(scale)] = mix;
-    r[H(f)] = head ? OP_REFUSED : OP_OPTIONAL;
+    op_allow_all(call, H(fn), H(scale), !head || !handed, OP_NEEDED, ": head with pre_in takes no weights");
+    op_allow(call, H(f), !head, OP_OPTIONAL, beside_f);
     r[H(pre_in)] = OP_OPTIONAL;
     r[H(h)] = backward ? OP_UNUSED : OP_RESULT;
-    r[H(pre)] = backward ? OP_UNUSED : head || !handed ? OP_REFUSED : OP_OPTIONAL_RESULT;
-    r[H(post)] = r[H(comb)] = backward ? OP_UNUSED : head ? OP_REFUSED : OP_OPTIONAL_RESULT;
-    r[H(x_new)] = backward ? OP_UNUSED : with_f ? OP_RESULT : OP_REFUSED;
-    r[H(d_h)] = backward ? OP_OPTIONAL : OP_UNUSED;
-    r[H(d_pre)] = !backward ? OP_UNUSED : head || !handed ? OP_REFUSED : OP_OPTIONAL;
-    r[H(d_post)] = r[H(d_comb)] = !backward ? OP_UNUSED : head ? OP_REFUSED : OP_OPTIONAL;
-    r[H(d_new)] = !backward ? OP_UNUSED : with_f ? OP_OPTIONAL : OP_REFUSED;
+    op_allow(call, H(pre), backward || (!head && handed), result, beside_pre);
+    op_allow_all(call, H(post), H(comb), backward || !head, result, beside_f);
+    op_allow(call, H(x_new), backward || with_f, backward ? OP_UNUSED : OP_RESULT, beside_f);
+    r[H(d_h)] = (uint8_t)given;
+    op_allow(call, H(d_pre), !backward || (!head && handed), given, beside_pre);
+    op_allow_all(call, H(d_post), H(d_comb), !backward || !head, given, beside_f);
+    op_allow(call, H(d_new), !backward || with_f, given, beside_f);
     r[H(d_x)] = backward ? OP_RESULT : OP_UNUSED;
-    for (int i = H(d_fn); i <= H(d_pre_in); i++)
-        r[i] = !backward                           ? OP_UNUSED
-               : t[tensors[i].gradient_of] == NULL ? OP_SOURCE_MISSING
-                                                   : OP_OPTIONAL_RESULT;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)text;
-    if (tensor >= H(fn) && tensor <= H(scale)) return ": head with pre_in takes no weights";
-    if (params_of(call)->head) return ": head makes h alone";
-    return tensor == H(pre) || tensor == H(d_pre) ? ": it stands beside pre_in" : ": it stands beside f";
+    op_gradient_roles(call, H(d_fn), H(d_pre_in), backward);
 }
 
 static quern_status derive(op_call *call)
 {
     static const int32_t of_results[] = {H(d_h), H(d_pre), H(d_post), H(d_comb), H(d_new)};
-    const quern_tensor *x = call->given[H(x)];
-    const bool head = params_of(call)->head;
+    const bool head = PARAMS(call)->head;
     int64_t *s = call->symbol;
-    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    call->like = *x;
-    const quern_status status = op_check_activation(call, H(x), 3);
-    if (status != QUERN_OK) return status;
-    s[HS_T] = x->shape[0];
-    s[HS_N] = x->shape[1];
-    s[HS_D] = x->shape[2];
     if (s[HS_N] < 1 || s[HS_N] > COPIES_MOST || s[HS_D] < 1 || s[HS_D] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x has %lld copies of %lld channels: 1 to %d copies of 1 to %d are accepted",
-                         (long long)s[HS_N], (long long)s[HS_D], COPIES_MOST, INT32_MAX);
+        return error_argument("x has %lld copies of %lld channels: 1 to %d copies of 1 to %d are accepted",
+                              (long long)s[HS_N], (long long)s[HS_D], COPIES_MOST, INT32_MAX);
     if (s[HS_T] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld tokens: at most %d are accepted",
-                         (long long)s[HS_T], INT32_MAX);
+        return error_argument("x has %lld tokens: at most %d are accepted", (long long)s[HS_T], INT32_MAX);
     s[HS_J] = head ? s[HS_N] : s[HS_N] * (s[HS_N] + 2);
     s[HS_ND] = s[HS_N] * s[HS_D];
     s[HS_PARTS] = head ? 1 : 3;
     if (call->operation == BACKWARD &&
         op_first_used(call, of_results, sizeof of_results / sizeof *of_results) == OP_NONE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "d_h, d_pre, d_post, d_comb and d_new are NULL: at least one of them is accepted");
+        return error_argument(
+            "d_h, d_pre, d_post, d_comb and d_new are NULL: at least one of them is accepted");
     return QUERN_OK;
 }
 
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_dsv4_hyper_params *p = params_of(call);
+    const quern_dsv4_hyper_params *p = op_params(call);
     hyper_args *args = call->operation == FORWARD ? OP_ADD(b, hyper_forward) : OP_ADD(b, hyper_backward);
     *args = (hyper_args){.head = p->head,
                          .iterations = p->iters,
@@ -189,14 +154,12 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_hyper_family = {
-    OP_TABLES(hyper_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_dsv4_hyper_params, QUERN_DSV4_HYPER_PARAMS_INIT, OP_STEP_BYTES(hyper)),
     .first = QUERN_OP_DSV4_HYPER,
-    .defaults = &defaults,
-    .params_init = "QUERN_DSV4_HYPER_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_HYPER_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .build = build,
 };

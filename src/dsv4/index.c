@@ -24,29 +24,18 @@ _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_in
                "a row a tensor");
 
 static const char *const product_words[] = {"exact", "fp8", NULL};
-#define AT(member) offsetof(quern_dsv4_index_params, member)
+#define FIELD(member) OP_FIELD(quern_dsv4_index_params, member)
 static const op_param params[] = {
-    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
-    {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "entries kept; 0: 512"},
-    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
-    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of k_I"},
-    {"page", AT(page), OP_INTEGER, 0, INDEX_PAGE_MOST, NULL, "slots of a page of k_I; 0: contiguous"},
-    {"products", AT(products), OP_CHOICE, 0, QUERN_DSV4_INDEX_FP8, product_words,
+    {FIELD(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
+    {FIELD(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "entries kept; 0: 512"},
+    {FIELD(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
+    {FIELD(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of k_I"},
+    {FIELD(page), OP_INTEGER, 0, INDEX_PAGE_MOST, NULL, "slots of a page of k_I; 0: contiguous"},
+    {FIELD(products), OP_CHOICE, 0, QUERN_DSV4_INDEX_FP8, product_words,
      "of q_I and k_I; fp8: each head of q_I is rounded as a row of fp8"},
 };
-#undef AT
-static const quern_dsv4_index_params defaults = QUERN_DSV4_INDEX_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_index"};
-static const char *const symbols[] = {"",
-                                      [IS_B] = "B",
-                                      [IS_T] = "T",
-                                      [IS_H] = "Hi",
-                                      [IS_C] = "C_I",
-                                      [IS_S] = "S",
-                                      [IS_ROW] = "C_I|bytes",
-                                      [IS_K] = "k",
-                                      [IS_COLUMNS] = "columns",
-                                      NULL};
+static const char symbols[] = "B T Hi C_I S C_I|bytes k columns";
 static const int8_t scores_alone[] = {DI(scores), OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-index",
@@ -58,7 +47,7 @@ static const op_entry ops[] = {
 
 static quern_status check_params(op_call *call)
 {
-    quern_dsv4_index_params *p = &((dsv4_index_call *)call)->params;
+    quern_dsv4_index_params *p = op_params(call);
     if (p->ratio == 0) p->ratio = DSV4_CSA_RATIO;
     if (p->top_k == 0) p->top_k = DSV4_TOP_K;
     return QUERN_OK;
@@ -66,42 +55,30 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
+    const quern_dsv4_index_params *p = op_params(call);
     for (int i = 0; i < OP_TENSOR_COUNT(quern_dsv4_index_tensors); i++)
         call->role[i] = i <= DI(w) ? OP_NEEDED : i == DI(scores) ? OP_OPTIONAL_RESULT : OP_RESULT;
     call->role[DI(start_positions)] = OP_OPTIONAL;
-    call->role[DI(k_table)] = ((const dsv4_index_call *)call)->params.page > 0 ? OP_NEEDED : OP_REFUSED;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)tensor, (void)text;
-    return ": it stands beside a page of 1 slot or more";
+    op_allow(call, DI(k_table), p->page > 0, OP_NEEDED, ": it stands beside a page of 1 slot or more");
 }
 
 /* The keys: rows of one sequence after the other, or a pool. */
 static quern_status derive_keys(op_call *call)
 {
-    const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
+    const quern_dsv4_index_params *p = op_params(call);
     const quern_tensor *k = call->given[DI(k)], *table = call->given[DI(k_table)];
     const bool bytes = p->key_format != QUERN_DSV4_ROWS, pages = p->page > 0;
     const int32_t ndim = pages && bytes ? 2 : 3;
     const bool fp8 = p->key_format == QUERN_DSV4_FP8 || p->key_format == QUERN_DSV4_FP8_POWER;
     int64_t *s = call->symbol;
     if (p->products == QUERN_DSV4_INDEX_FP8 && !fp8)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "products is fp8: beside key_format fp8 or fp8-power it is accepted");
-    if (k->ndim != ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has %d dimensions: %d are accepted", k->ndim, ndim);
+        return error_argument("products is fp8: beside key_format fp8 or fp8-power it is accepted");
+    if (k->ndim != ndim) return error_argument("k has %d dimensions: %d are accepted", k->ndim, ndim);
     const quern_status status = dsv4_check_stored(call, DI(k), p->key_format);
     if (status != QUERN_OK) return status;
-    if (pages && (table == NULL || table->ndim != 2))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_table is %s: with pages i32 [B, columns] is accepted",
-                         table == NULL ? "NULL" : "of another shape");
     if (pages && (k->shape[0] > INT32_MAX || table->shape[1] > INT32_MAX))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "k has %lld pages and k_table %lld columns: at most %d are accepted",
-                         (long long)k->shape[0], (long long)table->shape[1], INT32_MAX);
-    s[IS_COLUMNS] = pages ? table->shape[1] : 0;
+        return error_argument("k has %lld pages and k_table %lld columns: at most %d are accepted",
+                              (long long)k->shape[0], (long long)table->shape[1], INT32_MAX);
     s[IS_S] = pages ? s[IS_COLUMNS] * p->page : k->shape[1];
     s[IS_ROW] = bytes ? dsv4_row_bytes(p->key_format, s[IS_C]) * (pages ? p->page : 1) : s[IS_C];
     call->lead[0] = (op_extents){ndim - 1, {pages ? k->shape[0] : s[IS_B], pages ? p->page : s[IS_S]}};
@@ -110,29 +87,17 @@ static quern_status derive_keys(op_call *call)
 
 static quern_status derive(op_call *call)
 {
-    const quern_tensor *const *t = call->given;
-    const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
-    const quern_tensor *q = t[DI(q)], *k = t[DI(k)];
+    const quern_dsv4_index_params *p = op_params(call);
     int64_t *s = call->symbol;
-    if (q == NULL || k == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", q == NULL ? "q" : "k");
-    call->like = *q;
-    quern_status status = op_check_activation(call, DI(q), 4);
-    if (status != QUERN_OK) return status;
-    s[IS_B] = q->shape[0];
-    s[IS_T] = q->shape[1];
-    s[IS_H] = q->shape[2];
-    s[IS_C] = q->shape[3];
+    quern_status status;
     s[IS_K] = p->top_k;
     const int64_t width_step = p->key_format == QUERN_DSV4_FP4 ? INDEX_FP4_BLOCK : 8;
     if (s[IS_C] < width_step || s[IS_C] > DSV4_INDEX_WIDTH_MOST || s[IS_C] % width_step != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "q has %lld channels: a multiple of %lld up to %d is accepted", (long long)s[IS_C],
-                         (long long)width_step, DSV4_INDEX_WIDTH_MOST);
+        return error_argument("q has %lld channels: a multiple of %lld up to %d is accepted",
+                              (long long)s[IS_C], (long long)width_step, DSV4_INDEX_WIDTH_MOST);
     if ((status = derive_keys(call)) != QUERN_OK) return status;
     if (s[IS_H] < 1 || s[IS_H] > INT32_MAX || s[IS_T] > INT32_MAX || (s[IS_S] > INT32_MAX && p->page == 0))
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "%lld heads, %lld queries and %lld entries: 1 to %d heads and as many of the others are accepted",
             (long long)s[IS_H], (long long)s[IS_T], (long long)s[IS_S], INT32_MAX);
     return QUERN_OK;
@@ -141,12 +106,12 @@ static quern_status derive(op_call *call)
 /* Checks that the pages of a sequence's entries are in the pool. */
 static quern_status check_pages(const op_call *call, const int32_t *table, int64_t b, int64_t start)
 {
-    const dsv4_index_call *c = (const dsv4_index_call *)call;
-    const int64_t entries = (start + call->symbol[IS_T]) / c->params.ratio, page = c->params.page,
+    const quern_dsv4_index_params *p = op_params(call);
+    const int64_t entries = (start + call->symbol[IS_T]) / p->ratio, page = p->page,
                   columns = (entries + page - 1) / page;
     if (entries > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld has %lld entries: %d are accepted",
-                         (long long)b, (long long)entries, INT32_MAX);
+        return error_argument("sequence %lld has %lld entries: %d are accepted", (long long)b,
+                              (long long)entries, INT32_MAX);
     const op_tensor *name = &tensors[DI(k_table)];
     return dsv4_check_pages(name, &OP_FIND(call, indexer)->table, table, b, 0, columns,
                             call->lead[0].extent[0]);
@@ -154,18 +119,16 @@ static quern_status check_pages(const op_call *call, const int32_t *table, int64
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const dsv4_index_call *c = (const dsv4_index_call *)call;
+    const quern_dsv4_index_params *p = op_params(call);
     const bool given = call->alignment[DI(start_positions)] > 0;
     const int32_t *starts = data[DI(start_positions)];
     quern_status status = QUERN_OK;
     for (int64_t b = 0; b < call->symbol[IS_B] && status == QUERN_OK; b++) {
-        const int64_t start = given ? starts[b] : c->params.start_abs_pos;
+        const int64_t start = given ? starts[b] : p->start_abs_pos;
         if (start < 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "start_positions[%lld] is %lld: 0 or more is accepted", (long long)b,
-                             (long long)start);
-        if (c->params.page > 0 && call->symbol[IS_T] > 0)
-            status = check_pages(call, data[DI(k_table)], b, start);
+            return error_argument("start_positions[%lld] is %lld: 0 or more is accepted", (long long)b,
+                                  (long long)start);
+        if (p->page > 0 && call->symbol[IS_T] > 0) status = check_pages(call, data[DI(k_table)], b, start);
     }
     return status;
 }
@@ -173,7 +136,7 @@ static quern_status check_data(const op_call *call, void *const *data)
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
+    const quern_dsv4_index_params *p = op_params(call);
     const double channels = (double)call->symbol[IS_C], heads = (double)call->symbol[IS_H];
     *OP_ADD(b, indexer) = (indexer_args){.ratio = p->ratio,
                                          .position = p->start_abs_pos,
@@ -192,14 +155,12 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_index_family = {
-    OP_TABLES(dsv4_index_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_dsv4_index_params, QUERN_DSV4_INDEX_PARAMS_INIT, OP_STEP_BYTES(indexer)),
     .first = QUERN_OP_DSV4_INDEX,
-    .defaults = &defaults,
-    .params_init = "QUERN_DSV4_INDEX_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_INDEX_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .build = build,

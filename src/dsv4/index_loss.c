@@ -10,12 +10,6 @@
 enum { LS_B = 1, LS_T, LS_HI, LS_C, LS_S, LS_H, LS_D, LS_K };
 enum { WIDTH_STEP = 8, HEAD_DIM_MOST = 512 };
 
-typedef struct loss_call {
-    op_call head;
-    quern_dsv4_index_loss_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(indexer_loss)];
-} loss_call;
-
 #define L(field) OP_TENSOR(quern_dsv4_index_loss_tensors, field)
 static const op_tensor tensors[] = {
     {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {LS_B, LS_T, LS_HI, LS_C}, {0}},
@@ -35,18 +29,14 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_index_loss_tensors),
                "a row a tensor");
 
-#define AT(member) offsetof(quern_dsv4_index_loss_params, member)
+#define FIELD(member) OP_FIELD(quern_dsv4_index_loss_params, member)
 static const op_param params[] = {
-    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
-    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
-    {"lambda", AT(lambda), OP_NUMBER, 0, 0, NULL, "the loss's factor"},
+    {FIELD(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
+    {FIELD(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
+    {FIELD(lambda), OP_NUMBER, 0, 0, NULL, "the loss's factor"},
 };
-#undef AT
-static const quern_dsv4_index_loss_params defaults = QUERN_DSV4_INDEX_LOSS_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_index_loss"};
-static const char *const symbols[] = {
-    "",           [LS_B] = "B", [LS_T] = "T", [LS_HI] = "Hi", [LS_C] = "C_I",
-    [LS_S] = "S", [LS_H] = "H", [LS_D] = "D", [LS_K] = "k",   NULL};
+static const char symbols[] = "B T Hi C_I S H D k";
 static const op_entry ops[] = {
     {.name = "v4-index-loss",
      .help = "the loss of DeepSeek-V4's indexer against attention's weights over the entries, and its "
@@ -55,7 +45,7 @@ static const op_entry ops[] = {
 
 static quern_status check_params(op_call *call)
 {
-    quern_dsv4_index_loss_params *p = &((loss_call *)call)->params;
+    quern_dsv4_index_loss_params *p = op_params(call);
     if (p->ratio == 0) p->ratio = DSV4_CSA_RATIO;
     return QUERN_OK;
 }
@@ -71,53 +61,30 @@ static void roles(op_call *call)
 static quern_status check_width(const char *name, int64_t width, int64_t most)
 {
     if (width >= WIDTH_STEP && width <= most && width % WIDTH_STEP == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s has %lld channels: a multiple of %d up to %lld is accepted", name, (long long)width,
-                     WIDTH_STEP, (long long)most);
+    return error_argument("%s has %lld channels: a multiple of %d up to %lld is accepted", name,
+                          (long long)width, WIDTH_STEP, (long long)most);
 }
 
 static quern_status derive(op_call *call)
 {
-    static const struct {
-        int32_t tensor, ndim;
-    } free_extents[] = {{L(q_index), 4}, {L(k_index), 3}, {L(q), 4}};
-    const quern_tensor *const *t = call->given;
-    int64_t *s = call->symbol;
-    quern_status status = QUERN_OK;
-    for (int i = L(q_index); i <= L(lse_win); i++)
-        if (t[i] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
-    call->like = *t[L(q_index)];
-    for (int i = 0; i < 3 && status == QUERN_OK; i++)
-        status = op_check_activation(call, free_extents[i].tensor, free_extents[i].ndim);
-    if (status == QUERN_OK && t[L(idx)] != NULL) status = op_check_kind(call, L(idx), 3);
-    if (status != QUERN_OK) return status;
-    s[LS_B] = t[L(q_index)]->shape[0];
-    s[LS_T] = t[L(q_index)]->shape[1];
-    s[LS_HI] = t[L(q_index)]->shape[2];
-    s[LS_C] = t[L(q_index)]->shape[3];
-    s[LS_S] = t[L(k_index)]->shape[1];
-    s[LS_H] = t[L(q)]->shape[2];
-    s[LS_D] = t[L(q)]->shape[3];
-    s[LS_K] = t[L(idx)] != NULL ? t[L(idx)]->shape[2] : 0;
+    const int64_t *s = call->symbol;
+    quern_status status;
     if ((status = check_width("q_index", s[LS_C], DSV4_INDEX_WIDTH_MOST)) != QUERN_OK ||
         (status = check_width("q", s[LS_D], HEAD_DIM_MOST)) != QUERN_OK)
         return status;
     if (s[LS_HI] < 1 || s[LS_HI] > DSV4_HEADS_MOST || s[LS_H] < 1 || s[LS_H] > DSV4_HEADS_MOST ||
         s[LS_T] > INT32_MAX || s[LS_S] > INT32_MAX || s[LS_K] > INT32_MAX)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "%lld index heads, %lld heads, %lld queries and %lld entries: 1 to %d heads of both and "
-            "up to %d of the others are accepted",
-            (long long)s[LS_HI], (long long)s[LS_H], (long long)s[LS_T], (long long)s[LS_S], DSV4_HEADS_MOST,
-            INT32_MAX);
+        return error_argument("%lld index heads, %lld heads, %lld queries and %lld entries: 1 to %d heads of "
+                              "both and up to %d of the others are accepted",
+                              (long long)s[LS_HI], (long long)s[LS_H], (long long)s[LS_T], (long long)s[LS_S],
+                              DSV4_HEADS_MOST, INT32_MAX);
     return QUERN_OK;
 }
 
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_dsv4_index_loss_params *p = &((const loss_call *)call)->params;
+    const quern_dsv4_index_loss_params *p = op_params(call);
     const int64_t *s = call->symbol;
     *OP_ADD(b, indexer_loss) =
         (indexer_loss_args){.ratio = p->ratio,
@@ -141,10 +108,9 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_index_loss_family = {
-    OP_TABLES(loss_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_dsv4_index_loss_params, QUERN_DSV4_INDEX_LOSS_PARAMS_INIT, OP_STEP_BYTES(indexer_loss)),
     .first = QUERN_OP_DSV4_INDEX_LOSS,
-    .defaults = &defaults,
-    .params_init = "QUERN_DSV4_INDEX_LOSS_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_INDEX_LOSS_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,

@@ -58,9 +58,10 @@ enum {
 };
 #define LEAD_OF(lead) ((lead)-OP_LEAD)
 
+/* A layer's parameters are the first of a step's. */
 typedef struct dsv4_layer_call {
     op_call head;
-    quern_dsv4_layer_params params;
+    quern_dsv4_layer_step_params params;
     dsv4_weight_given weights[2]; /* the compressor's, the indexer's */
 } dsv4_layer_call;
 
@@ -80,18 +81,16 @@ typedef struct layer_whole_call {
 enum {
     LAYER_GROUPS_BESIDE = 8,   /* products that a step may have in place of a loop */
     LAYER_TOKENS_BESIDE = 512, /* of a step whose stages run beside each other */
-    LAYER_STEP_BYTES = (14 + LAYER_GROUPS_BESIDE) * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES +
-                       9 * OP_STEP_BYTES(permute) +
-                       5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
-                       10 * OP_STEP_BYTES(copy_rows) + 7 * OP_STEP_BYTES(copy_pages) +
-                       3 * OP_STEP_BYTES(store_rows) + OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) +
-                       OP_STEP_BYTES(attend_mqa) + OP_STEP_BYTES(step_tokens) + OP_STEP_BYTES(step_places) +
-                       10 * OP_STEP_BYTES(clear_rows) +
-                       3 * sizeof(int64_t) /* by which views of a product move */
+    LAYER_STEP_BYTES =
+        (14 + LAYER_GROUPS_BESIDE) * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES +
+        9 * OP_STEP_BYTES(permute) + 5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
+        10 * OP_STEP_BYTES(copy_rows) + 7 * OP_STEP_BYTES(copy_pages) + 3 * OP_STEP_BYTES(store_rows) +
+        OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) + OP_STEP_BYTES(attend_mqa) +
+        OP_STEP_BYTES(step_tokens) + OP_STEP_BYTES(step_places) + 10 * OP_STEP_BYTES(clear_rows) +
+        3 * sizeof(int64_t) /* by which views of a product move */
 };
 typedef struct layer_step_call {
     dsv4_layer_call call;
-    quern_dsv4_layer_step_params params; /* the caller's; what the layer's parts read is in `call` */
     _Alignas(op_step) char program[LAYER_STEP_BYTES];
 } layer_step_call;
 
@@ -101,10 +100,13 @@ typedef struct layer_step_call {
 
 extern const op_family dsv4_layer_family, dsv4_layer_step_family, dsv4_layer_pack_family;
 extern const char *const layer_kinds[];
+/* A layer has the first of a step's parameters. */
+enum { LAYER_PARAMS = 4, LAYER_STEP_PARAMS = 6 };
+extern const op_param layer_param_rows[LAYER_STEP_PARAMS];
 
 /* ---- in layer_schema.c: what both kinds of calls share ---- */
 
-void layer_resolve(quern_dsv4_layer_params *p);
+void layer_resolve(quern_dsv4_layer_step_params *p);
 /* Where the compressor's and the indexer's weights stand among a call's tensors. */
 const dsv4_weight_row *layer_weights(const op_call *call);
 extern const dsv4_weight_row layer_step_weights[2];
@@ -137,7 +139,7 @@ int64_t layer_ring_of(bool csa, int64_t width, int64_t floats);
 
 /* ---- views ---- */
 
-static inline const quern_dsv4_layer_params *layer_params(const op_build *b)
+static inline const quern_dsv4_layer_step_params *layer_params(const op_build *b)
 {
     return &((const dsv4_layer_call *)b->call)->params;
 }

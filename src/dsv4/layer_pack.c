@@ -29,17 +29,13 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_pack_tensors),
                "a row a tensor");
 
-#define AT(member) offsetof(quern_dsv4_layer_pack_params, member)
+#define FIELD(member) OP_FIELD(quern_dsv4_layer_pack_params, member)
 static const op_param params[] = {
-    {"tokens", AT(tokens), OP_INTEGER, 0, INT32_MAX, NULL, "of the sequence"},
-    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL,
-     "tokens of an entry; 0: 4 with keys, else 128"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats,
-     "of raw rows and entries: rows, row584"},
-    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of the indexer's keys"},
+    {FIELD(tokens), OP_INTEGER, 0, INT32_MAX, NULL, "of the sequence"},
+    {FIELD(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4 with keys, else 128"},
+    {FIELD(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of raw rows and entries: rows, row584"},
+    {FIELD(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of the indexer's keys"},
 };
-#undef AT
-static const quern_dsv4_layer_pack_params defaults = QUERN_DSV4_LAYER_PACK_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_layer_pack", "dsv4_layer_unpack"};
 static const op_entry ops[] = {
     {.name = "v4-layer-pack",
@@ -47,59 +43,37 @@ static const op_entry ops[] = {
      .forward = PACK},
     {.name = "v4-layer-unpack", .help = "such bytes into pages and a slot", .forward = UNPACK},
 };
-static const char *const symbols[] = {"",
-                                      [PS_ONE] = "1",
-                                      [PS_COLUMNS] = "columns",
-                                      [PS_SLOTS] = "slots",
-                                      [PS_FLOATS] = "floats",
-                                      [PS_INDEX_FLOATS] = "index_floats",
-                                      [PS_PACKED] = "bytes",
-                                      NULL};
+static const char symbols[] = "1 columns slots floats index_floats bytes";
 static const char *const leads[] = {
     "", "",  "raw_pages ring D|584", "pages page D|pages page*584", "pages page C_I|pages page*bytes",
     "", NULL};
 
-typedef struct pack_call {
-    op_call head;
-    quern_dsv4_layer_pack_params params;
-    _Alignas(op_step) char program[PARTS * OP_STEP_BYTES(pack_rows)];
-} pack_call;
-
-static pack_call *call_of(const op_call *call)
-{
-    return (pack_call *)(uintptr_t)call;
-}
+#define PARAMS(call) ((quern_dsv4_layer_pack_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    const quern_dsv4_format format = call_of(call)->params.format;
+    const quern_dsv4_format format = PARAMS(call)->format;
     if (format == QUERN_DSV4_ROWS || format == QUERN_DSV4_ROW584) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows or row584 is accepted",
-                     dsv4_formats[format]);
+    return error_argument("format is %s: rows or row584 is accepted", dsv4_formats[format]);
 }
 
 static void roles(op_call *call)
 {
     const bool unpack = call->operation == UNPACK, entries = call->given[DLP(entries)] != NULL,
                keys = entries && call->given[DLP(keys)] != NULL;
-    const uint8_t pool = unpack ? OP_UPDATED : OP_NEEDED;
+    const op_role pool = unpack ? OP_UPDATED : OP_NEEDED;
+    const char *beside_entries = ": without entries NULL is accepted";
     uint8_t *r = call->role;
-    r[DLP(raw)] = pool;
+    r[DLP(raw)] = (uint8_t)pool;
     r[DLP(raw_table)] = OP_NEEDED;
-    r[DLP(entries)] = entries ? pool : OP_OPTIONAL;
-    r[DLP(states)] = r[DLP(merged)] = entries ? pool : OP_REFUSED;
-    r[DLP(entries_table)] = r[DLP(slot)] = entries ? OP_NEEDED : OP_REFUSED;
-    r[DLP(keys)] = keys ? pool : entries ? OP_OPTIONAL : OP_REFUSED;
-    r[DLP(indexer_states)] = r[DLP(indexer_merged)] = keys ? pool : OP_REFUSED;
+    r[DLP(entries)] = (uint8_t)(entries ? pool : OP_OPTIONAL);
+    op_allow_all(call, DLP(states), DLP(merged), entries, pool, beside_entries);
+    op_allow(call, DLP(entries_table), entries, OP_NEEDED, beside_entries);
+    op_allow(call, DLP(slot), entries, OP_NEEDED, beside_entries);
+    op_allow(call, DLP(keys), entries, keys ? pool : OP_OPTIONAL, beside_entries);
+    op_allow_all(call, DLP(indexer_states), DLP(indexer_merged), keys, pool,
+                 ": without keys NULL is accepted");
     r[DLP(packed)] = unpack ? OP_NEEDED : OP_RESULT;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)text;
-    return tensor == DLP(indexer_states) || tensor == DLP(indexer_merged)
-               ? ": without keys NULL is accepted"
-               : ": without entries NULL is accepted";
 }
 
 /* Channels of keys in pages of `page` rows. */
@@ -115,36 +89,18 @@ static int64_t key_width(const quern_tensor *keys, quern_dsv4_format format, int
 
 static quern_status derive_entries(op_call *call, int64_t width)
 {
-    const quern_dsv4_layer_pack_params *p = &call_of(call)->params;
-    static const int32_t sized[] = {DLP(states), DLP(indexer_states)};
-    int64_t *s = call->symbol;
+    const quern_dsv4_layer_pack_params *p = op_params(call);
     op_extents *entries = &call->lead[LEAD_OF(LL_ENTRIES)];
     quern_status status = layer_derive_pool(call, DLP(entries), p->format, width, entries);
-    if (status == QUERN_OK && call->given[DLP(entries_table)] == NULL)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "entries_table is NULL: a tensor is needed");
-    if (status == QUERN_OK) status = op_check_kind(call, DLP(entries_table), 1);
-    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
-        const quern_tensor *t = call->given[sized[i]];
-        if (i == 1 && !op_uses(call, DLP(keys))) break;
-        if (t == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                             tensors[sized[i]].field);
-        if ((status = op_check_kind(call, sized[i], 2)) != QUERN_OK) break;
-        s[i == 0 ? PS_FLOATS : PS_INDEX_FLOATS] = t->shape[1];
-        if (i == 0) s[PS_SLOTS] = t->shape[0];
-    }
-    if (status != QUERN_OK) return status;
-    s[PS_COLUMNS] = call->given[DLP(entries_table)]->shape[0];
-    if (!op_uses(call, DLP(keys))) return QUERN_OK;
+    if (status != QUERN_OK || !op_uses(call, DLP(keys))) return status;
     const int64_t page = layer_page_of(entries, p->format, width);
     if ((status = op_check_kind(call, DLP(keys), p->key_format == QUERN_DSV4_ROWS ? 3 : 2)) != QUERN_OK ||
         (status = dsv4_check_stored(call, DLP(keys), p->key_format)) != QUERN_OK)
         return status;
     const int64_t of_key = key_width(call->given[DLP(keys)], p->key_format, page);
     if (of_key < 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "keys.shape[1] is %" PRId64 ": %" PRId64 " rows of bytes are accepted",
-                         call->given[DLP(keys)]->shape[1], page);
+        return error_argument("keys.shape[1] is %" PRId64 ": %" PRId64 " rows of bytes are accepted",
+                              call->given[DLP(keys)]->shape[1], page);
     layer_set_pool(&call->lead[LEAD_OF(LL_KEYS)], entries->extent[0], page, p->key_format, of_key);
     return QUERN_OK;
 }
@@ -164,7 +120,7 @@ static int64_t bytes_of(const op_call *call, int32_t tensor, int64_t elements)
 /* Channels of raw rows and entries. */
 static int64_t width_of(const op_call *call)
 {
-    return call_of(call)->params.format == QUERN_DSV4_ROWS ? call->given[DLP(raw)]->shape[2] : ROW584_WIDTH;
+    return PARAMS(call)->format == QUERN_DSV4_ROWS ? call->given[DLP(raw)]->shape[2] : ROW584_WIDTH;
 }
 
 /* Part i of the packed bytes; count 0: there is none. */
@@ -172,7 +128,7 @@ static part part_of(const op_call *call, int i)
 {
     static const int32_t pools[PARTS] = {DLP(raw),    DLP(entries),        DLP(keys),          DLP(states),
                                          DLP(merged), DLP(indexer_states), DLP(indexer_merged)};
-    const quern_dsv4_layer_pack_params *p = &call_of(call)->params;
+    const quern_dsv4_layer_pack_params *p = op_params(call);
     const op_extents *entries = &call->lead[LEAD_OF(LL_ENTRIES)];
     const int64_t *raw = call->lead[LEAD_OF(LL_RAW)].extent, *s = call->symbol,
                   page = entries->count > 0 ? layer_page_of(entries, p->format, width_of(call)) : 1;
@@ -210,21 +166,19 @@ static quern_status check_gaps(const op_call *call)
     for (int i = 0; i < 3; i++) {
         const quern_tensor *t = op_uses(call, pools[i]) ? call->given[pools[i]] : NULL;
         if (t != NULL && t->ndim == 3 && t->shape[1] > 1 && t->strides[1] != t->shape[2])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s.strides[1] is %" PRId64 ": %" PRId64 " is accepted", tensors[pools[i]].field,
-                             t->strides[1], t->shape[2]);
+            return error_argument("%s.strides[1] is %" PRId64 ": %" PRId64 " is accepted",
+                                  tensors[pools[i]].field, t->strides[1], t->shape[2]);
     }
     return QUERN_OK;
 }
 
 static quern_status derive(op_call *call)
 {
-    const quern_dsv4_layer_pack_params *p = &call_of(call)->params;
+    const quern_dsv4_layer_pack_params *p = op_params(call);
     const quern_tensor *raw = call->given[DLP(raw)];
     int64_t *s = call->symbol;
-    if (raw == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "raw is NULL: a tensor is needed");
-    call->like = *raw;
     s[PS_ONE] = 1;
+    s[PS_PACKED] = 0;
     if (raw->ndim != 3) return op_check_kind(call, DLP(raw), 3);
     const int64_t width = width_of(call);
     quern_status status = layer_derive_raw(call, DLP(raw), p->format, width);
@@ -234,10 +188,9 @@ static quern_status derive(op_call *call)
         const part of = part_of(call, i);
         s[PS_PACKED] += of.count * (of.data + of.scales);
         if (of.table == DLP(entries_table) && of.count > s[PS_COLUMNS] * of.page)
-            status =
-                error_set(QUERN_ERR_INVALID_ARGUMENT,
-                          "entries_table has %" PRId64 " columns: those of %" PRId64 " entries are accepted",
-                          s[PS_COLUMNS], of.count);
+            status = error_argument("entries_table has %" PRId64 " columns: those of %" PRId64
+                                    " entries are accepted",
+                                    s[PS_COLUMNS], of.count);
     }
     return status;
 }
@@ -268,15 +221,13 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_layer_pack_family = {
-    OP_TABLES(pack_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_dsv4_layer_pack_params, QUERN_DSV4_LAYER_PACK_PARAMS_INIT, PARTS *OP_STEP_BYTES(pack_rows)),
     .first = QUERN_OP_DSV4_LAYER_PACK,
-    .defaults = &defaults,
-    .params_init = "QUERN_DSV4_LAYER_PACK_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_LAYER_PACK_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = step_check_packed,
     .build = build,

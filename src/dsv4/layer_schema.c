@@ -25,19 +25,23 @@ static const dsv4_weight_row weights[2] = {{{DL(compressor_kv), DL(compressor_ga
                                            {{DL(indexer_kv), DL(indexer_gate)}, DL(indexer_fp8)}};
 
 const char *const layer_kinds[] = {"csa", "hca", "swa", NULL};
-#define AT(member) offsetof(quern_dsv4_layer_params, member)
-static const op_param params[] = {
-    {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, layer_kinds,
+#define FIELD(member) OP_FIELD(quern_dsv4_layer_step_params, member)
+#define SAME(member)                                                                                         \
+    (offsetof(quern_dsv4_layer_params, member) == offsetof(quern_dsv4_layer_step_params, member))
+const op_param layer_param_rows[LAYER_STEP_PARAMS] = {
+    {FIELD(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, layer_kinds,
      "entries that an indexer chooses, all entries, or the window alone"},
-    {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
-    {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
-    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norms; 0: 1e-6"},
+    {FIELD(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
+    {FIELD(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
+    {FIELD(eps), OP_POSITIVE, 0, 0, NULL, "of the norms; 0: 1e-6"},
+    {FIELD(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of raw rows and entries: rows, row584"},
+    {FIELD(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "csa: of the indexer's keys"},
 };
-#undef AT
-static const quern_dsv4_layer_params defaults = QUERN_DSV4_LAYER_PARAMS_INIT;
+_Static_assert(SAME(kind) && SAME(window) && SAME(top_k) && SAME(eps),
+               "a step's parameters begin with a layer's");
 static const char *const operations[] = {"dsv4_layer", "dsv4_layer_backward"};
 /* Of a step's tensors there are more. */
-static const char *const symbols[] = {LAYER_SYMBOLS, NULL};
+static const char symbols[] = LAYER_SYMBOLS;
 static const char *const leads[] = {"B T", "B", NULL};
 static const op_entry ops[] = {
     {.name = "v4-layer",
@@ -47,12 +51,9 @@ static const op_entry ops[] = {
      .backward = DSV4_LAYER_BACKWARD},
 };
 
-static quern_dsv4_layer_params *params_of(const op_call *call)
-{
-    return &((dsv4_layer_call *)(uintptr_t)call)->params;
-}
+#define PARAMS(call) ((quern_dsv4_layer_step_params *)op_params(call))
 
-void layer_resolve(quern_dsv4_layer_params *p)
+void layer_resolve(quern_dsv4_layer_step_params *p)
 {
     if (p->window == 0) p->window = DSV4_WINDOW;
     if (p->top_k == 0) p->top_k = DSV4_TOP_K;
@@ -61,7 +62,7 @@ void layer_resolve(quern_dsv4_layer_params *p)
 
 static quern_status check_params(op_call *call)
 {
-    layer_resolve(params_of(call));
+    layer_resolve(PARAMS(call));
     return QUERN_OK;
 }
 
@@ -79,7 +80,7 @@ static void compressor_roles(op_call *call, bool has, int first, const dsv4_weig
 
 void layer_roles(op_call *call)
 {
-    const quern_dsv4_layer_kind kind = params_of(call)->kind;
+    const quern_dsv4_layer_kind kind = PARAMS(call)->kind;
     const bool csa = kind == QUERN_DSV4_LAYER_CSA, entries = kind != QUERN_DSV4_LAYER_SWA;
     uint8_t *r = call->role;
     for (int i = DL(x); i <= DL(o_b); i++) r[i] = OP_NEEDED;
@@ -101,16 +102,12 @@ static void roles(op_call *call)
     layer_roles(call);
     for (int i = DL(out); i <= DL(o_a_out) && backward; i++) r[i] = OP_UNUSED;
     r[DL(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
-    for (int i = DL(d_x); i <= DL(d_compressor_norm); i++)
-        r[i] = !backward                                     ? OP_UNUSED
-               : call->given[tensors[i].gradient_of] == NULL ? OP_SOURCE_MISSING
-               : r[tensors[i].gradient_of] == OP_REFUSED     ? OP_REFUSED
-                                                             : OP_OPTIONAL_RESULT;
+    op_gradient_roles(call, DL(d_x), DL(d_compressor_norm), backward);
 }
 
 const char *layer_refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
-    const quern_dsv4_layer_kind kind = ((const dsv4_layer_call *)call)->params.kind;
+    const quern_dsv4_layer_kind kind = PARAMS(call)->kind;
     const dsv4_weight_row *weight = layer_weights(call);
     for (int i = 0; i < 2; i++)
         if (dsv4_weight_has(&weight[i], tensor) && call->role[weight[i].floats[0]] != OP_REFUSED)
@@ -118,21 +115,6 @@ const char *layer_refuse(const op_call *call, int32_t tensor, char text[OP_REASO
     snprintf(text, OP_REASON, ": a layer of kind %s has no %s", layer_kinds[kind],
              kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
     return text;
-}
-
-/* Checks the tensors that extents come from. */
-static quern_status check_sized(const op_call *call)
-{
-    static const struct {
-        int8_t tensor, ndim;
-    } sized[] = {{DL(cos_sin), 2},      {DL(q_a), 2},          {DL(q_b), 2},
-                 {DL(kv), 2},           {DL(o_a), 2},          {DL(compressor_bias), 2},
-                 {DL(indexer_norm), 1}, {DL(indexer_heads), 2}};
-    quern_status status = op_check_activation(call, DL(x), call->family == &dsv4_layer_family ? 3 : 2);
-    for (size_t i = 0; i < sizeof sized / sizeof *sized && status == QUERN_OK; i++)
-        if (call->role[sized[i].tensor] == OP_NEEDED)
-            status = op_check_kind(call, sized[i].tensor, sized[i].ndim);
-    return status;
 }
 
 /* Whether `whole` is one or more times `part`. */
@@ -143,78 +125,57 @@ static bool divides(int64_t part, int64_t whole)
 
 static quern_status derive_heads(op_call *call)
 {
-    const quern_tensor *const *t = call->given;
     int64_t *s = call->symbol;
     s[LS_IN] = call->like.shape[call->like.ndim - 1];
-    s[LS_Q_LORA] = t[DL(q_a)]->shape[0];
-    s[LS_D] = t[DL(kv)]->shape[0];
-    s[LS_HD] = t[DL(q_b)]->shape[0];
-    s[LS_GROUP] = t[DL(o_a)]->shape[1];
-    s[LS_GO] = t[DL(o_a)]->shape[0];
-    s[LS_P] = t[DL(cos_sin)]->shape[0];
-    s[LS_ROPE] = t[DL(cos_sin)]->shape[1];
     const quern_status status = view_check_head_dim("kv", s[LS_D]);
     if (status != QUERN_OK) return status;
     if (!divides(s[LS_D], s[LS_HD]) || s[LS_HD] / s[LS_D] > DSV4_HEADS_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "q_b has %lld rows: 1 to %d heads of kv's %lld channels are accepted",
-                         (long long)s[LS_HD], DSV4_HEADS_MOST, (long long)s[LS_D]);
+        return error_argument("q_b has %lld rows: 1 to %d heads of kv's %lld channels are accepted",
+                              (long long)s[LS_HD], DSV4_HEADS_MOST, (long long)s[LS_D]);
     s[LS_H] = s[LS_HD] / s[LS_D];
     if (!divides(s[LS_D], s[LS_GROUP]) || !divides(s[LS_GROUP], s[LS_HD]))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "o_a has %lld columns: the channels of equal groups of q_b's %lld heads of %lld are "
-                         "accepted",
-                         (long long)s[LS_GROUP], (long long)s[LS_H], (long long)s[LS_D]);
+        return error_argument(
+            "o_a has %lld columns: the channels of equal groups of q_b's %lld heads of %lld are accepted",
+            (long long)s[LS_GROUP], (long long)s[LS_H], (long long)s[LS_D]);
     s[LS_G] = s[LS_HD] / s[LS_GROUP];
     if (!divides(s[LS_G], s[LS_GO]))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "o_a has %lld rows: a multiple of its %lld groups is accepted", (long long)s[LS_GO],
-                         (long long)s[LS_G]);
+        return error_argument("o_a has %lld rows: a multiple of its %lld groups is accepted",
+                              (long long)s[LS_GO], (long long)s[LS_G]);
     s[LS_O_LORA] = s[LS_GO] / s[LS_G];
     if (s[LS_ROPE] % 2 != 0 || s[LS_ROPE] > s[LS_D])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
-                         (long long)s[LS_ROPE], (long long)s[LS_D]);
+        return error_argument("cos_sin has %lld columns: an even number up to the %lld channels is accepted",
+                              (long long)s[LS_ROPE], (long long)s[LS_D]);
     return QUERN_OK;
 }
 
 static quern_status derive_entries(op_call *call)
 {
-    const quern_tensor *const *t = call->given;
-    const quern_dsv4_layer_params *p = params_of(call);
+    const quern_dsv4_layer_step_params *p = PARAMS(call);
     int64_t *s = call->symbol;
     if (p->kind == QUERN_DSV4_LAYER_SWA) return QUERN_OK;
-    s[LS_R] = t[DL(compressor_bias)]->shape[0];
     s[LS_SERIES] = (p->kind == QUERN_DSV4_LAYER_CSA ? 2 : 1) * s[LS_D];
     s[LS_PROJ] = 2 * s[LS_SERIES];
     if (s[LS_R] < 1 || s[LS_R] > DSV4_RATIO_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compressor_bias has %lld rows: 1 to %d are accepted",
-                         (long long)s[LS_R], DSV4_RATIO_MOST);
+        return error_argument("compressor_bias has %lld rows: 1 to %d are accepted", (long long)s[LS_R],
+                              DSV4_RATIO_MOST);
     if (p->kind == QUERN_DSV4_LAYER_HCA) return QUERN_OK;
-    s[LS_CI] = t[DL(indexer_norm)]->shape[0];
     s[LS_2CI] = 2 * s[LS_CI];
-    s[LS_HI] = t[DL(indexer_heads)]->shape[0];
     s[LS_HICI] = s[LS_HI] * s[LS_CI];
     s[LS_4CI] = 4 * s[LS_CI];
     s[LS_K] = p->top_k;
     if (s[LS_CI] < 8 || s[LS_CI] > DSV4_INDEX_WIDTH_MOST || s[LS_CI] % 8 != 0 || s[LS_CI] < s[LS_ROPE])
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "indexer_norm has %lld channels: a multiple of 8 up to %d, and at least the %lld that "
-            "are rotated, is accepted",
-            (long long)s[LS_CI], DSV4_INDEX_WIDTH_MOST, (long long)s[LS_ROPE]);
+        return error_argument("indexer_norm has %lld channels: a multiple of 8 up to %d, and at least the "
+                              "%lld that are rotated, is accepted",
+                              (long long)s[LS_CI], DSV4_INDEX_WIDTH_MOST, (long long)s[LS_ROPE]);
     if (s[LS_HI] < 1 || s[LS_HI] > DSV4_HEADS_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "indexer_heads has %lld rows: 1 to %d are accepted",
-                         (long long)s[LS_HI], DSV4_HEADS_MOST);
+        return error_argument("indexer_heads has %lld rows: 1 to %d are accepted", (long long)s[LS_HI],
+                              DSV4_HEADS_MOST);
     return QUERN_OK;
 }
 
 quern_status layer_derive(op_call *call)
 {
-    const quern_tensor *x = call->given[DL(x)];
-    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    call->like = *x;
-    quern_status status = check_sized(call);
+    quern_status status = op_check_activation(call, DL(x), call->family == &dsv4_layer_family ? 3 : 2);
     if (status == QUERN_OK) status = derive_heads(call);
     if (status == QUERN_OK) status = derive_entries(call);
     for (int i = 0; i < 2 && status == QUERN_OK; i++)
@@ -235,8 +196,8 @@ static quern_status derive(op_call *call)
     call->lead[0].extent[1] = s[LS_T];
     call->lead[1].count = 1;
     if (s[LS_T] > s[LS_P] || s[LS_T] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld tokens: cos_sin has positions 0 to %lld",
-                         (long long)s[LS_T], (long long)s[LS_P] - 1);
+        return error_argument("x has %lld tokens: cos_sin has positions 0 to %lld", (long long)s[LS_T],
+                              (long long)s[LS_P] - 1);
     return QUERN_OK;
 }
 
@@ -249,20 +210,12 @@ quern_status layer_check_data(const op_call *call, void *const *data)
 }
 
 const op_family dsv4_layer_family = {
-    .operations = operations,
-    .operation_count = DSV4_LAYER_OPS,
+    OP_TABLES_WITH(operations, tensors, layer_param_rows, LAYER_PARAMS, symbols, ops),
     .first = QUERN_OP_DSV4_LAYER,
-    .tensors = tensors,
-    .tensor_count = OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
-    .params = params,
-    .param_count = sizeof params / sizeof *params,
-    .defaults = &defaults,
+    .defaults = &(const quern_dsv4_layer_params)QUERN_DSV4_LAYER_PARAMS_INIT,
     .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",
-    .symbols = symbols,
     .leads = leads,
-    .entries = ops,
-    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(layer_whole_call),
     .params_at = offsetof(dsv4_layer_call, params),
     .program_at = offsetof(layer_whole_call, program),

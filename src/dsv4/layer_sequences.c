@@ -35,8 +35,8 @@ struct quern_dsv4_layer_cache {
 static quern_status in_range(const char *name, int64_t value, int64_t least, int64_t most)
 {
     if (value >= least && value <= most) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld are accepted", name,
-                     (long long)value, (long long)least, (long long)most);
+    return error_argument("%s is %lld: %lld to %lld are accepted", name, (long long)value, (long long)least,
+                          (long long)most);
 }
 
 static quern_status check_params(quern_dsv4_layer_cache_params *p)
@@ -67,16 +67,13 @@ static quern_status check_params(quern_dsv4_layer_cache_params *p)
         if (status != QUERN_OK) return status;
     }
     if ((VIEW_ACTIVATION & view_dtype_bit(p->dtype)) == 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "dtype is %s: f32, f16 and bf16 are accepted",
-                         quern_dtype_name(p->dtype));
+        return error_argument("dtype is %s: f32, f16 and bf16 are accepted", quern_dtype_name(p->dtype));
     if (p->format != QUERN_DSV4_ROWS && (p->format != QUERN_DSV4_ROW584 || p->dim != DIM_MOST))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "format is %d with dim %lld: 0 (rows), or %d (row584) with dim %d, is accepted",
-                         (int)p->format, (long long)p->dim, QUERN_DSV4_ROW584, DIM_MOST);
+        return error_argument("format is %d with dim %lld: 0 (rows), or %d (row584) with dim %d, is accepted",
+                              (int)p->format, (long long)p->dim, QUERN_DSV4_ROW584, DIM_MOST);
     if (p->key_format == QUERN_DSV4_FP4 && p->index_dim % FP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "index_dim is %lld: key_format fp4 takes multiples of %d", (long long)p->index_dim,
-                         FP4_BLOCK);
+        return error_argument("index_dim is %lld: key_format fp4 takes multiples of %d",
+                              (long long)p->index_dim, FP4_BLOCK);
     if (swa) p->ratio = 0;
     return QUERN_OK;
 }
@@ -173,9 +170,8 @@ static quern_status layout_of(const quern_dsv4_layer_cache_params *given, cache_
                 add(&l->memory_bytes, 1, 1, (int64_t)l->block_bytes);
     for (int i = 0; i < AREAS; i++) fits = fits && add_area(&l->rows_bytes, &l->area[i]);
     if (fits) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%lld sequences of %lld tokens, %lld pages: caches below 2^63 bytes are accepted",
-                     (long long)p->sequences, (long long)p->capacity, (long long)p->pages);
+    return error_argument("%lld sequences of %lld tokens, %lld pages: caches below 2^63 bytes are accepted",
+                          (long long)p->sequences, (long long)p->capacity, (long long)p->pages);
 }
 
 quern_status quern_dsv4_layer_ledger_params(const quern_dsv4_layer_cache_params *params,
@@ -196,8 +192,8 @@ quern_status quern_dsv4_layer_cache_size(const quern_dsv4_layer_cache_params *pa
     const quern_status status = layout_of(params, &l);
     if (status != QUERN_OK) return status;
     if (memory_bytes == NULL || rows_bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a place for the size is needed",
-                         memory_bytes == NULL ? "memory_bytes" : "rows_bytes");
+        return error_argument("%s is NULL: a place for the size is needed",
+                              memory_bytes == NULL ? "memory_bytes" : "rows_bytes");
     *memory_bytes = l.memory_bytes;
     *rows_bytes = l.rows_bytes;
     return QUERN_OK;
@@ -205,8 +201,7 @@ quern_status quern_dsv4_layer_cache_size(const quern_dsv4_layer_cache_params *pa
 
 static quern_status check_memory(const char *name, const void *memory, size_t given, size_t needed)
 {
-    if (memory == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %zu bytes are needed", name, needed);
+    if (memory == NULL) return error_argument("%s is NULL: %zu bytes are needed", name, needed);
     if (given < needed)
         return error_set(QUERN_ERR_WORKSPACE, "%s has %zu bytes: at least %zu are accepted", name, given,
                          needed);
@@ -222,7 +217,7 @@ quern_status quern_dsv4_layer_cache_create(const quern_dsv4_layer_cache_params *
     if (status == QUERN_OK) status = check_memory("memory", memory, memory_bytes, l.memory_bytes);
     if (status == QUERN_OK) status = check_memory("rows", rows, rows_bytes, l.rows_bytes);
     if (status == QUERN_OK && cache == NULL)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: a place for the cache is needed");
+        status = error_argument("cache is NULL: a place for the cache is needed");
     if (status != QUERN_OK) return status;
     arena a = arena_on(memory), r = arena_on(rows);
     quern_dsv4_layer_cache *c = arena_take(&a, sizeof *c);
@@ -241,10 +236,9 @@ quern_status quern_dsv4_layer_cache_create(const quern_dsv4_layer_cache_params *
 
 static quern_status check_cache(const quern_dsv4_layer_cache *cache)
 {
-    if (cache == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: a cache is needed");
+    if (cache == NULL) return error_argument("cache is NULL: a cache is needed");
     if (cache->magic == cache_magic) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "cache is no cache: one of quern_dsv4_layer_cache_create() is accepted");
+    return error_argument("cache is no cache: one of quern_dsv4_layer_cache_create() is accepted");
 }
 
 quern_status quern_dsv4_layer_cache_length(const quern_dsv4_layer_cache *cache, int64_t sequence,
@@ -314,9 +308,8 @@ static quern_status check_layer(const quern_dsv4_layer_cache *cache, const quern
             same[i].of != NULL && same[i].of->ndim > 0; /* the operation says else what is wrong */
         const int64_t wanted = has ? same[i].of->shape[0] : same[i].wanted;
         if (same[i].have != wanted && (has || i < 2))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "the cache has %s %lld: the layer's, %lld, is accepted", same[i].name,
-                             (long long)same[i].have, (long long)wanted);
+            return error_argument("the cache has %s %lld: the layer's, %lld, is accepted", same[i].name,
+                                  (long long)same[i].have, (long long)wanted);
     }
     return QUERN_OK;
 }
@@ -370,8 +363,8 @@ static quern_status check_tokens(const layer_call *c, const int64_t *counts, int
     if (x->device != QUERN_CPU)
         return error_set(QUERN_ERR_UNSUPPORTED, "x is on device %d: the cpu keeps caches", (int)x->device);
     if (x->shape[0] >= tokens) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld tokens: the %lld of the counts are accepted",
-                     (long long)x->shape[0], (long long)tokens);
+    return error_argument("x has %lld tokens: the %lld of the counts are accepted", (long long)x->shape[0],
+                          (long long)tokens);
 }
 
 quern_status quern_dsv4_layer_decode_workspace(quern_context *ctx, const quern_dsv4_layer_params *params,
@@ -505,8 +498,7 @@ quern_status quern_dsv4_layer_cache_restore(quern_context *ctx, quern_dsv4_layer
     if ((status = saved_read(&kind, from, from_bytes, &h)) != QUERN_OK) return status;
     set_pack(cache, sequence, h.tokens, (char *)(uintptr_t)from + sizeof h, &p);
     if ((status = saved_check(&h, from, from_bytes, p.bytes)) != QUERN_OK) return status;
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (ctx == NULL) return error_argument("ctx is NULL: create one with quern_context_create()");
     if ((status = ledger_assign(cache->ledger, sequence, h.tokens, h.held)) != QUERN_OK) return status;
     return quern_dsv4_layer_unpack(ctx, NULL, &p.params, &p.tensors, NULL, 0);
 }

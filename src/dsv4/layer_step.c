@@ -32,11 +32,6 @@ typedef struct step_rooms {
     quern_tensor cu_raw, raw_slots, entry_slots, old, kept;
 } step_rooms;
 
-static const quern_dsv4_layer_step_params *step_params(const op_build *b)
-{
-    return &((const layer_step_call *)b->call)->params;
-}
-
 /* Tokens of an entry; 0: there are none. */
 static int64_t ratio_of(const op_build *b)
 {
@@ -52,7 +47,7 @@ static int64_t ring_of(const op_build *b)
 static int64_t page_of(const op_build *b)
 {
     return ratio_of(b) == 0 ? 1
-                            : layer_page_of(&b->call->lead[LEAD_OF(LL_ENTRIES)], step_params(b)->format,
+                            : layer_page_of(&b->call->lead[LEAD_OF(LL_ENTRIES)], layer_params(b)->format,
                                             b->call->symbol[LS_D]);
 }
 
@@ -62,14 +57,14 @@ static int64_t held_of(const op_build *b)
     const int64_t *s = b->call->symbol;
     return ratio_of(b) == 0
                ? 0
-               : layer_ring_of(step_params(b)->kind == QUERN_DSV4_LAYER_CSA, s[LS_D], s[LS_FLOATS]);
+               : layer_ring_of(layer_params(b)->kind == QUERN_DSV4_LAYER_CSA, s[LS_D], s[LS_FLOATS]);
 }
 
 /* Whether a row may be refused once states have changed. */
 static bool may_refuse(const op_build *b)
 {
     return ratio_of(b) > 0 &&
-           (step_params(b)->format != QUERN_DSV4_ROWS || step_params(b)->key_format != QUERN_DSV4_ROWS);
+           (layer_params(b)->format != QUERN_DSV4_ROWS || layer_params(b)->key_format != QUERN_DSV4_ROWS);
 }
 
 static void add_copies(op_build *b)
@@ -207,7 +202,7 @@ static void append(op_build *b, const step_rooms *r, const layer_parts *parts, c
     pool_append_args *args = OP_ADD(b, pool_append);
     args->ratio = s[LS_R];
     args->ring = held_of(b);
-    args->overlap = step_params(b)->kind == QUERN_DSV4_LAYER_CSA;
+    args->overlap = layer_params(b)->kind == QUERN_DSV4_LAYER_CSA;
     args->step = r->step;
     if (may_refuse(b)) args->step.slots = r->own;
     for (int i = 0; i < 2 && proj[i]->ndim > 0; i++) fill_part(b, proj[i], &c[i], &args->part[i]);
@@ -219,8 +214,8 @@ static void add_places(op_build *b, step_rooms *r, const quern_tensor *kv, const
     const int64_t *s = b->call->symbol, batch = s[LS_B], more = batch + 1;
     const int64_t entries = layer_step_entries(b->call);
     const quern_tensor fault = layer_view(b, DLS(fault)), none = {0};
-    const bool rows = fault.ndim > 0 && step_params(b)->format != QUERN_DSV4_ROWS,
-               keys = fault.ndim > 0 && step_params(b)->key_format != QUERN_DSV4_ROWS;
+    const bool rows = fault.ndim > 0 && layer_params(b)->format != QUERN_DSV4_ROWS,
+               keys = fault.ndim > 0 && layer_params(b)->key_format != QUERN_DSV4_ROWS;
     r->live = r->step;
     r->live.slots = op_room(b, QUERN_I32, 1, &batch);
     r->cu_raw = op_room(b, QUERN_I32, 1, &more);
@@ -287,7 +282,7 @@ static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, q
     *count = op_matrix(b, QUERN_I32, tokens, 1);
     layer_rotate(b, &parts->index_q_in, &q, 1, b->call->symbol[LS_HI], &r->at, false, OP_NONE);
     indexer_args *args = layer_choose(b, &q, &keys, &parts->heads, idx, count, 1);
-    args->format = dsv4_entry_format(step_params(b)->key_format);
+    args->format = dsv4_entry_format(layer_params(b)->key_format);
     args->page = page_of(b);
     args->table = r->pages_of;
     args->cu = r->cu;
@@ -316,7 +311,7 @@ static quern_tensor attend(op_build *b, const step_rooms *r, layer_parts *parts,
     layer_give_q(b, &states.q, 1);
     if (unrotated.ndim > 0) to = view_with_batch(&unrotated);
     attend_mqa_args args = layer_core(b, &states, &kv, &entries);
-    args.format = dsv4_entry_format(step_params(b)->format);
+    args.format = dsv4_entry_format(layer_params(b)->format);
     args.positions = r->starts;
     args.seqs.batch = s[LS_B];
     args.seqs.cu_q = r->cu;
@@ -397,9 +392,10 @@ void layer_step_build(op_build *b)
     append(b, &r, &parts, parts_of);
     add_places(b, &r, &kv, &parts_of[0], &parts_of[1]);
     copy_runs(b, &r.old, &rings, &raw);
-    store(b, step_params(b)->format, DL(kv_rows), &kv, &r.raw_slots, 0, &raw);
-    store(b, step_params(b)->format, DL(compressed), &parts_of[0].made, &r.entry_slots, page_of(b), &entries);
-    store(b, step_params(b)->key_format, DL(idx_k), &parts_of[1].made, &r.entry_slots, page_of(b), &keys);
+    store(b, layer_params(b)->format, DL(kv_rows), &kv, &r.raw_slots, 0, &raw);
+    store(b, layer_params(b)->format, DL(compressed), &parts_of[0].made, &r.entry_slots, page_of(b),
+          &entries);
+    store(b, layer_params(b)->key_format, DL(idx_k), &parts_of[1].made, &r.entry_slots, page_of(b), &keys);
     const quern_tensor core = attend(b, &r, &parts, &raw), o_a_out = layer_project_groups(b, &core);
     layer_project_out(b, &o_a_out);
     const quern_tensor by_head = layer_heads(&core, 1, s[LS_H]), groups = layer_heads(&o_a_out, 1, s[LS_G]);

@@ -40,65 +40,33 @@ const dsv4_weight_row layer_step_weights[2] = {
     {{DLS(compressor_kv), DLS(compressor_gate)}, DLS(compressor_fp8)},
     {{DLS(indexer_kv), DLS(indexer_gate)}, DLS(indexer_fp8)}};
 
-#define AT(member) offsetof(quern_dsv4_layer_step_params, member)
-static const op_param params[] = {
-    {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, layer_kinds,
-     "entries that an indexer chooses, all entries, or the window alone"},
-    {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
-    {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
-    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norms; 0: 1e-6"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats,
-     "of raw rows and entries: rows, row584"},
-    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats,
-     "csa: of the indexer's keys"},
-};
-#undef AT
-static const quern_dsv4_layer_step_params defaults = QUERN_DSV4_LAYER_STEP_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_layer_step"};
 static const op_entry ops[] = {
     {.name = "v4-layer-step",
      .help = "new tokens of many sequences through a whole attention layer of DeepSeek-V4, from and to pages "
              "and states"},
 };
-static const char *const symbols[] = {LAYER_SYMBOLS,
-                                      [LS_B] = "B",
-                                      [LS_B1] = "B+1",
-                                      [LS_1] = "1",
-                                      [LS_SLOTS] = "slots",
-                                      [LS_COLUMNS] = "columns",
-                                      [LS_FLOATS] = "floats",
-                                      [LS_INDEX_FLOATS] = "index_floats",
-                                      NULL};
+static const char symbols[] = LAYER_SYMBOLS " B B+1 1 slots columns floats index_floats";
 static const char *const leads[] = {
     "T",   "",  "raw_pages ring D|584", "pages page D|pages page*584", "pages page C_I|pages page*bytes",
     "C 3", NULL};
 
-static quern_dsv4_layer_step_params *params_of(const op_call *call)
-{
-    return &((layer_step_call *)(uintptr_t)call)->params;
-}
+#define PARAMS(call) ((quern_dsv4_layer_step_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    const quern_dsv4_layer_step_params *p = params_of(call);
-    quern_dsv4_layer_params *own = &((dsv4_layer_call *)call)->params;
-    *own = (quern_dsv4_layer_params)QUERN_DSV4_LAYER_PARAMS_INIT;
-    own->kind = p->kind;
-    own->window = p->window;
-    own->top_k = p->top_k;
-    own->eps = p->eps;
-    layer_resolve(own);
+    quern_dsv4_layer_step_params *p = op_params(call);
+    layer_resolve(p);
     if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows or row584 is accepted",
-                         dsv4_formats[p->format]);
+        return error_argument("format is %s: rows or row584 is accepted", dsv4_formats[p->format]);
     if (p->key_format == QUERN_DSV4_ROWS || p->kind == QUERN_DSV4_LAYER_CSA) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "key_format is %s: a layer of kind %s has no indexer",
-                     dsv4_formats[p->key_format], layer_kinds[p->kind]);
+    return error_argument("key_format is %s: a layer of kind %s has no indexer", dsv4_formats[p->key_format],
+                          layer_kinds[p->kind]);
 }
 
 static void roles(op_call *call)
 {
-    const quern_dsv4_layer_kind kind = params_of(call)->kind;
+    const quern_dsv4_layer_kind kind = PARAMS(call)->kind;
     const bool csa = kind == QUERN_DSV4_LAYER_CSA, entries = kind != QUERN_DSV4_LAYER_SWA;
     const uint8_t of_entries = entries ? OP_UPDATED : OP_REFUSED, of_keys = csa ? OP_UPDATED : OP_REFUSED;
     uint8_t *r = call->role;
@@ -126,9 +94,6 @@ int64_t layer_ring_of(bool csa, int64_t width, int64_t floats)
 /* That a tensor is there, of so many dimensions, in the dtype of its format. */
 static quern_status check_stored(op_call *call, int32_t tensor, int32_t ndim, quern_dsv4_format format)
 {
-    if (call->given[tensor] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         call->family->tensors[tensor].field);
     const quern_status status = op_check_kind(call, tensor, ndim);
     return status == QUERN_OK ? dsv4_check_stored(call, tensor, format) : status;
 }
@@ -140,13 +105,12 @@ quern_status layer_derive_raw(op_call *call, int32_t tensor, quern_dsv4_format f
     const int64_t *shape = call->given[tensor]->shape;
     call->lead[LEAD_OF(LL_RAW)] = (op_extents){3, {shape[0], shape[1], layer_row_of(format, width)}};
     if (shape[0] > 1 && call->given[tensor]->strides[0] != shape[1] * call->given[tensor]->strides[1])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "raw.strides[0] is %" PRId64 ": %" PRId64 ", pages without gaps, is accepted",
-                         call->given[tensor]->strides[0], shape[1] * call->given[tensor]->strides[1]);
+        return error_argument("raw.strides[0] is %" PRId64 ": %" PRId64 ", pages without gaps, is accepted",
+                              call->given[tensor]->strides[0], shape[1] * call->given[tensor]->strides[1]);
     if (shape[0] > INT32_MAX || shape[1] < 1 || shape[1] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "raw has %" PRId64 " pages of %" PRId64 " rows: up to %d of 1 to %d are accepted",
-                         shape[0], shape[1], INT32_MAX, INT32_MAX);
+        return error_argument("raw has %" PRId64 " pages of %" PRId64
+                              " rows: up to %d of 1 to %d are accepted",
+                              shape[0], shape[1], INT32_MAX, INT32_MAX);
     return QUERN_OK;
 }
 
@@ -160,9 +124,9 @@ quern_status layer_derive_pool(op_call *call, int32_t tensor, quern_dsv4_format 
                   page = bytes ? shape[1] / layer_row_of(format, width) : shape[1];
     layer_set_pool(extents, shape[0], page, format, width);
     if (shape[0] > INT32_MAX || page < 1 || page > PAGE_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s has %" PRId64 " pages of %" PRId64 " rows: up to %d of 1 to %d are accepted",
-                         call->family->tensors[tensor].field, shape[0], page, INT32_MAX, PAGE_MOST);
+        return error_argument("%s has %" PRId64 " pages of %" PRId64
+                              " rows: up to %d of 1 to %d are accepted",
+                              call->family->tensors[tensor].field, shape[0], page, INT32_MAX, PAGE_MOST);
     return QUERN_OK;
 }
 
@@ -179,38 +143,28 @@ int64_t layer_page_of(const op_extents *extents, quern_dsv4_format format, int64
 }
 
 /* The compressors' states: all have as many slots and rings as long. */
-static quern_status derive_states(op_call *call)
+static void derive_states(op_call *call)
 {
-    const bool csa = params_of(call)->kind == QUERN_DSV4_LAYER_CSA;
+    const bool csa = PARAMS(call)->kind == QUERN_DSV4_LAYER_CSA;
     int64_t *s = call->symbol;
-    if (call->given[DLS(states)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "states is NULL: a tensor is needed");
-    const quern_status status = op_check_kind(call, DLS(states), 2);
-    if (status != QUERN_OK) return status;
-    const int64_t ring = layer_ring_of(csa, s[LS_D], call->given[DLS(states)]->shape[1]);
-    s[LS_SLOTS] = call->given[DLS(states)]->shape[0];
+    const int64_t ring = layer_ring_of(csa, s[LS_D], s[LS_FLOATS]);
     s[LS_FLOATS] = pool_state_floats(csa, s[LS_D], ring);
     s[LS_INDEX_FLOATS] = pool_state_floats(true, s[LS_CI], ring);
-    return QUERN_OK;
 }
 
 static quern_status derive_pools(op_call *call)
 {
-    const quern_dsv4_layer_step_params *p = params_of(call);
+    const quern_dsv4_layer_step_params *p = op_params(call);
     const bool csa = p->kind == QUERN_DSV4_LAYER_CSA;
     int64_t *s = call->symbol;
     op_extents *entries = &call->lead[LEAD_OF(LL_ENTRIES)];
     quern_status status = layer_derive_pool(call, DLS(entries), p->format, s[LS_D], entries);
-    if (status == QUERN_OK && call->given[DLS(entries_table)] == NULL)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "entries_table is NULL: a tensor is needed");
-    if (status == QUERN_OK) status = op_check_kind(call, DLS(entries_table), 2);
-    if (status == QUERN_OK) status = derive_states(call);
     if (status != QUERN_OK) return status;
-    s[LS_COLUMNS] = call->given[DLS(entries_table)]->shape[1];
+    derive_states(call);
     if (call->given[DLS(entries)]->dtype != call->given[DLS(raw)]->dtype)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries has dtype %s: %s, as raw, is accepted",
-                         quern_dtype_name(call->given[DLS(entries)]->dtype),
-                         quern_dtype_name(call->given[DLS(raw)]->dtype));
+        return error_argument("entries has dtype %s: %s, as raw, is accepted",
+                              quern_dtype_name(call->given[DLS(entries)]->dtype),
+                              quern_dtype_name(call->given[DLS(raw)]->dtype));
     if (!csa) return QUERN_OK;
     const quern_dsv4_compress_params of_keys = {.format = p->key_format};
     if ((status = dsv4_check_width(&of_keys, s[LS_CI], 0)) != QUERN_OK ||
@@ -224,14 +178,14 @@ static quern_status derive_pools(op_call *call)
 
 int64_t layer_step_room(const op_call *call)
 {
-    const bool csa = params_of(call)->kind == QUERN_DSV4_LAYER_CSA;
+    const bool csa = PARAMS(call)->kind == QUERN_DSV4_LAYER_CSA;
     const int64_t *s = call->symbol, r = s[LS_R], ring = call->lead[LEAD_OF(LL_RAW)].extent[1],
                   held = r > 0 ? layer_ring_of(csa, s[LS_D], s[LS_FLOATS]) : 0;
     int64_t most = s[LS_P] < INT32_MAX ? s[LS_P] : INT32_MAX;
     /* A ring that is shorter than a window, and what can be taken back, keeps all rows. */
-    if (ring < ((const dsv4_layer_call *)call)->params.window - 1 + held && ring < most) most = ring;
+    if (ring < PARAMS(call)->window - 1 + held && ring < most) most = ring;
     if (r == 0) return most;
-    const int64_t page = layer_page_of(&call->lead[LEAD_OF(LL_ENTRIES)], params_of(call)->format, s[LS_D]);
+    const int64_t page = layer_page_of(&call->lead[LEAD_OF(LL_ENTRIES)], PARAMS(call)->format, s[LS_D]);
     int64_t entries = s[LS_COLUMNS] < INT32_MAX / page ? s[LS_COLUMNS] * page : INT32_MAX;
     if (op_uses(call, DLS(idx_score)) && s[LS_SCORES] < entries) entries = s[LS_SCORES];
     const int64_t tokens = entries * r + r - 1; /* of fewer than 2^31 entries of at most 2^16 tokens */
@@ -246,27 +200,19 @@ int64_t layer_step_entries(const op_call *call)
 
 static quern_status derive_step(op_call *call)
 {
-    static const int32_t sized[] = {DLS(slots), DLS(copies)};
     int64_t *s = call->symbol;
-    for (int i = 0; i < 2; i++) {
-        if (i == 0 && call->given[DLS(slots)] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots is NULL: a tensor is needed");
-        if (!op_uses(call, sized[i])) continue;
-        const quern_status status = op_check_kind(call, sized[i], i + 1);
-        if (status != QUERN_OK) return status;
-    }
+    const quern_status status = op_uses(call, DLS(copies)) ? op_check_kind(call, DLS(copies), 2) : QUERN_OK;
+    if (status != QUERN_OK) return status;
     s[LS_1] = 1;
     s[LS_T] = call->like.shape[0];
-    s[LS_B] = call->given[DLS(slots)]->shape[0];
     s[LS_B1] = s[LS_B] + 1;
     s[LS_S] = layer_step_entries(call);
     for (int32_t i = DLS(compressed); i <= DLS(idx_k); i++) /* a result may have room for fewer */
         if (op_uses(call, i) && call->given[i]->ndim == 2 && call->given[i]->shape[0] < s[LS_S])
             s[LS_S] = call->given[i]->shape[0];
     if (s[LS_T] > INT32_MAX || s[LS_B] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%" PRId64 " tokens of %" PRId64 " sequences: up to %d are accepted", s[LS_T],
-                         s[LS_B], INT32_MAX);
+        return error_argument("%" PRId64 " tokens of %" PRId64 " sequences: up to %d are accepted", s[LS_T],
+                              s[LS_B], INT32_MAX);
     call->lead[LEAD_OF(LL_TOKENS)] = (op_extents){1, {s[LS_T]}};
     call->lead[LEAD_OF(LL_BATCH)] = (op_extents){0, {0}};
     call->lead[LEAD_OF(LL_COPIES)] =
@@ -276,7 +222,7 @@ static quern_status derive_step(op_call *call)
 
 static quern_status derive(op_call *call)
 {
-    const quern_dsv4_layer_step_params *p = params_of(call);
+    const quern_dsv4_layer_step_params *p = op_params(call);
     const quern_dsv4_compress_params of_rows = {.format = p->format};
     int64_t *s = call->symbol;
     quern_status status = layer_derive(call);
@@ -285,27 +231,25 @@ static quern_status derive(op_call *call)
     if (status == QUERN_OK) status = layer_derive_raw(call, DLS(raw), p->format, s[LS_D]);
     if (status == QUERN_OK && p->kind != QUERN_DSV4_LAYER_SWA) status = derive_pools(call);
     if (status != QUERN_OK) return status;
-    if (op_uses(call, DLS(fault)) && p->kind == QUERN_DSV4_LAYER_SWA) {
-        if ((status = op_check_kind(call, DLS(fault), 1)) != QUERN_OK) return status;
-        s[LS_SLOTS] = call->given[DLS(fault)]->shape[0];
-    }
     const quern_tensor *scores = op_uses(call, DLS(idx_score)) ? call->given[DLS(idx_score)] : NULL;
     s[LS_SCORES] = INT32_MAX;
     if (scores != NULL && scores->ndim == 2) s[LS_SCORES] = scores->shape[1];
     else if (p->kind == QUERN_DSV4_LAYER_CSA) s[LS_SCORES] = layer_step_room(call) / s[LS_R];
     if (op_uses(call, DLS(fault)) && s[LS_T] > layer_step_room(call))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x has %" PRId64 " tokens: with fault up to %" PRId64
-                         ", the positions that there is room for, are accepted",
-                         s[LS_T], layer_step_room(call));
+        return error_argument("x has %" PRId64 " tokens: with fault up to %" PRId64
+                              ", the positions that there is room for, are accepted",
+                              s[LS_T], layer_step_room(call));
     return QUERN_OK;
 }
 
 const op_family dsv4_layer_step_family = {
-    OP_TABLES(layer_step_call, operations, tensors, params, symbols, ops),
-    .first = QUERN_OP_DSV4_LAYER_STEP,
-    .defaults = &defaults,
+    OP_TABLES(operations, tensors, layer_param_rows, symbols, ops),
+    .defaults = &(const quern_dsv4_layer_step_params)QUERN_DSV4_LAYER_STEP_PARAMS_INIT,
     .params_init = "QUERN_DSV4_LAYER_STEP_PARAMS_INIT",
+    .call_size = sizeof(layer_step_call),
+    .params_at = offsetof(dsv4_layer_call, params),
+    .program_at = offsetof(layer_step_call, program),
+    .first = QUERN_OP_DSV4_LAYER_STEP,
     .tensors_init = "QUERN_DSV4_LAYER_STEP_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,

@@ -31,28 +31,24 @@
 /* x and the weights; the results. */
 #define LAYER_INPUTS                                                                                         \
     {"x", "X", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},                                             \
-    {"cos_sin", "cos_sin", OP_FLOAT, OP_NONE, {LS_P, LS_ROPE}, {0}}, LAYER_TRAINED(LAYER_WEIGHT)             \
-        LAYER_CHOOSING(LAYER_WEIGHT)
+        {"cos_sin", "cos_sin", OP_FLOAT, OP_NONE, {LS_P, LS_ROPE}, {0}},                                     \
+        LAYER_TRAINED(LAYER_WEIGHT) LAYER_CHOOSING(LAYER_WEIGHT)
 #define LAYER_RESULTS                                                                                        \
     {"out", "out", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},                                         \
-    {"q_residual", "q_residual", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_Q_LORA}, {0}},                       \
-    {"q", "q", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_H, LS_T, LS_D}, {0}},                                   \
-    {"kv_rows", "kv", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_D}, {0}},                                       \
-    {"compressed", "compressed", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_D}, {0}},                       \
-    {"idx_k", "idx.k", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_CI}, {0}},                                \
-    {"idx_q", "idx.q", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_HI, LS_CI}, {0}},                              \
-    {"idx_score", "idx.score", OP_F32, OP_NONE, {LL_TOKENS, LS_SCORES}, {0}},                                \
-    {"idx_topk", "idx.topk", OP_I32, OP_NONE, {LL_TOKENS, LS_K}, {0}},                                       \
-    {"core", "core", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},                                  \
-    {"core_irope", "core_irope", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},                      \
-    {"o_a_out", "o_a", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_G, LS_O_LORA}, {0}},
+        {"q_residual", "q_residual", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_Q_LORA}, {0}},                   \
+        {"q", "q", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_H, LS_T, LS_D}, {0}},                               \
+        {"kv_rows", "kv", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_D}, {0}},                                   \
+        {"compressed", "compressed", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_D}, {0}},                   \
+        {"idx_k", "idx.k", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_CI}, {0}},                            \
+        {"idx_q", "idx.q", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_HI, LS_CI}, {0}},                          \
+        {"idx_score", "idx.score", OP_F32, OP_NONE, {LL_TOKENS, LS_SCORES}, {0}},                            \
+        {"idx_topk", "idx.topk", OP_I32, OP_NONE, {LL_TOKENS, LS_K}, {0}},                                   \
+        {"core", "core", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},                              \
+        {"core_irope", "core_irope", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},                  \
+        {"o_a_out", "o_a", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_G, LS_O_LORA}, {0}},
 
 /* The extents' names, from the first on. */
 #define LAYER_SYMBOLS                                                                                        \
-    "", [LS_T] = "T", [LS_IN] = "Dm", [LS_Q_LORA] = "q_lora", [LS_H] = "H", [LS_D] = "D", [LS_HD] = "HD",    \
-        [LS_G] = "G", [LS_GROUP] = "HD/G", [LS_O_LORA] = "o_lora", [LS_GO] = "G*o_lora", [LS_R] = "r",       \
-        [LS_SERIES] = "2D|D", [LS_S] = "S", [LS_HI] = "Hi", [LS_CI] = "C_I", [LS_2CI] = "2C_I",              \
-        [LS_HICI] = "Hi*C_I", [LS_SCORES] = "S", [LS_K] = "k", [LS_P] = "P", [LS_ROPE] = "R",                \
-        [LS_PROJ] = "4D|2D", [LS_4CI] = "4C_I"
+    "T Dm q_lora H D HD G HD/G o_lora G*o_lora r 2D|D S Hi C_I 2C_I Hi*C_I S k P R 4D|2D 4C_I"
 
 #endif

@@ -15,8 +15,7 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p)
     if (p->ratio == 0) p->ratio = p->kind == QUERN_DSV4_CSA ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
     if (p->eps == 0.0f) p->eps = 1e-6f;
     if (!p->rope_last && p->start_abs_pos % p->ratio != 0)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "start_abs_pos is %lld: multiples of ratio %lld are accepted unless rope_last is set",
             (long long)p->start_abs_pos, (long long)p->ratio);
     return QUERN_OK;
@@ -25,24 +24,21 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p)
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim)
 {
     if (width < 1 || width > DSV4_WIDTH_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries have %lld channels: 1 to %d are accepted",
-                         (long long)width, DSV4_WIDTH_MOST);
+        return error_argument("entries have %lld channels: 1 to %d are accepted", (long long)width,
+                              DSV4_WIDTH_MOST);
     if (rope_dim % 2 != 0 || rope_dim > width)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
-                         (long long)rope_dim, (long long)width);
+        return error_argument("cos_sin has %lld columns: an even number up to the %lld channels is accepted",
+                              (long long)rope_dim, (long long)width);
     if (p->hadamard && (width & (width - 1)) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "entries have %lld channels: hadamard takes powers of two", (long long)width);
+        return error_argument("entries have %lld channels: hadamard takes powers of two", (long long)width);
     if (p->format == QUERN_DSV4_FP4 && width % FP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "entries have %lld channels: format fp4 takes multiples of %d", (long long)width,
-                         FP4_BLOCK);
+        return error_argument("entries have %lld channels: format fp4 takes multiples of %d",
+                              (long long)width, FP4_BLOCK);
     if (p->format == QUERN_DSV4_ROW584 &&
         (width != ROW584_WIDTH || (rope_dim != 0 && rope_dim != ROW584_ROPE)))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "entries have %lld channels, %lld of them rotated: format row584 takes %d and %d",
-                         (long long)width, (long long)rope_dim, ROW584_WIDTH, ROW584_ROPE);
+        return error_argument(
+            "entries have %lld channels, %lld of them rotated: format row584 takes %d and %d",
+            (long long)width, (long long)rope_dim, ROW584_WIDTH, ROW584_ROPE);
     return QUERN_OK;
 }
 

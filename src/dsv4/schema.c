@@ -67,45 +67,27 @@ static const dsv4_weight_row *const main_weight = &dsv4_compress_weights[0], *co
                                                                                  &dsv4_compress_weights[1];
 
 static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL};
-#define AT(member) offsetof(quern_dsv4_compress_params, member)
-static const op_param params[] = {
-    {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
-    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of a block; 0: 4 (csa), 128 (hca)"},
-    {"start_token", AT(start_token), OP_INTEGER, 0, INT32_MAX, NULL, "row where the first block starts"},
-    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL,
-     "its position; a multiple of r unless rope_last"},
-    {"n_blocks", AT(n_blocks), OP_INTEGER, 0, INT32_MAX, NULL, "entries of a sequence; 0: all whole blocks"},
-    {"rope_last", AT(rope_last), OP_FLAG, 0, 1, ends,
-     "the token of a block whose position rotates its entry"},
-    {"round_bf16", AT(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
-    {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
-    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of out"},
-    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of index_out"},
-    {"index_hadamard", AT(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
+#define FIELD(member) OP_FIELD(quern_dsv4_compress_params, member)
+/* Those that an append has, too, come first. */
+const op_param dsv4_compress_param_rows[DSV4_COMPRESS_PARAMS] = {
+    {FIELD(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
+    {FIELD(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of a block; 0: 4 (csa), 128 (hca)"},
+    {FIELD(rope_last), OP_FLAG, 0, 1, ends, "the token of a block whose position rotates its entry"},
+    {FIELD(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
+    {FIELD(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
+    {FIELD(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
+    {FIELD(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of out"},
+    {FIELD(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, dsv4_key_formats, "of index_out"},
+    {FIELD(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
+    {FIELD(start_token), OP_INTEGER, 0, INT32_MAX, NULL, "row where the first block starts"},
+    {FIELD(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "its position; a multiple of r unless rope_last"},
+    {FIELD(n_blocks), OP_INTEGER, 0, INT32_MAX, NULL, "entries of a sequence; 0: all whole blocks"},
 };
-#undef AT
-const quern_dsv4_compress_params dsv4_compress_defaults = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+static const int8_t like[] = {DC(x), DC(proj), OP_NONE};
 static const char *const operations[] = {"dsv4_compress", "dsv4_compress_backward"};
 
-static const char *const symbols[] = {"",
-                                      [DS_B] = "B",
-                                      [DS_B1] = "B+1",
-                                      [DS_T] = "T",
-                                      [DS_COLUMNS] = "4C|2C",
-                                      [DS_IN] = "Dm",
-                                      [DS_R] = "r",
-                                      [DS_C] = "C",
-                                      [DS_2C] = "2C",
-                                      [DS_P] = "P",
-                                      [DS_ROPE] = "R",
-                                      [DS_N] = "n",
-                                      [DS_ROW] = "C|bytes",
-                                      [DS_ICOLUMNS] = "4C_I",
-                                      [DS_CI] = "C_I",
-                                      [DS_2CI] = "2C_I",
-                                      [DS_IROW] = "C_I|bytes",
-                                      NULL};
+const char dsv4_compress_symbols[] = "B B+1 T 4C|2C Dm r C 2C P R n C|bytes 4C_I C_I 2C_I C_I|bytes slots "
+                                     "floats copies 3 index_floats columns index_columns";
 static const op_rename csa_renames[] = {{"rope_last", "rope-at", NULL}, {NULL, NULL, NULL}};
 static const op_rename hca_renames[] = {
     {"rope_last", "rope-at", NULL}, {"b_a", "B", NULL}, {"d_b_a", "dB", NULL}, {NULL, NULL, NULL}};
@@ -130,10 +112,7 @@ static const op_entry ops[] = {
      .fixed_to = QUERN_DSV4_HCA},
 };
 
-static const quern_dsv4_compress_params *params_of(const op_call *call)
-{
-    return &((const dsv4_compress_call *)call)->params;
-}
+#define PARAMS(call) ((quern_dsv4_compress_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
@@ -161,11 +140,12 @@ static void index_roles(op_call *call, bool csa, bool backward)
 
 static void roles(op_call *call)
 {
-    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA,
+    const bool csa = PARAMS(call)->kind == QUERN_DSV4_CSA,
                backward = call->operation == DSV4_COMPRESS_BACKWARD;
     const quern_tensor *const *t = call->given;
     uint8_t *r = call->role;
     r[DC(proj)] = t[DC(x)] != NULL ? OP_REFUSED : OP_NEEDED;
+    if (t[DC(x)] == NULL) op_reason(call, DC(proj), ": proj, or x and w, are needed");
     r[DC(x)] = OP_OPTIONAL;
     r[DC(b_a)] = OP_NEEDED;
     r[DC(b_b)] = csa ? OP_NEEDED : OP_REFUSED;
@@ -197,7 +177,7 @@ static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REAS
     if (tensor == DC(b_b) || tensor == DC(prev_b)) return ": HCA has no series b";
     if (tensor == DC(has_prev)) return ": it stands beside prev_b and cu_seqlens";
     if (tensor == DC(cu_seqlens_cmp)) return ": it stands beside cu_seqlens";
-    if (index && params_of(call)->kind != QUERN_DSV4_CSA) return ": HCA has no indexer";
+    if (index && PARAMS(call)->kind != QUERN_DSV4_CSA) return ": HCA has no indexer";
     if (index && call->given[DC(index_b_a)] == NULL) return ": it stands beside index_b_a";
     if (weight && call->given[DC(x)] == NULL) return ": it stands beside x";
     if (weight) return dsv4_weight_refuse(call, index ? index_weight : main_weight, tensor, text);
@@ -206,33 +186,23 @@ static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REAS
     return ": it stands beside cu_seqlens; a parameter holds for all sequences";
 }
 
-/* A matrix whose extents are free. */
-static quern_status check_matrix(const op_call *call, int32_t tensor)
-{
-    view_span span;
-    const view_want want = {tensors[tensor].field, VIEW_ACTIVATION, 2, NULL, false, false};
-    return view_check_one(&want, call->given[tensor], &call->like, &span);
-}
-
 /* Sets the number of entries. Checks that start_token and n_blocks are within the tokens of every sequence of
  * fixed length. */
 static quern_status derive_entries(op_call *call)
 {
-    const quern_dsv4_compress_params *p = params_of(call);
+    const quern_dsv4_compress_params *p = op_params(call);
     const int64_t tokens = call->symbol[DS_T], whole = (tokens - p->start_token) / p->ratio;
     call->symbol[DS_N] = call->varlen ? tokens / p->ratio : p->n_blocks > 0 ? p->n_blocks : whole;
     if (!call->varlen && p->start_token > tokens)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "start_token is %lld: 0 to the %lld tokens of a sequence are accepted",
-                         (long long)p->start_token, (long long)tokens);
+        return error_argument("start_token is %lld: 0 to the %lld tokens of a sequence are accepted",
+                              (long long)p->start_token, (long long)tokens);
     if (call->varlen && p->n_blocks > 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "n_blocks is %lld with cu_seqlens: 0, or block_counts, is accepted",
-                         (long long)p->n_blocks);
+        return error_argument("n_blocks is %lld with cu_seqlens: 0, or block_counts, is accepted",
+                              (long long)p->n_blocks);
     if (!call->varlen && p->n_blocks > whole)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "n_blocks is %lld: 0 (all) to the %lld whole blocks after start_token are accepted",
-                         (long long)p->n_blocks, (long long)whole);
+        return error_argument(
+            "n_blocks is %lld: 0 (all) to the %lld whole blocks after start_token are accepted",
+            (long long)p->n_blocks, (long long)whole);
     return QUERN_OK;
 }
 
@@ -243,27 +213,23 @@ static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, 
     const quern_status status = op_uses(call, out) ? dsv4_check_stored(call, out, format) : QUERN_OK;
     if (status != QUERN_OK) return status;
     if (op_uses(call, d_out) && t[d_out]->dtype == QUERN_U8)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype u8: f32, f16 or bf16 is accepted",
-                         tensors[d_out].field);
+        return error_argument("%s has dtype u8: f32, f16 or bf16 is accepted", tensors[d_out].field);
     return QUERN_OK;
 }
 
 /* The extents of the indexer's compressor; 0 where the call has none. */
 static quern_status derive_index(op_call *call)
 {
-    const quern_dsv4_compress_params *p = params_of(call);
+    const quern_dsv4_compress_params *p = op_params(call);
     const quern_dsv4_compress_params own = {.hadamard = p->index_hadamard, .format = p->index_format};
     int64_t *s = call->symbol;
     if (!op_uses(call, DC(index_b_a))) return QUERN_OK;
-    quern_status status = check_matrix(call, DC(index_b_a));
-    if (status != QUERN_OK) return status;
-    s[DS_CI] = call->given[DC(index_b_a)]->shape[1];
     s[DS_2CI] = 2 * s[DS_CI];
     s[DS_ICOLUMNS] = 4 * s[DS_CI];
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
     s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
-    if ((status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE])) != QUERN_OK) return status;
-    return check_dtypes(call, own.format, DC(index_out), DC(index_d_out));
+    const quern_status status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE]);
+    return status == QUERN_OK ? check_dtypes(call, own.format, DC(index_out), DC(index_d_out)) : status;
 }
 
 /* Entry b of an i32 tensor, if the tensor is present. */
@@ -274,7 +240,7 @@ static int64_t value_at(const void *data, int64_t b, int64_t otherwise)
 
 static quern_status check_sequence(const op_call *call, void *const *data, int64_t b)
 {
-    const quern_dsv4_compress_params *p = params_of(call);
+    const quern_dsv4_compress_params *p = op_params(call);
     const int32_t *cu = data[DC(cu_seqlens)];
     const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : call->symbol[DS_T],
                   start = value_at(data[DC(start_tokens)], b, p->start_token);
@@ -283,40 +249,31 @@ static quern_status check_sequence(const op_call *call, void *const *data, int64
     const int64_t blocks = value_at(data[DC(block_counts)], b, p->n_blocks > 0 ? p->n_blocks : whole);
     const int64_t last = position + (blocks - 1) * p->ratio + (p->rope_last ? p->ratio - 1 : 0);
     if (start < 0 || start > n)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %lld starts at token %lld: 0 to its %lld tokens are accepted",
-                         (long long)b, (long long)start, (long long)n);
+        return error_argument("sequence %lld starts at token %lld: 0 to its %lld tokens are accepted",
+                              (long long)b, (long long)start, (long long)n);
     if (blocks < 0 || blocks > whole)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %lld has block count %lld: 0 to its %lld whole blocks are accepted",
-                         (long long)b, (long long)blocks, (long long)whole);
+        return error_argument("sequence %lld has block count %lld: 0 to its %lld whole blocks are accepted",
+                              (long long)b, (long long)blocks, (long long)whole);
     if (position < 0 || (!p->rope_last && position % p->ratio != 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at position %lld: %s accepted",
-                         (long long)b, (long long)position,
-                         position < 0 ? "0 or more is" : "multiples of ratio are, unless rope_last is set,");
+        return error_argument(
+            "sequence %lld starts at position %lld: %s accepted", (long long)b, (long long)position,
+            position < 0 ? "0 or more is" : "multiples of ratio are, unless rope_last is set,");
     if (blocks > 0 && call->symbol[DS_ROPE] > 0 && last >= call->symbol[DS_P])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "sequence %lld comes to an entry at position %lld: cos_sin has positions 0 to %lld",
-                         (long long)b, (long long)last, (long long)call->symbol[DS_P] - 1);
+        return error_argument(
+            "sequence %lld comes to an entry at position %lld: cos_sin has positions 0 to %lld", (long long)b,
+            (long long)last, (long long)call->symbol[DS_P] - 1);
     return QUERN_OK;
 }
 
 static quern_status derive(op_call *call)
 {
     const quern_tensor *const *t = call->given;
-    const quern_dsv4_compress_params *p = params_of(call);
+    const quern_dsv4_compress_params *p = op_params(call);
     const int32_t first = t[DC(x)] != NULL ? DC(x) : DC(proj);
     const quern_tensor *main = t[first];
     int64_t *s = call->symbol;
-    if (main == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
-    call->like = *main;
     const int32_t ndim = !call->varlen && main->ndim == 3 ? 3 : 2;
     quern_status status = op_check_activation(call, first, ndim);
-    if (status == QUERN_OK && t[DC(b_a)] == NULL)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "b_a is NULL: a tensor is needed");
-    if (status == QUERN_OK) status = check_matrix(call, DC(b_a));
-    if (status == QUERN_OK && t[DC(cos_sin)] != NULL) status = check_matrix(call, DC(cos_sin));
     s[DS_B] = 1;
     if (status == QUERN_OK && (call->varlen || ndim == 3))
         status = op_find_batch(call, DC(cu_seqlens), main, &s[DS_B]);
@@ -328,15 +285,12 @@ static quern_status derive(op_call *call)
     s[DS_T] = main->shape[ndim - 2];
     s[DS_IN] = main->shape[ndim - 1];
     s[DS_R] = p->ratio;
-    s[DS_C] = t[DC(b_a)]->shape[1];
     s[DS_2C] = 2 * s[DS_C];
     s[DS_COLUMNS] = (p->kind == QUERN_DSV4_CSA ? 4 : 2) * s[DS_C];
-    s[DS_P] = t[DC(cos_sin)] != NULL ? t[DC(cos_sin)]->shape[0] : 0;
-    s[DS_ROPE] = t[DC(cos_sin)] != NULL ? t[DC(cos_sin)]->shape[1] : 0;
     s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
     if (s[DS_T] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld tokens: at most %d are accepted",
-                         tensors[first].field, (long long)s[DS_T], INT32_MAX);
+        return error_argument("%s has %lld tokens: at most %d are accepted", tensors[first].field,
+                              (long long)s[DS_T], INT32_MAX);
     if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK ||
         (status = derive_entries(call)) != QUERN_OK)
         return status;
@@ -364,13 +318,13 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family dsv4_compress_family = {
-    OP_TABLES(dsv4_compress_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, dsv4_compress_param_rows, dsv4_compress_symbols, ops),
+    OP_OWN_CALL(dsv4_compress_call, QUERN_DSV4_COMPRESS_PARAMS_INIT),
     .first = QUERN_OP_DSV4_COMPRESS,
     .varlen_by = DC(cu_seqlens),
-    .defaults = &dsv4_compress_defaults,
-    .params_init = "QUERN_DSV4_COMPRESS_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_COMPRESS_TENSORS_INIT",
     .group = "compressors",
+    .like = like,
     .check_params = check_params,
     .roles = roles,
     .refuse = refuse,

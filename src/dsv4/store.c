@@ -17,19 +17,17 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_store_tensors),
                "a row a tensor");
 
-#define AT(member) offsetof(quern_dsv4_store_params, member)
+#define FIELD(member) OP_FIELD(quern_dsv4_store_params, member)
 static const op_param params[] = {
-    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of the cache"},
-    {"page", AT(page), OP_INTEGER, 0, STORE_PAGE_MOST, NULL, "slots of a page; 0: contiguous"},
+    {FIELD(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, dsv4_formats, "of the cache"},
+    {FIELD(page), OP_INTEGER, 0, STORE_PAGE_MOST, NULL, "slots of a page; 0: contiguous"},
 };
-#undef AT
-static const quern_dsv4_store_params defaults = QUERN_DSV4_STORE_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_store"};
 static const op_entry ops[] = {
     {.name = "v4-store",
      .help = "Rows x [n D] into the slots of a cache that v4-attention and v4-index read, in its format"},
 };
-static const char *const symbols[] = {"", [SS_N] = "n", [SS_D] = "D", [SS_ROW] = "D|bytes", NULL};
+static const char symbols[] = "n D D|bytes";
 
 static void roles(op_call *call)
 {
@@ -39,25 +37,16 @@ static void roles(op_call *call)
 
 static quern_status derive(op_call *call)
 {
-    const quern_tensor *const *t = call->given;
-    const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
-    const quern_tensor *x = t[DT(x)], *cache = t[DT(cache)];
+    const quern_dsv4_store_params *p = op_params(call);
+    const quern_tensor *cache = call->given[DT(cache)];
     const bool bytes = p->format != QUERN_DSV4_ROWS;
     int64_t *s = call->symbol;
-    if (x == NULL || cache == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         x == NULL ? "x" : "cache");
-    call->like = *x;
-    quern_status status = op_check_activation(call, DT(x), 2);
-    if (status != QUERN_OK) return status;
-    s[SS_N] = x->shape[0];
-    s[SS_D] = x->shape[1];
+    quern_status status;
     const quern_dsv4_compress_params width = {.format = p->format};
     if ((status = dsv4_check_width(&width, s[SS_D], 0)) != QUERN_OK) return status;
     const int32_t ndim = p->page > 0 && !bytes ? 3 : 2;
     if (cache->ndim != ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has %d dimensions: %d are accepted", cache->ndim,
-                         ndim);
+        return error_argument("cache has %d dimensions: %d are accepted", cache->ndim, ndim);
     if ((status = dsv4_check_stored(call, DT(cache), p->format)) != QUERN_OK) return status;
     s[SS_ROW] = bytes ? dsv4_row_bytes(p->format, s[SS_D]) * (p->page > 0 ? p->page : 1) : s[SS_D];
     call->lead[0].count = ndim - 1;
@@ -68,20 +57,20 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
+    const quern_dsv4_store_params *p = op_params(call);
     const int64_t rows = call->lead[0].extent[0], page = p->page > 0 ? p->page : 1;
     const int32_t *slots = data[DT(slots)];
     for (int64_t i = 0; i < call->symbol[SS_N]; i++)
         if (slots[i] < -1 || slots[i] / page >= rows)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots[%lld] is %d: -1 to %lld are accepted",
-                             (long long)i, slots[i], (long long)(rows * page - 1));
+            return error_argument("slots[%lld] is %d: -1 to %lld are accepted", (long long)i, slots[i],
+                                  (long long)(rows * page - 1));
     return QUERN_OK;
 }
 
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
+    const quern_dsv4_store_params *p = op_params(call);
     *OP_ADD(b, store_rows) = (store_rows_args){.format = dsv4_entry_format(p->format),
                                                .page = p->page,
                                                .x = op_view(call, DT(x), false),
@@ -93,30 +82,29 @@ quern_status dsv4_check_stored(const op_call *call, int32_t tensor, quern_dsv4_f
 {
     const quern_dtype dtype = call->given[tensor]->dtype;
     if ((dtype == QUERN_U8) == (format != QUERN_DSV4_ROWS)) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: %s is accepted",
-                     call->family->tensors[tensor].field, quern_dtype_name(dtype),
-                     format != QUERN_DSV4_ROWS ? "u8, the format's bytes," : "f32, f16 or bf16");
+    return error_argument("%s has dtype %s: %s is accepted", call->family->tensors[tensor].field,
+                          quern_dtype_name(dtype),
+                          format != QUERN_DSV4_ROWS ? "u8, the format's bytes," : "f32, f16 or bf16");
 }
 
 quern_status dsv4_check_pages(const op_tensor *name, const quern_tensor *table, const int32_t *data,
                               int64_t b, int64_t first, int64_t end, int64_t pages)
 {
     if (end > table->shape[1])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld columns: sequence %lld needs %lld",
-                         name->field, (long long)table->shape[1], (long long)b, (long long)end);
+        return error_argument("%s has %lld columns: sequence %lld needs %lld", name->field,
+                              (long long)table->shape[1], (long long)b, (long long)end);
     const int32_t *row = data + b * table->strides[0];
     for (int64_t c = first; c < end; c++)
         if (row[c] < 0 || row[c] >= pages)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld, %lld] is %d: pages 0 to %lld are accepted",
-                             name->field, (long long)b, (long long)c, row[c], (long long)pages - 1);
+            return error_argument("%s[%lld, %lld] is %d: pages 0 to %lld are accepted", name->field,
+                                  (long long)b, (long long)c, row[c], (long long)pages - 1);
     return QUERN_OK;
 }
 
 const op_family dsv4_store_family = {
-    OP_TABLES(dsv4_store_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_dsv4_store_params, QUERN_DSV4_STORE_PARAMS_INIT, OP_STEP_BYTES(store_rows)),
     .first = QUERN_OP_DSV4_STORE,
-    .defaults = &defaults,
-    .params_init = "QUERN_DSV4_STORE_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_STORE_TENSORS_INIT",
     .roles = roles,
     .derive = derive,

@@ -7,40 +7,46 @@
 #include "core/op.h"
 #include "core/view.h"
 #include "dsv4/dsv4.h"
+#include "runtime/plugin.h"
 
 #include <math.h>
 
-/* Checks a matrix in the CPU's memory: f32, f16 or bf16; extents < 0 are free. */
-static quern_status check_matrix(const char *name, const quern_tensor *t, int64_t rows, int64_t columns)
+/* A matrix in the CPU's memory: f32, f16 or bf16; extents < 0 are free. */
+typedef struct matrix {
+    const char *name;
+    const quern_tensor *t;
+    int64_t rows, columns;
+    bool output;
+} matrix;
+
+static quern_status check_matrix(const matrix *m, view_span *span)
 {
-    if (t == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
+    const quern_tensor *t = m->t;
+    if (t == NULL) return error_argument("%s is NULL: a tensor is needed", m->name);
     if (t->device != QUERN_CPU)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is on device %d: the cpu is accepted", name,
-                         (int)t->device);
-    if (t->dtype != QUERN_F32 && t->dtype != QUERN_F16 && t->dtype != QUERN_BF16)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: f32, f16 or bf16 is accepted", name,
-                         quern_dtype_name(t->dtype));
-    if (t->ndim != 2)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: 2 are accepted", name, t->ndim);
-    const int64_t wanted[] = {rows, columns};
-    for (int i = 0; i < 2; i++)
-        if (t->shape[i] < 0 || (wanted[i] >= 0 && t->shape[i] != wanted[i]))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: %lld is accepted", name, i,
-                             (long long)t->shape[i], (long long)(wanted[i] < 0 ? 0 : wanted[i]));
-    if (t->shape[1] > 1 && t->strides[1] != 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.strides[1] is %lld: 1 is accepted", name,
-                         (long long)t->strides[1]);
-    if (t->shape[0] > 0 && t->shape[1] > 0 &&
-        (t->data == NULL || (uintptr_t)t->data % quern_dtype_size(t->dtype) != 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is %p: memory aligned to %zu bytes is accepted",
-                         name, t->data, quern_dtype_size(t->dtype));
-    return view_check_extents(name, t);
+        return error_argument("%s is on device %d: the cpu is accepted", m->name, (int)t->device);
+    const int64_t shape[] = {m->rows < 0 ? t->shape[0] : m->rows, m->columns < 0 ? t->shape[1] : m->columns};
+    const view_want want = {m->name, VIEW_ACTIVATION, 2, shape, m->output, true};
+    quern_status status = view_check_extents(m->name, t);
+    if (status == QUERN_OK) status = view_check_one(&want, t, NULL, span);
+    if (status != QUERN_OK || span->high == 0) return status;
+    return plugin_check_pointer(t->data, t->device, t->device_id, m->name);
 }
 
-/* A matrix that check_matrix() accepted, for view_check_all(): none that is written shares memory. */
-static view_rule rule_of(const char *name, const quern_tensor *t, bool output)
+/* Checks all, and that none that is written shares memory with another. */
+static quern_status check_matrices(const matrix *list, int count)
 {
-    return (view_rule){name, t, VIEW_ACTIVATION, 2, {VIEW_ANY, VIEW_ANY}, true, output};
+    enum { MOST = 6 };
+    view_span spans[MOST];
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < count && status == QUERN_OK; i++) status = check_matrix(&list[i], &spans[i]);
+    for (int i = 0; i < count && status == QUERN_OK; i++)
+        for (int j = 0; j < count && list[i].output; j++)
+            if (i != j && (!list[j].output || j < i) &&
+                view_share_memory(list[i].t, &spans[i], list[j].t, &spans[j]))
+                return error_argument("%s shares memory with %s: outputs need memory of their own",
+                                      list[i].name, list[j].name);
+    return status;
 }
 
 static float get(const quern_tensor *t, int64_t row, int64_t column)
@@ -93,23 +99,19 @@ quern_status quern_dsv4_rope_table(const quern_dsv4_rope_params *params, const q
     DEFAULT_FLOAT_STATE;
     quern_dsv4_rope_params p = QUERN_DSV4_ROPE_PARAMS_INIT;
     quern_status status = op_struct(&p, params, "params", "QUERN_DSV4_ROPE_PARAMS_INIT");
-    if (status != QUERN_OK || (status = check_matrix("table", table, -1, -1)) != QUERN_OK) return status;
-    const view_rule rule = rule_of("table", table, true);
-    if ((status = view_check_all(&rule, 1, NULL, true)) != QUERN_OK) return status;
+    const matrix whole = {"table", table, -1, -1, true};
+    if (status != QUERN_OK || (status = check_matrices(&whole, 1)) != QUERN_OK) return status;
     const int64_t dim = table->shape[1];
     if (dim % 2 != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "table.shape[1] is %lld: an even number is accepted",
-                         (long long)dim);
+        return error_argument("table.shape[1] is %lld: an even number is accepted", (long long)dim);
     if (!(p.base > 1.0f) || isinf(p.base))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "base is %g: a finite number above 1 is accepted",
-                         (double)p.base);
+        return error_argument("base is %g: a finite number above 1 is accepted", (double)p.base);
     if (p.factor != 0.0f && !(is_positive(p.factor) && is_positive(p.original_length) &&
                               is_positive(p.beta_fast) && is_positive(p.beta_slow)))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "factor is %g, original_length %g, beta_fast %g, beta_slow %g: factor 0 (plain), or "
-                         "finite positive numbers are accepted",
-                         (double)p.factor, (double)p.original_length, (double)p.beta_fast,
-                         (double)p.beta_slow);
+        return error_argument("factor is %g, original_length %g, beta_fast %g, beta_slow %g: factor 0 "
+                              "(plain), or finite positive numbers are accepted",
+                              (double)p.factor, (double)p.original_length, (double)p.beta_fast,
+                              (double)p.beta_slow);
     for (int64_t m = 0; m < dim / 2; m++) {
         const float step = frequency(&p, dim, m);
         for (int64_t n = 0; n < table->shape[0]; n++) {
@@ -124,12 +126,12 @@ quern_status quern_dsv4_rope_table(const quern_dsv4_rope_params *params, const q
 static quern_status check_kind(quern_dsv4_kind kind)
 {
     if (kind == QUERN_DSV4_CSA || kind == QUERN_DSV4_HCA) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "kind is %d: 0 (CSA) and 1 (HCA) are accepted", (int)kind);
+    return error_argument("kind is %d: 0 (CSA) and 1 (HCA) are accepted", (int)kind);
 }
 
 static quern_status refuse_b(const char *name)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: HCA has no series b", name);
+    return error_argument("%s is given: HCA has no series b", name);
 }
 
 /* to[i, first + j] = from[i, j], or from[j, i]. */
@@ -149,23 +151,19 @@ quern_status quern_dsv4_pack_weights(quern_dsv4_kind kind, const quern_tensor *w
     static const char *const names[] = {"w_a_kv", "w_a_z", "w_b_kv", "w_b_z"};
     const quern_tensor *const parts[] = {w_a_kv, w_a_z, w_b_kv, w_b_z};
     const int count = kind == QUERN_DSV4_CSA ? 4 : 2;
+    matrix all[5] = {{names[0], w_a_kv, -1, -1, false}};
     quern_status status = check_kind(kind);
-    if (status != QUERN_OK || (status = check_matrix("w_a_kv", w_a_kv, -1, -1)) != QUERN_OK) return status;
-    for (int i = 1; i < count; i++) {
-        if ((status = check_matrix(names[i], parts[i], w_a_kv->shape[0], w_a_kv->shape[1])) != QUERN_OK)
-            return status;
-        if (parts[i]->dtype != w_a_kv->dtype)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: %s, as w_a_kv, is accepted",
-                             names[i], quern_dtype_name(parts[i]->dtype), quern_dtype_name(w_a_kv->dtype));
-    }
+    if (status != QUERN_OK || (status = check_matrices(all, 1)) != QUERN_OK) return status;
+    const int64_t rows = w_a_kv->shape[0], columns = w_a_kv->shape[1];
+    for (int i = 1; i < count; i++) all[i] = (matrix){names[i], parts[i], rows, columns, false};
+    all[count] = (matrix){"w", w, rows, count * columns, true};
     for (int i = count; i < 4; i++)
         if (parts[i] != NULL) return refuse_b(names[i]);
-    const view_rule rules[] = {rule_of("w_a_kv", w_a_kv, false), rule_of("w_a_z", w_a_z, false),
-                               rule_of("w_b_kv", w_b_kv, false), rule_of("w_b_z", w_b_z, false),
-                               rule_of("w", w, true)};
-    if ((status = check_matrix("w", w, w_a_kv->shape[0], count * w_a_kv->shape[1])) != QUERN_OK ||
-        (status = view_check_all(rules, 5, NULL, true)) != QUERN_OK)
-        return status;
+    if ((status = check_matrices(all, count + 1)) != QUERN_OK) return status;
+    for (int i = 1; i < count; i++)
+        if (parts[i]->dtype != w_a_kv->dtype)
+            return error_argument("%s has dtype %s: %s, as w_a_kv, is accepted", names[i],
+                                  quern_dtype_name(parts[i]->dtype), quern_dtype_name(w_a_kv->dtype));
     for (int i = 0; i < count; i++) copy_block(w, i * w_a_kv->shape[1], parts[i], 0, w_a_kv->shape[1], false);
     return QUERN_OK;
 }
@@ -177,25 +175,18 @@ quern_status quern_dsv4_pack_checkpoint(quern_dsv4_kind kind, const quern_tensor
 {
     DEFAULT_FLOAT_STATE;
     const int64_t series = kind == QUERN_DSV4_CSA ? 2 : 1;
+    const matrix given[] = {{"wkv", wkv, -1, -1, false}, {"ape", ape, -1, -1, false}};
     quern_status status = check_kind(kind);
-    if (status != QUERN_OK || (status = check_matrix("wkv", wkv, -1, -1)) != QUERN_OK ||
-        (status = check_matrix("wgate", wgate, wkv->shape[0], wkv->shape[1])) != QUERN_OK ||
-        (status = check_matrix("ape", ape, -1, wkv->shape[0])) != QUERN_OK)
-        return status;
+    if (status != QUERN_OK || (status = check_matrices(given, 2)) != QUERN_OK) return status;
     if (wkv->shape[0] % series != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "wkv.shape[0] is %lld: an even number (two series) is accepted",
-                         (long long)wkv->shape[0]);
-    const int64_t width = wkv->shape[0] / series, r = ape->shape[0];
-    if ((status = check_matrix("w", w, wkv->shape[1], 2 * series * width)) != QUERN_OK ||
-        (status = check_matrix("b_a", b_a, r, width)) != QUERN_OK)
-        return status;
+        return error_argument("wkv.shape[0] is %lld: an even number (two series) is accepted",
+                              (long long)wkv->shape[0]);
+    const int64_t rows = wkv->shape[0], columns = wkv->shape[1], width = rows / series, r = ape->shape[0];
     if (series == 1 && b_b != NULL) return refuse_b("b_b");
-    if (series == 2 && (status = check_matrix("b_b", b_b, r, width)) != QUERN_OK) return status;
-    const view_rule rules[] = {rule_of("wkv", wkv, false), rule_of("wgate", wgate, false),
-                               rule_of("ape", ape, false), rule_of("w", w, true),
-                               rule_of("b_a", b_a, true),  rule_of("b_b", b_b, true)};
-    if ((status = view_check_all(rules, 6, NULL, true)) != QUERN_OK) return status;
+    const matrix all[] = {{"wkv", wkv, -1, -1, false},   {"wgate", wgate, rows, columns, false},
+                          {"ape", ape, -1, rows, false}, {"w", w, columns, 2 * rows, true},
+                          {"b_a", b_a, r, width, true},  {"b_b", b_b, r, width, true}};
+    if ((status = check_matrices(all, series == 2 ? 6 : 5)) != QUERN_OK) return status;
     for (int64_t s = 0; s < series; s++) { /* s = 0 is series a, the last rows of the checkpoint */
         const int64_t from = (series - 1 - s) * width;
         copy_block(w, 2 * s * width, wkv, from, width, true);

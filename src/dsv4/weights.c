@@ -71,16 +71,15 @@ quern_status dsv4_weight_check(const op_call *call, const dsv4_weight_row *row, 
     for (int i = 0; i < 2 && (fp8 || codes) && beside == OP_NONE; i++)
         if (row->floats[i] != OP_NONE && op_uses(call, row->floats[i])) beside = row->floats[i];
     if (beside != OP_NONE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given beside %s: one weight is accepted",
-                         packed[fp8 ? FP8 : CODES].field, tensors[beside].field);
+        return error_argument("%s is given beside %s: one weight is accepted",
+                              packed[fp8 ? FP8 : CODES].field, tensors[beside].field);
     if (scales != NULL && scales->dtype != QUERN_F32 && scales->dtype != QUERN_E8M0 &&
         scales->dtype != QUERN_U8)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: f32, e8m0 and u8 are accepted",
-                         packed[FP8_SCALES].field, quern_dtype_name(scales->dtype));
+        return error_argument("%s has dtype %s: f32, e8m0 and u8 are accepted", packed[FP8_SCALES].field,
+                              quern_dtype_name(scales->dtype));
     if (codes && in % QUANTISE_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x has %lld channels and %s is given: multiples of %d are accepted", (long long)in,
-                         packed[CODES].field, QUANTISE_BLOCK);
+        return error_argument("x has %lld channels and %s is given: multiples of %d are accepted",
+                              (long long)in, packed[CODES].field, QUANTISE_BLOCK);
     return QUERN_OK;
 }
 
@@ -92,9 +91,8 @@ static quern_status check_powers(const quern_tensor *scales, const void *data, c
     for (int64_t n = 0; n < scales->shape[0]; n++)
         for (int64_t k = 0; k < scales->shape[1]; k++)
             if (((const uint8_t *)data)[n * scales->strides[0] + k * scales->strides[1]] == E8M0_NAN)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "%s[%lld, %lld] is the scale byte 0xFF: 0x00 to 0xFE are accepted", name,
-                                 (long long)n, (long long)k);
+                return error_argument("%s[%lld, %lld] is the scale byte 0xFF: 0x00 to 0xFE are accepted",
+                                      name, (long long)n, (long long)k);
     return QUERN_OK;
 }
 

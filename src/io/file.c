@@ -222,8 +222,7 @@ static quern_status start(quern_file *file)
 quern_status quern_file_create(const char *path, quern_file **file)
 {
     if (path == NULL || file == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         path == NULL ? "path" : "file");
+        return error_argument("%s is NULL: a pointer is needed", path == NULL ? "path" : "file");
     if (*path == '\0' || strlen(path) >= PATH_MAX)
         return cannot_write(path, strerror(*path == '\0' ? ENOENT : ENAMETOOLONG));
     quern_file *f = malloc(sizeof *f);
@@ -281,8 +280,7 @@ static quern_status flush(quern_file *file)
 quern_status quern_file_write(quern_file *file, const void *bytes, size_t size)
 {
     if (file == NULL || (bytes == NULL && size > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         file == NULL ? "file" : "bytes");
+        return error_argument("%s is NULL: a pointer is needed", file == NULL ? "file" : "bytes");
     if (file->failed != QUERN_OK) return file->failed;
     if (size > BUFFER_BYTES - file->used && flush(file) != QUERN_OK) return file->failed;
     if (size > BUFFER_BYTES) return write_all(file, bytes, size);
@@ -296,11 +294,8 @@ quern_status quern_file_write_at(quern_file *file, int64_t offset, const void *b
     const size_t most = (size_t)1 << 30;
     const unsigned char *from = bytes;
     if (file == NULL || (bytes == NULL && size > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         file == NULL ? "file" : "bytes");
-    if (offset < 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "offset is %lld: at least 0 is accepted",
-                         (long long)offset);
+        return error_argument("%s is NULL: a pointer is needed", file == NULL ? "file" : "bytes");
+    if (offset < 0) return error_argument("offset is %lld: at least 0 is accepted", (long long)offset);
     if (file->temporary == NULL) return cannot_write(file->path, "it is no regular file, which has offsets");
     while (size > 0) {
         const ssize_t n = pwrite(file->fd, from, size < most ? size : most, offset);
@@ -344,7 +339,7 @@ static bool put(const quern_file *file)
 
 quern_status quern_file_commit(quern_file *file)
 {
-    if (file == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "file is NULL: a pointer is needed");
+    if (file == NULL) return error_argument("file is NULL: a pointer is needed");
     pending_file *p = file->temporary;
     quern_status status = file->failed != QUERN_OK ? file->failed : flush(file);
     if (status == QUERN_OK && p != NULL && (fsync(file->fd) != 0 || !put(file)))

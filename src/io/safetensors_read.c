@@ -369,16 +369,14 @@ static quern_status open_parsed(void *mapping, const void *bytes, size_t size, q
 quern_status quern_safetensors_open_bytes(const void *bytes, size_t size, quern_safetensors **file)
 {
     if (file == NULL || (bytes == NULL && size > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         file == NULL ? "file" : "bytes");
+        return error_argument("%s is NULL: a pointer is needed", file == NULL ? "file" : "bytes");
     return open_parsed(NULL, bytes, size, file);
 }
 
 quern_status quern_safetensors_open(const char *path, quern_safetensors **file)
 {
     if (path == NULL || file == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         path == NULL ? "path" : "file");
+        return error_argument("%s is NULL: a pointer is needed", path == NULL ? "path" : "file");
     void *mapping;
     size_t size;
     char why[512];
@@ -429,9 +427,9 @@ bool quern_safetensors_has(const quern_safetensors *file, const char *name)
 
 static quern_status no_tensor(const quern_safetensors *file, const char *name)
 {
-    if (file == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "file is NULL: an open file is needed");
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name",
-                     TEXT_NAME(name != NULL ? name : "(NULL)"));
+    if (file == NULL) return error_argument("file is NULL: an open file is needed");
+    return error_argument("tensor '%s': the file has none of this name",
+                          TEXT_NAME(name != NULL ? name : "(NULL)"));
 }
 
 /* The tensor's data, aligned to its element. */
@@ -462,8 +460,7 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
 {
     const named *found = find_tensor(file, name);
     if (found == NULL) return no_tensor(file, name);
-    if (view == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "view is NULL: a place for the view is needed");
+    if (view == NULL) return error_argument("view is NULL: a place for the view is needed");
     entry *e = &file->entries[found->index];
     if (e->dtype->ours < 0)
         return error_set(
@@ -493,9 +490,8 @@ quern_status quern_safetensors_bytes(const quern_safetensors *file, const char *
 {
     const named *found = find_tensor(file, name);
     if (data == NULL || data->size < sizeof *data)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "data is NULL or smaller than quern_safetensors_data: QUERN_SAFETENSORS_DATA_INIT "
-                         "sets its size");
+        return error_argument(
+            "data is NULL or smaller than quern_safetensors_data: QUERN_SAFETENSORS_DATA_INIT sets its size");
     if (found == NULL) return no_tensor(file, name);
     const entry *e = &file->entries[found->index];
     data->dtype = e->dtype->name;

@@ -79,15 +79,13 @@ static quern_status check_metadata(const quern_safetensors_pair *pairs, size_t c
     for (size_t i = 0; i < count; i++) {
         if (pairs[i].key == NULL || pairs[i].value == NULL || !is_text(pairs[i].key) ||
             !is_text(pairs[i].value))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "metadata[%zu]: a key and a value, both UTF-8, are accepted", i);
+            return error_argument("metadata[%zu]: a key and a value, both UTF-8, are accepted", i);
         names[i] = pairs[i].key;
     }
     const char *twice = duplicate(names, count);
     return twice == NULL
                ? QUERN_OK
-               : error_set(QUERN_ERR_INVALID_ARGUMENT,
-                           "metadata: the key '%s' occurs twice, once is accepted", TEXT_NAME(twice));
+               : error_argument("metadata: the key '%s' occurs twice, once is accepted", TEXT_NAME(twice));
 }
 
 static quern_status check_items(const quern_safetensors_item *items, size_t count, const char **names)
@@ -96,27 +94,22 @@ static quern_status check_items(const quern_safetensors_item *items, size_t coun
     for (size_t i = 0; i < count; i++) {
         if (items[i].name == NULL || items[i].tensor == NULL ||
             strcmp(items[i].name, SAFETENSORS_METADATA) == 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "items[%zu]: a name other than __metadata__ and a tensor are needed", i);
+            return error_argument("items[%zu]: a name other than __metadata__ and a tensor are needed", i);
         if (!is_text(items[i].name))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "items[%zu] '%s': a UTF-8 name is accepted", i,
-                             TEXT_NAME(items[i].name));
+            return error_argument("items[%zu] '%s': a UTF-8 name is accepted", i, TEXT_NAME(items[i].name));
         const int64_t bytes = tensor_bytes(items[i].tensor);
         if (bytes < 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "items[%zu] '%s': a CPU tensor with data, of a known dtype, with 0 to %d "
-                             "extents >= 0 (e2m1x2: at least "
-                             "1) and fewer than 2^63 bytes is accepted",
-                             i, TEXT_NAME(items[i].name), QUERN_MAX_DIMS);
+            return error_argument("items[%zu] '%s': a CPU tensor with data, of a known dtype, with 0 to %d "
+                                  "extents >= 0 (e2m1x2: at least 1) and fewer than 2^63 bytes is accepted",
+                                  i, TEXT_NAME(items[i].name), QUERN_MAX_DIMS);
         if (__builtin_add_overflow(all, bytes, &all))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "items: together they have 2^63 bytes or more");
+            return error_argument("items: together they have 2^63 bytes or more");
         names[i] = items[i].name;
     }
     const char *twice = duplicate(names, count);
     return twice == NULL
                ? QUERN_OK
-               : error_set(QUERN_ERR_INVALID_ARGUMENT,
-                           "items[...]: the name '%s' occurs twice, once is accepted", TEXT_NAME(twice));
+               : error_argument("items[...]: the name '%s' occurs twice, once is accepted", TEXT_NAME(twice));
 }
 
 /* Calls visit for each tensor in file order: widest element first. */
@@ -216,10 +209,9 @@ quern_status quern_safetensors_save(const char *path, const quern_safetensors_it
                                     const quern_safetensors_pair *metadata, size_t metadata_count)
 {
     if (path == NULL || (items == NULL && count > 0) || (metadata == NULL && metadata_count > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         path == NULL                 ? "path"
-                         : items == NULL && count > 0 ? "items"
-                                                      : "metadata");
+        return error_argument("%s is NULL: a pointer is needed", path == NULL                 ? "path"
+                                                                 : items == NULL && count > 0 ? "items"
+                                                                                              : "metadata");
     header_text header = {0};
     const char **names = calloc((count > metadata_count ? count : metadata_count) + 1, sizeof *names);
     if (names == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", count);
@@ -230,10 +222,9 @@ quern_status quern_safetensors_save(const char *path, const quern_safetensors_it
     build_header(&header, items, count, metadata, metadata_count);
     if (!header.failed) status = write_file(path, &header, items, count);
     else if (header.size > SAFETENSORS_MAX_HEADER)
-        status =
-            error_set(QUERN_ERR_INVALID_ARGUMENT,
-                      "items and metadata: their header is longer than the %d bytes that the format accepts",
-                      SAFETENSORS_MAX_HEADER);
+        status = error_argument(
+            "items and metadata: their header is longer than the %d bytes that the format accepts",
+            SAFETENSORS_MAX_HEADER);
     else status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the header of %zu tensors", count);
     free(header.bytes);
     return status;

@@ -29,12 +29,6 @@ static quern_tensor as_heads(const op_call *call, int32_t tensor)
 
 /* ---- RMS norm ---- */
 
-typedef struct norm_call {
-    op_call head;
-    quern_rms_norm_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(norm_rope)];
-} norm_call;
-
 #define N(field) OP_TENSOR(quern_rms_norm_tensors, field)
 static const op_tensor norm_tensors[] = {
     {"x", "x", OP_ACTIVATION, OP_NONE, {S_T, S_D}, {0}},
@@ -50,10 +44,8 @@ static const op_param norm_params[] = {
     {"eps", offsetof(quern_rms_norm_params, eps), OP_POSITIVE, 0, 0, NULL,
      "added to the mean square; 0: 1e-6"},
 };
-static const quern_rms_norm_params norm_defaults = QUERN_RMS_NORM_PARAMS_INIT;
 static const char *const norm_operations[] = {"rms_norm_forward", "rms_norm_backward"};
-static const char *const symbols[] = {
-    "", [S_T] = "T", [S_H] = "H", [S_D] = "D", [S_P] = "P", [S_R] = "R", NULL};
+static const char symbols[] = "T H D P R";
 static const op_entry norm_ops[] = {
     {.name = "rms-norm",
      .help = "RMS norm of rows; with d_out also its backward",
@@ -63,7 +55,7 @@ static const op_entry norm_ops[] = {
 
 static quern_status norm_check_params(op_call *call)
 {
-    quern_rms_norm_params *p = &((norm_call *)call)->params;
+    quern_rms_norm_params *p = op_params(call);
     if (p->eps == 0.0f) p->eps = 1e-6f;
     return QUERN_OK;
 }
@@ -77,21 +69,7 @@ static void norm_roles(op_call *call)
     r[N(y)] = backward ? OP_UNUSED : OP_RESULT;
     r[N(d_y)] = backward ? OP_NEEDED : OP_UNUSED;
     r[N(d_x)] = backward ? OP_RESULT : OP_UNUSED;
-    r[N(d_weight)] = !backward                        ? OP_UNUSED
-                     : call->given[N(weight)] == NULL ? OP_SOURCE_MISSING
-                                                      : OP_OPTIONAL_RESULT;
-}
-
-static quern_status norm_derive(op_call *call)
-{
-    const quern_tensor *x = call->given[N(x)];
-    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    call->like = *x;
-    const quern_status status = op_check_activation(call, N(x), 2);
-    if (status != QUERN_OK) return status;
-    call->symbol[S_T] = x->shape[0];
-    call->symbol[S_D] = x->shape[1];
-    return QUERN_OK;
+    op_gradient_roles(call, N(d_weight), N(d_weight), backward);
 }
 
 static void norm_build(op_build *b)
@@ -100,7 +78,7 @@ static void norm_build(op_build *b)
     norm_rope_args *args =
         call->operation == FORWARD ? OP_ADD(b, norm_rope_forward) : OP_ADD(b, norm_rope_backward);
     *args = (norm_rope_args){.norm = true,
-                             .eps = ((const norm_call *)call)->params.eps,
+                             .eps = ((const quern_rms_norm_params *)op_params(call))->eps,
                              .x = as_heads(call, N(x)),
                              .weight = op_view(call, N(weight), false),
                              .out = as_heads(call, N(y)),
@@ -110,14 +88,12 @@ static void norm_build(op_build *b)
 }
 
 const op_family rms_norm_family = {
-    OP_TABLES(norm_call, norm_operations, norm_tensors, norm_params, symbols, norm_ops),
+    OP_TABLES(norm_operations, norm_tensors, norm_params, symbols, norm_ops),
+    OP_CALL(quern_rms_norm_params, QUERN_RMS_NORM_PARAMS_INIT, OP_STEP_BYTES(norm_rope)),
     .first = QUERN_OP_RMS_NORM_FORWARD,
-    .defaults = &norm_defaults,
-    .params_init = "QUERN_RMS_NORM_PARAMS_INIT",
     .tensors_init = "QUERN_RMS_NORM_TENSORS_INIT",
     .check_params = norm_check_params,
     .roles = norm_roles,
-    .derive = norm_derive,
     .build = norm_build,
 };
 
@@ -151,12 +127,6 @@ quern_status quern_rms_norm_backward(quern_context *ctx, const quern_exec *exec,
 
 /* ---- rotation ---- */
 
-typedef struct rope_call {
-    op_call head;
-    quern_rope_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(norm_rope)];
-} rope_call;
-
 #define R(field) OP_TENSOR(quern_rope_tensors, field)
 static const op_tensor rope_tensors[] = {
     {"x", "x", OP_ACTIVATION, OP_NONE, {S_T, S_H, S_D}, {0}},
@@ -173,7 +143,6 @@ static const op_param rope_params[] = {
      "position of token 0"},
     {"inverse", offsetof(quern_rope_params, inverse), OP_FLAG, 0, 1, NULL, "turn back"},
 };
-static const quern_rope_params rope_defaults = QUERN_ROPE_PARAMS_INIT;
 static const char *const rope_operations[] = {"rope_forward", "rope_backward"};
 static const op_entry rope_ops[] = {
     {.name = "rope",
@@ -184,11 +153,12 @@ static const op_entry rope_ops[] = {
 
 static void rope_roles(op_call *call)
 {
+    const quern_rope_params *p = op_params(call);
     const bool backward = call->operation == BACKWARD;
     uint8_t *r = call->role;
     r[R(x)] = OP_NEEDED;
     r[R(cos_sin)] = OP_NEEDED;
-    r[R(positions)] = ((rope_call *)call)->params.start_abs_pos > 0 ? OP_REFUSED : OP_OPTIONAL;
+    r[R(positions)] = p->start_abs_pos > 0 ? OP_REFUSED : OP_OPTIONAL;
     r[R(y)] = backward ? OP_UNUSED : OP_RESULT;
     r[R(d_y)] = backward ? OP_NEEDED : OP_UNUSED;
     r[R(d_x)] = backward ? OP_RESULT : OP_UNUSED;
@@ -196,38 +166,25 @@ static void rope_roles(op_call *call)
 
 static const char *rope_refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
 {
+    const quern_rope_params *p = op_params(call);
     (void)tensor;
     snprintf(text, OP_REASON, " with start_abs_pos %lld: one or the other is accepted",
-             (long long)((const rope_call *)call)->params.start_abs_pos);
+             (long long)p->start_abs_pos);
     return text;
 }
 
 static quern_status rope_derive(op_call *call)
 {
-    const quern_tensor *x = call->given[R(x)], *table = call->given[R(cos_sin)];
-    const int64_t start = ((rope_call *)call)->params.start_abs_pos;
-    int64_t *s = call->symbol;
-    quern_status status;
-    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    call->like = *x;
-    if ((status = op_check_activation(call, R(x), 3)) != QUERN_OK ||
-        (status = op_check_kind(call, R(cos_sin), 2)) != QUERN_OK)
-        return status;
-    s[S_T] = x->shape[0];
-    s[S_H] = x->shape[1];
-    s[S_D] = x->shape[2];
-    s[S_P] = table->shape[0];
-    s[S_R] = table->shape[1];
+    const quern_rope_params *p = op_params(call);
+    const int64_t *s = call->symbol, end = p->start_abs_pos + s[S_T];
     if (s[S_R] % 2 != 0 || s[S_R] > s[S_D])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "cos_sin.shape[1] is %lld: an even number of up to the %lld channels is accepted",
-                         (long long)s[S_R], (long long)s[S_D]);
-    const int64_t end = start + s[S_T];
+        return error_argument(
+            "cos_sin.shape[1] is %lld: an even number of up to the %lld channels is accepted",
+            (long long)s[S_R], (long long)s[S_D]);
     if (call->given[R(positions)] == NULL && s[S_T] > 0 && end > s[S_P])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "cos_sin.shape[0] is %lld: at least %lld, the position past the last token, is "
-                         "accepted",
-                         (long long)s[S_P], (long long)end);
+        return error_argument(
+            "cos_sin.shape[0] is %lld: at least %lld, the position past the last token, is accepted",
+            (long long)s[S_P], (long long)end);
     return QUERN_OK;
 }
 
@@ -237,16 +194,15 @@ static quern_status rope_check_data(const op_call *call, void *const *data)
     const int64_t rows = call->symbol[S_P];
     for (int64_t t = 0; positions != NULL && t < call->symbol[S_T]; t++)
         if (positions[t] < 0 || positions[t] >= rows)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "positions[%lld] is %d: 0 to %lld, the table's last row, is accepted",
-                             (long long)t, (int)positions[t], (long long)rows - 1);
+            return error_argument("positions[%lld] is %d: 0 to %lld, the table's last row, is accepted",
+                                  (long long)t, (int)positions[t], (long long)rows - 1);
     return QUERN_OK;
 }
 
 static void rope_build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_rope_params *p = &((const rope_call *)call)->params;
+    const quern_rope_params *p = op_params(call);
     quern_tensor table = op_view(call, R(cos_sin), false);
     if (call->symbol[S_T] > 0) view_narrow(&table, 0, p->start_abs_pos, table.shape[0] - p->start_abs_pos);
     norm_rope_args *args =
@@ -261,10 +217,9 @@ static void rope_build(op_build *b)
 }
 
 const op_family rope_family = {
-    OP_TABLES(rope_call, rope_operations, rope_tensors, rope_params, symbols, rope_ops),
+    OP_TABLES(rope_operations, rope_tensors, rope_params, symbols, rope_ops),
+    OP_CALL(quern_rope_params, QUERN_ROPE_PARAMS_INIT, OP_STEP_BYTES(norm_rope)),
     .first = QUERN_OP_ROPE_FORWARD,
-    .defaults = &rope_defaults,
-    .params_init = "QUERN_ROPE_PARAMS_INIT",
     .tensors_init = "QUERN_ROPE_TENSORS_INIT",
     .roles = rope_roles,
     .refuse = rope_refuse,

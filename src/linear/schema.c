@@ -23,18 +23,14 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == LINEAR_TENSORS, "a row a tensor");
 
 static const char *const a8_words[] = {"none", "fp8", NULL};
-#define AT(member) offsetof(quern_linear_params, member)
+#define FIELD(member) OP_FIELD(quern_linear_params, member)
 static const op_param params[] = {
-    {"block", AT(block), OP_INTEGER, 32, 128, NULL, "rows and columns of W that share a scale: 128 or 32"},
-    {"groups", AT(groups), OP_INTEGER, 1, INT32_MAX, NULL, "parts of x's columns, each with rows of W"},
-    {"a8", AT(a8), OP_CHOICE, 0, QUERN_LINEAR_A8_FP8, a8_words,
-     "x is rounded to FP8, by row and 128 columns"},
+    {FIELD(block), OP_INTEGER, 32, 128, NULL, "rows and columns of W that share a scale: 128 or 32"},
+    {FIELD(groups), OP_INTEGER, 1, INT32_MAX, NULL, "parts of x's columns, each with rows of W"},
+    {FIELD(a8), OP_CHOICE, 0, QUERN_LINEAR_A8_FP8, a8_words, "x is rounded to FP8, by row and 128 columns"},
 };
-#undef AT
-static const quern_linear_params defaults = QUERN_LINEAR_PARAMS_INIT;
 static const char *const operations[] = {"linear_forward", "linear_backward"};
-static const char *const symbols[] = {
-    "", [LIN_T] = "T", [LIN_N] = "N", [LIN_K] = "K", [LIN_GN] = "GN", [LIN_GK] = "GK", NULL};
+static const char symbols[] = "T N K GN GK";
 static const char *const leads[] = {"|ceil(GN/b) ceil(K/b)"};
 static const op_entry ops[] = {
     {.name = "linear",
@@ -43,16 +39,13 @@ static const op_entry ops[] = {
      .backward = LINEAR_BACKWARD},
 };
 
-static quern_linear_params *params_of(op_call *call)
-{
-    return &((linear_call *)call)->params;
-}
+#define PARAMS(call) ((quern_linear_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    const int64_t block = params_of(call)->block;
+    const int64_t block = PARAMS(call)->block;
     if (block == 128 || block == 32) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "block is %lld: 128 or 32 is accepted", (long long)block);
+    return error_argument("block is %lld: 128 or 32 is accepted", (long long)block);
 }
 
 static void roles(op_call *call)
@@ -61,26 +54,19 @@ static void roles(op_call *call)
                scaled = call->given[L(w_scale)] != NULL;
     uint8_t *r = call->role;
     r[L(x)] = OP_NEEDED;
-    r[L(w)] = codes ? OP_REFUSED : OP_NEEDED;
-    r[L(w_scale)] = codes ? OP_REFUSED : OP_OPTIONAL;
+    op_allow(call, L(w), !codes, OP_NEEDED, " with w_codes: one or the other is accepted");
+    if (!codes) op_reason(call, L(w), ": w or w_codes is needed");
+    op_allow(call, L(w_scale), !codes, OP_OPTIONAL, " with w_codes: one or the other is accepted");
     r[L(w_codes)] = OP_OPTIONAL;
-    r[L(w_scales)] = r[L(w_global)] = codes ? OP_NEEDED : OP_REFUSED;
+    op_allow_all(call, L(w_scales), L(w_global), codes, OP_NEEDED,
+                 " without w_codes: all of NVFP4 or none of it is accepted");
     r[L(bias)] = backward ? OP_UNUSED : OP_OPTIONAL;
     r[L(y)] = backward ? OP_UNUSED : OP_RESULT;
     r[L(d_y)] = backward ? OP_NEEDED : OP_UNUSED;
     r[L(d_x)] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
-    r[L(d_w)] = !backward ? OP_UNUSED : codes || scaled ? OP_REFUSED : OP_OPTIONAL_RESULT;
-    r[L(d_bias)] = !backward                      ? OP_UNUSED
-                   : call->given[L(bias)] == NULL ? OP_SOURCE_MISSING
-                                                  : OP_OPTIONAL_RESULT;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)text;
-    if (tensor == L(d_w)) return " with a quantised weight: it is accepted with w in floats";
-    if (tensor == L(w) || tensor == L(w_scale)) return " with w_codes: one or the other is accepted";
-    return " without w_codes: all of NVFP4 or none of it is accepted";
+    op_allow(call, L(d_w), !backward || !(codes || scaled), backward ? OP_OPTIONAL_RESULT : OP_UNUSED,
+             " with a quantised weight: it is accepted with w in floats");
+    op_gradient_roles(call, L(d_bias), L(d_bias), backward);
 }
 
 static bool is_float(quern_dtype dtype)
@@ -98,18 +84,17 @@ static quern_status find_kind(linear_call *c)
     }
     c->kind = scale != NULL ? LINEAR_FP8 : LINEAR_FLOAT;
     if (scale == NULL && !is_float(w->dtype))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "w: dtype %s without w_scale: f32, f16 and bf16 are accepted, e4m3 and u8 with it",
-                         quern_dtype_name(w->dtype));
+        return error_argument(
+            "w: dtype %s without w_scale: f32, f16 and bf16 are accepted, e4m3 and u8 with it",
+            quern_dtype_name(w->dtype));
     if (scale != NULL && w->dtype != QUERN_U8 && w->dtype != QUERN_E4M3)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "w: dtype %s with w_scale: e4m3 and u8 are accepted",
-                         quern_dtype_name(w->dtype));
+        return error_argument("w: dtype %s with w_scale: e4m3 and u8 are accepted",
+                              quern_dtype_name(w->dtype));
     if (scale != NULL && scale->dtype != QUERN_F32 && scale->dtype != QUERN_U8 && scale->dtype != QUERN_E8M0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "w_scale: dtype %s: f32, e8m0 and u8 are accepted",
-                         quern_dtype_name(scale->dtype));
+        return error_argument("w_scale: dtype %s: f32, e8m0 and u8 are accepted",
+                              quern_dtype_name(scale->dtype));
     if (scale == NULL && c->params.a8 != QUERN_LINEAR_A8_NONE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "a8 is fp8 with w in floats: none is accepted, or a weight in FP8 or NVFP4");
+        return error_argument("a8 is fp8 with w in floats: none is accepted, or a weight in FP8 or NVFP4");
     return QUERN_OK;
 }
 
@@ -120,17 +105,16 @@ static quern_status check_result(const linear_call *c)
     if (c->head.operation == LINEAR_BACKWARD || y == NULL || y->dtype == x->dtype ||
         (c->kind == LINEAR_FLOAT && y->dtype == QUERN_F32))
         return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "y: dtype %s: %s is accepted, and f32 with w in floats",
-                     quern_dtype_name(y->dtype), quern_dtype_name(x->dtype));
+    return error_argument("y: dtype %s: %s is accepted, and f32 with w in floats", quern_dtype_name(y->dtype),
+                          quern_dtype_name(x->dtype));
 }
 
 static quern_status check_groups(const char *name, int64_t extent, int64_t groups)
 {
     if (extent % groups == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s.shape is %lld where groups divide it: a multiple of the "
-                     "%lld groups is accepted",
-                     name, (long long)extent, (long long)groups);
+    return error_argument(
+        "%s.shape is %lld where groups divide it: a multiple of the %lld groups is accepted", name,
+        (long long)extent, (long long)groups);
 }
 
 /* Rows in f32 and widened weights must have sizes in 64 bits. (Rows may share their memory.) */
@@ -138,13 +122,11 @@ static quern_status check_sizes(const int64_t *s)
 {
     const int64_t most = (int64_t)1 << 56, widest = s[LIN_GK] > s[LIN_GN] ? s[LIN_GK] : s[LIN_GN];
     if ((widest > 0 && s[LIN_T] > most / widest) || (s[LIN_K] > 0 && s[LIN_GN] > most / s[LIN_K]))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "T is %lld, GK %lld and GN %lld: up to 2^56 numbers are accepted, above it sizes "
-                         "overflow",
-                         (long long)s[LIN_T], (long long)s[LIN_GK], (long long)s[LIN_GN]);
+        return error_argument(
+            "T is %lld, GK %lld and GN %lld: up to 2^56 numbers are accepted, above it sizes overflow",
+            (long long)s[LIN_T], (long long)s[LIN_GK], (long long)s[LIN_GN]);
     if (s[LIN_T] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld rows: up to %d are accepted",
-                         (long long)s[LIN_T], INT32_MAX);
+        return error_argument("x has %lld rows: up to %d are accepted", (long long)s[LIN_T], INT32_MAX);
     return QUERN_OK;
 }
 
@@ -156,18 +138,8 @@ static quern_status derive(op_call *call)
     const int64_t groups = c->params.groups, block = c->params.block;
     int64_t *s = call->symbol;
     quern_status status;
-    if (t[L(x)] == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    if (t[weight] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "w and w_codes are NULL: one of them is accepted");
-    call->like = *t[L(x)];
     call->stored = t[L(x)]->dtype;
-    if ((status = op_check_activation(call, L(x), 2)) != QUERN_OK ||
-        (status = op_check_kind(call, weight, 2)) != QUERN_OK || (status = find_kind(c)) != QUERN_OK ||
-        (status = check_result(c)) != QUERN_OK)
-        return status;
-    s[LIN_T] = t[L(x)]->shape[0];
-    s[LIN_GK] = t[L(x)]->shape[1];
-    s[LIN_GN] = t[weight]->shape[0];
+    if ((status = find_kind(c)) != QUERN_OK || (status = check_result(c)) != QUERN_OK) return status;
     s[LIN_K] = s[LIN_GK] / groups;
     s[LIN_N] = s[LIN_GN] / groups;
     if ((status = check_groups("x", s[LIN_GK], groups)) != QUERN_OK ||
@@ -175,8 +147,7 @@ static quern_status derive(op_call *call)
         (status = check_sizes(s)) != QUERN_OK)
         return status;
     if (c->kind == LINEAR_NVFP4 && (s[LIN_K] % 16 != 0 || s[LIN_K] > INT32_MAX || s[LIN_N] > INT32_MAX))
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "K is %lld and N %lld with w_codes: K a multiple of 16, both below 2^31, is accepted",
             (long long)s[LIN_K], (long long)s[LIN_N]);
     const bool one = op_is_one(t[L(w_scale)]);
@@ -187,15 +158,13 @@ static quern_status derive(op_call *call)
 }
 
 const op_family linear_family = {
-    OP_TABLES(linear_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_OWN_CALL(linear_call, QUERN_LINEAR_PARAMS_INIT),
     .first = QUERN_OP_LINEAR_FORWARD,
-    .defaults = &defaults,
-    .params_init = "QUERN_LINEAR_PARAMS_INIT",
     .tensors_init = "QUERN_LINEAR_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .build = linear_build,
 };

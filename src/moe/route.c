@@ -14,12 +14,6 @@ typedef enum route_op { ROUTE, ROUTE_BACKWARD, ROUTE_OPS } route_op;
 enum { ROUTE_TENSORS = OP_TENSOR_COUNT(quern_moe_route_tensors) };
 enum { RS_T = 1, RS_E, RS_D, RS_K, RS_TK, RS_V };
 
-typedef struct route_call {
-    op_call head;
-    quern_moe_route_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(route)];
-} route_call;
-
 static const op_tensor tensors[] = {
     {"logits", "logits", OP_FLOAT, OP_NONE, {RS_T, RS_E}, {0}},
     {"hidden", "hidden", OP_FLOAT, OP_NONE, {RS_T, RS_D}, {0}},
@@ -39,18 +33,16 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == ROUTE_TENSORS, "a row a tensor");
 
 static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
-#define AT(member) offsetof(quern_moe_route_params, member)
+#define FIELD(member) OP_FIELD(quern_moe_route_params, member)
 static const op_param params[] = {
-    {"score", AT(score), OP_CHOICE, 0, 2, scores, "what becomes of logits"},
-    {"top_k", AT(top_k), OP_INTEGER, 1, INT32_MAX, NULL, "experts of a token"},
-    {"renormalize", AT(renormalize), OP_FLAG, 0, 1, NULL, "divide the chosen experts' scores by their sum"},
-    {"route_scale", AT(route_scale), OP_NUMBER, 0, 0, NULL, "multiplies the weights"},
+    {FIELD(score), OP_CHOICE, 0, 2, scores, "what becomes of logits"},
+    {FIELD(top_k), OP_INTEGER, 1, INT32_MAX, NULL, "experts of a token"},
+    {FIELD(renormalize), OP_FLAG, 0, 1, NULL, "divide the chosen experts' scores by their sum"},
+    {FIELD(route_scale), OP_NUMBER, 0, 0, NULL, "multiplies the weights"},
 };
-#undef AT
-static const quern_moe_route_params defaults = QUERN_MOE_ROUTE_PARAMS_INIT;
+static const int8_t like[] = {R(hidden), R(logits), OP_NONE};
 static const char *const operations[] = {"moe_route", "moe_route_backward"};
-static const char *const symbols[] = {
-    "", [RS_T] = "T", [RS_E] = "E", [RS_D] = "D", [RS_K] = "k", [RS_TK] = "Tk", [RS_V] = "V", NULL};
+static const char symbols[] = "T E D k Tk V";
 static const op_entry ops[] = {
     {.name = "moe-route",
      .help = "the experts of each token, their weights, and the order of the experts' rows; with d_weights "
@@ -65,10 +57,14 @@ static void roles(op_call *call)
                products = call->given[R(hidden)] != NULL || call->given[R(weight)] != NULL;
     const bool table = call->given[R(tid2eid)] != NULL;
     uint8_t *r = call->role;
-    r[R(logits)] = products ? OP_REFUSED : OP_NEEDED;
+    op_allow(call, R(logits), !products, OP_NEEDED, " with hidden or weight: one or the others are accepted");
     r[R(hidden)] = r[R(weight)] = products ? OP_NEEDED : OP_OPTIONAL;
-    r[R(bias)] = backward ? OP_UNUSED : table ? OP_REFUSED : OP_OPTIONAL;
-    r[R(input_ids)] = backward ? OP_UNUSED : table ? OP_NEEDED : OP_REFUSED;
+    for (int i = products ? R(hidden) : R(logits); i <= R(weight); i++)
+        op_reason(call, i, ": logits, or hidden and weight, are needed");
+    op_allow(call, R(bias), backward || !table, backward ? OP_UNUSED : OP_OPTIONAL,
+             " with tid2eid: one or the other is accepted");
+    op_allow(call, R(input_ids), backward || table, backward ? OP_UNUSED : OP_NEEDED,
+             " without tid2eid: both or neither are accepted");
     r[R(tid2eid)] = backward ? OP_UNUSED : OP_OPTIONAL;
     r[R(experts)] = backward ? OP_NEEDED : OP_RESULT;
     r[R(weights)] = r[R(offsets)] = r[R(permutation)] = backward ? OP_UNUSED : OP_RESULT;
@@ -79,42 +75,17 @@ static void roles(op_call *call)
                                                  : OP_SOURCE_MISSING;
 }
 
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)text;
-    if (tensor == R(logits)) return " with hidden or weight: one or the others are accepted";
-    return tensor == R(bias) ? " with tid2eid: one or the other is accepted"
-                             : " without tid2eid: both or neither are accepted";
-}
-
 static quern_status derive(op_call *call)
 {
-    const quern_moe_route_params *p = &((const route_call *)call)->params;
-    const quern_tensor *const *t = call->given;
-    const bool products = t[R(hidden)] != NULL && t[R(weight)] != NULL;
+    const quern_moe_route_params *p = op_params(call);
     int64_t *s = call->symbol;
-    quern_status status;
-    if (!products && t[R(logits)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: logits, or hidden and weight, are needed",
-                         t[R(hidden)] != NULL   ? "weight"
-                         : t[R(weight)] != NULL ? "hidden"
-                                                : "logits");
-    call->like = products ? *t[R(hidden)] : *t[R(logits)];
-    if ((status = op_check_kind(call, products ? R(hidden) : R(logits), 2)) != QUERN_OK ||
-        (products && (status = op_check_kind(call, R(weight), 2)) != QUERN_OK))
-        return status;
-    s[RS_T] = call->like.shape[0];
-    s[RS_E] = products ? t[R(weight)]->shape[0] : call->like.shape[1];
-    s[RS_D] = products ? call->like.shape[1] : 0;
     s[RS_K] = p->top_k;
-    s[RS_V] = t[R(tid2eid)] != NULL ? t[R(tid2eid)]->shape[0] : 0;
     if (p->top_k > s[RS_E])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted",
-                         (long long)p->top_k, (long long)s[RS_E]);
+        return error_argument("top_k is %lld: 1 to the %lld experts is accepted", (long long)p->top_k,
+                              (long long)s[RS_E]);
     if (s[RS_E] > INT32_MAX || s[RS_T] > INT32_MAX / p->top_k)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld tokens of %lld experts each: at most %d slots are accepted",
-                         (long long)s[RS_T], (long long)p->top_k, INT32_MAX);
+        return error_argument("%lld tokens of %lld experts each: at most %d slots are accepted",
+                              (long long)s[RS_T], (long long)p->top_k, INT32_MAX);
     s[RS_TK] = s[RS_T] * s[RS_K];
     return QUERN_OK;
 }
@@ -122,7 +93,7 @@ static quern_status derive(op_call *call)
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_moe_route_params *p = &((const route_call *)call)->params;
+    const quern_moe_route_params *p = op_params(call);
     route_args *args = call->operation == ROUTE ? OP_ADD(b, route_forward) : OP_ADD(b, route_backward);
     *args = (route_args){.score = (route_score)p->score,
                          .top_k = p->top_k,
@@ -145,14 +116,13 @@ static void build(op_build *b)
 }
 
 const op_family moe_route_family = {
-    OP_TABLES(route_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_moe_route_params, QUERN_MOE_ROUTE_PARAMS_INIT, OP_STEP_BYTES(route)),
     .first = QUERN_OP_MOE_ROUTE,
-    .defaults = &defaults,
-    .params_init = "QUERN_MOE_ROUTE_PARAMS_INIT",
     .tensors_init = "QUERN_MOE_ROUTE_TENSORS_INIT",
     .group = "routing",
+    .like = like,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .build = build,
 };

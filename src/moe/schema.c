@@ -59,41 +59,23 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == MOE_TENSORS, "a row a tensor");
 
 static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
-#define AT(member) offsetof(quern_moe_params, member)
+#define FIELD(member) OP_FIELD(quern_moe_params, member)
 static const op_param params[] = {
-    {"score", AT(score), OP_CHOICE, 0, 2, scores, "what the router makes of logits"},
-    {"top_k", AT(top_k), OP_INTEGER, 1, INT32_MAX, NULL, "experts of a token"},
-    {"renormalize", AT(renormalize), OP_FLAG, 0, 1, NULL, "divide the chosen experts' scores by their sum"},
-    {"route_scale", AT(route_scale), OP_NUMBER, 0, 0, NULL, "multiplies routing weights"},
-    {"limit", AT(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
-    {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
-    {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
-    {"granularity", AT(granularity), OP_INTEGER, 1, 32, NULL,
-     "runs of gate and up in NVFP4 columns; divides 32"},
-    {"a4", AT(a4), OP_FLAG, 0, 1, NULL, "quantise the activations of the experts' products to NVFP4"},
-    {"intermediate", AT(intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL, "I; 0: from the tensors"},
-    {"shared_intermediate", AT(shared_intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL,
+    {FIELD(score), OP_CHOICE, 0, 2, scores, "what the router makes of logits"},
+    {FIELD(top_k), OP_INTEGER, 1, INT32_MAX, NULL, "experts of a token"},
+    {FIELD(renormalize), OP_FLAG, 0, 1, NULL, "divide the chosen experts' scores by their sum"},
+    {FIELD(route_scale), OP_NUMBER, 0, 0, NULL, "multiplies routing weights"},
+    {FIELD(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
+    {FIELD(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
+    {FIELD(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
+    {FIELD(granularity), OP_INTEGER, 1, 32, NULL, "runs of gate and up in NVFP4 columns; divides 32"},
+    {FIELD(a4), OP_FLAG, 0, 1, NULL, "quantise the activations of the experts' products to NVFP4"},
+    {FIELD(intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL, "I; 0: from the tensors"},
+    {FIELD(shared_intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL,
      "I of the shared expert; 0: from the tensors"},
 };
-#undef AT
-static const quern_moe_params defaults = QUERN_MOE_PARAMS_INIT;
 static const char *const operations[] = {"moe_forward", "moe_backward"};
-static const char *const symbols[] = {"",
-                                      [MS_T] = "T",
-                                      [MS_D] = "D",
-                                      [MS_E] = "E",
-                                      [MS_K] = "k",
-                                      [MS_TK] = "Tk",
-                                      [MS_V] = "V",
-                                      [MS_I] = "I",
-                                      [MS_2I] = "2I",
-                                      [MS_UP_BYTES] = "bytes",
-                                      [MS_DOWN_BYTES] = "bytes",
-                                      [MS_IS] = "Is",
-                                      [MS_2IS] = "2Is",
-                                      [MS_SHARED_UP_BYTES] = "bytes",
-                                      [MS_SHARED_DOWN_BYTES] = "bytes",
-                                      NULL};
+static const char symbols[] = "T D E k Tk V I 2I bytes bytes Is 2Is bytes bytes";
 static const char *const leads[] = {"...", "|E|E 2...", "|E...", "|2...", "|E...", "|E...", NULL};
 static const int8_t routing[] = {M(experts), M(weights), M(offsets), M(permutation), OP_NONE};
 static const op_entry ops[] = {
@@ -106,14 +88,11 @@ static const op_entry ops[] = {
      .aside_tensors = routing},
 };
 
-static const quern_moe_params *params_of(const op_call *call)
-{
-    return &((const moe_call *)call)->params;
-}
+#define PARAMS(call) ((quern_moe_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    return op_check_granularity(params_of(call)->granularity);
+    return op_check_granularity(PARAMS(call)->granularity);
 }
 
 /* Weights are codes with scales, or repacked. `there`: NVFP4 weights are expected. */
@@ -121,6 +100,8 @@ static void weight_roles(op_call *call, int32_t codes, bool there)
 {
     const bool repacked = call->given[codes + 2] != NULL;
     call->role[codes] = call->role[codes + 1] = there && !repacked ? OP_NEEDED : OP_REFUSED;
+    if (there && !repacked && codes == M(gate_up_codes))
+        op_reason(call, codes, ": experts' weights, in one of their forms, are needed");
     call->role[codes + 2] = there ? OP_OPTIONAL : OP_REFUSED;
     call->role[codes + 3] = there ? OP_OPTIONAL : OP_REFUSED; /* the global */
 }
@@ -143,17 +124,10 @@ static void expert_roles(op_call *call)
     weight_roles(call, M(down_codes), !floats);
     r[M(gate_up)] = r[M(down)] = floats ? OP_NEEDED : OP_UNUSED;
     r[M(gate_up_bias)] = r[M(down_bias)] = OP_OPTIONAL;
-    r[M(gate_up_input_global)] = r[M(down_input_global)] = params_of(call)->a4 ? OP_OPTIONAL : OP_REFUSED;
+    r[M(gate_up_input_global)] = r[M(down_input_global)] = PARAMS(call)->a4 ? OP_OPTIONAL : OP_REFUSED;
     r[M(shared_gate)] = r[M(shared_up)] = r[M(shared_down)] = shared_floats ? OP_NEEDED : OP_UNUSED;
     weight_roles(call, M(shared_gate_up_codes), shared_codes);
     weight_roles(call, M(shared_down_codes), shared_codes);
-}
-
-static uint8_t gradient_role(const op_call *call, int32_t of)
-{
-    return call->operation != MOE_BACKWARD ? OP_UNUSED
-           : call->given[of] != NULL       ? OP_OPTIONAL_RESULT
-                                           : OP_SOURCE_MISSING;
 }
 
 static void roles(op_call *call)
@@ -163,6 +137,8 @@ static void roles(op_call *call)
     const bool routed = moe_is_routed(call);
     r[M(hidden)] = OP_NEEDED;
     r[M(weight)] = routed ? OP_UNUSED : call->given[M(logits)] != NULL ? OP_REFUSED : OP_NEEDED;
+    if (r[M(weight)] == OP_NEEDED)
+        op_reason(call, M(weight), ": the router's weight, or logits, or experts and weights, are needed");
     r[M(logits)] = OP_OPTIONAL;
     r[M(tid2eid)] = routed ? OP_REFUSED : OP_OPTIONAL;
     r[M(bias)] = routed || table ? OP_REFUSED : OP_OPTIONAL;
@@ -172,14 +148,8 @@ static void roles(op_call *call)
     r[M(offsets)] = r[M(permutation)] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
     r[M(experts)] = r[M(weights)] = routed ? OP_NEEDED : r[M(offsets)];
     r[M(d_out)] = backward ? OP_NEEDED : OP_UNUSED;
-    r[M(d_hidden)] = gradient_role(call, M(hidden));
-    r[M(d_logits)] = gradient_role(call, M(logits));
-    r[M(d_weight)] = gradient_role(call, M(weight));
+    op_gradient_roles(call, M(d_hidden), M(d_down), backward);
     r[M(d_weights)] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
-    r[M(d_gate_up_bias)] = gradient_role(call, M(gate_up_bias));
-    r[M(d_down_bias)] = gradient_role(call, M(down_bias));
-    r[M(d_gate_up)] = gradient_role(call, M(gate_up));
-    r[M(d_down)] = gradient_role(call, M(down));
 }
 
 static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
@@ -231,15 +201,6 @@ static quern_status derive_tokens(op_call *call)
     op_extents *lead = &call->lead[0];
     int64_t *s = call->symbol;
     quern_status status;
-    if (hidden == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "hidden is NULL: a tensor is needed");
-    if (call->given[router] == NULL && moe_is_routed(call))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "gate_up_codes is NULL: experts' weights, in one of their forms, are needed");
-    if (call->given[router] == NULL)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "weight is NULL: the router's weight, or logits, or experts and weights, are needed");
-    call->like = *hidden;
     const int32_t ndim = hidden->ndim < 2 ? 2 : hidden->ndim < QUERN_MAX_DIMS ? hidden->ndim : QUERN_MAX_DIMS;
     if ((status = op_check_activation(call, M(hidden), ndim)) != QUERN_OK ||
         (status = op_check_kind(call, router,
@@ -269,8 +230,7 @@ static quern_status derive_width(const op_call *call, int64_t given, int32_t cod
     *width = given;
     if (given > 0) return QUERN_OK;
     if (call->given[tensor] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL and %s is 0: one of them is needed",
-                         tensors[tensor].field, field);
+        return error_argument("%s is NULL and %s is 0: one of them is needed", tensors[tensor].field, field);
     if ((status = op_check_kind(call, tensor, dims)) != QUERN_OK) return status;
     const int64_t *shape = call->given[tensor]->shape;
     *width = !in_floats ? shape[ndim - 1] / 2 : floats == M(shared_gate) ? shape[0] : shape[1] / 2;
@@ -281,14 +241,13 @@ static quern_status derive_width(const op_call *call, int64_t given, int32_t cod
 static quern_status check_width(const char *what, int64_t width, int64_t multiple)
 {
     if (width % multiple == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "%s is %lld: a multiple of %lld is accepted by NVFP4 weights", what, (long long)width,
-                     (long long)multiple);
+    return error_argument("%s is %lld: a multiple of %lld is accepted by NVFP4 weights", what,
+                          (long long)width, (long long)multiple);
 }
 
 static quern_status check_widths(const op_call *call, bool shared)
 {
-    const int64_t *s = call->symbol, q = params_of(call)->granularity, block = QUERN_NVFP4_BLOCK;
+    const int64_t *s = call->symbol, q = PARAMS(call)->granularity, block = QUERN_NVFP4_BLOCK;
     const quern_status status = check_width("hidden's last extent", s[MS_D], block);
     return status != QUERN_OK ? status
                               : check_width(shared ? "shared_intermediate" : "intermediate",
@@ -303,11 +262,9 @@ static quern_status check_extents(const op_call *call)
     if (s[MS_I] > widest) widest = s[MS_I];
     if (s[MS_IS] > widest) widest = s[MS_IS];
     if (widest <= most) return QUERN_OK;
-    return error_set(
-        QUERN_ERR_INVALID_ARGUMENT,
-        "hidden's last extent is %lld, intermediate %lld, shared_intermediate %lld: at most %lld "
-        "are accepted, above it sizes overflow",
-        (long long)s[MS_D], (long long)s[MS_I], (long long)s[MS_IS], (long long)most);
+    return error_argument("hidden's last extent is %lld, intermediate %lld, shared_intermediate %lld: at "
+                          "most %lld are accepted, above it sizes overflow",
+                          (long long)s[MS_D], (long long)s[MS_I], (long long)s[MS_IS], (long long)most);
 }
 
 /* The bytes of repacked weights. */
@@ -330,7 +287,7 @@ static quern_status derive_repacked(op_call *call)
 
 static quern_status derive(op_call *call)
 {
-    const quern_moe_params *p = params_of(call);
+    const quern_moe_params *p = op_params(call);
     int64_t *s = call->symbol;
     quern_status status = derive_tokens(call);
     if (status != QUERN_OK) return status;
@@ -345,21 +302,18 @@ static quern_status derive(op_call *call)
         return status;
     if ((status = check_extents(call)) != QUERN_OK) return status;
     if (p->top_k > s[MS_E])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted",
-                         (long long)p->top_k, (long long)s[MS_E]);
+        return error_argument("top_k is %lld: 1 to the %lld experts is accepted", (long long)p->top_k,
+                              (long long)s[MS_E]);
     if (s[MS_E] > INT32_MAX || s[MS_T] > INT32_MAX / p->top_k)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld tokens of %lld experts each: at most %d slots are accepted",
-                         (long long)s[MS_T], (long long)p->top_k, INT32_MAX);
+        return error_argument("%lld tokens of %lld experts each: at most %d slots are accepted",
+                              (long long)s[MS_T], (long long)p->top_k, INT32_MAX);
     if (p->a4 && floats)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "a4 is true with gate_up in floats: NVFP4 weights are accepted");
+        return error_argument("a4 is true with gate_up in floats: NVFP4 weights are accepted");
     if ((!floats && (status = check_widths(call, false)) != QUERN_OK) ||
         (shared && !shared_floats && (status = check_widths(call, true)) != QUERN_OK))
         return status;
     s[MS_K] = p->top_k;
     s[MS_TK] = s[MS_T] * p->top_k;
-    s[MS_V] = call->given[M(tid2eid)] != NULL ? call->given[M(tid2eid)]->shape[0] : 0;
     s[MS_2I] = 2 * s[MS_I];
     s[MS_2IS] = 2 * s[MS_IS];
     const int64_t by_expert[] = {s[MS_E], 2}, by_part[] = {2, 0};
@@ -372,10 +326,9 @@ static quern_status derive(op_call *call)
 }
 
 const op_family moe_family = {
-    OP_TABLES(moe_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_OWN_CALL(moe_call, QUERN_MOE_PARAMS_INIT),
     .first = QUERN_OP_MOE_FORWARD,
-    .defaults = &defaults,
-    .params_init = "QUERN_MOE_PARAMS_INIT",
     .tensors_init = "QUERN_MOE_TENSORS_INIT",
     .leads = leads,
     .group = "mixture of experts",

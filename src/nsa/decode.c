@@ -18,19 +18,10 @@
 
 static quern_status accepts(const char *what, const char *accepted)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: a decoding call accepts %s", what, accepted);
+    return error_argument("%s: a decoding call accepts %s", what, accepted);
 }
 
-typedef struct decode_call {
-    op_call head;
-    quern_nsa_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(index_decode) + OP_STEP_BYTES(nsa_decode)];
-} decode_call;
-
-static quern_nsa_params *params_of(const op_call *call)
-{
-    return &((decode_call *)(uintptr_t)call)->params;
-}
+#define PARAMS(call) ((quern_nsa_params *)op_params(call))
 
 static bool is_indexed(const quern_nsa_params *p)
 {
@@ -40,17 +31,14 @@ static bool is_indexed(const quern_nsa_params *p)
 /* What a decoding call takes of what NSA has. */
 static quern_status check_params(op_call *call)
 {
-    const quern_nsa_params *p = params_of(call);
+    const quern_nsa_params *p = op_params(call);
     if (!p->causal) return accepts("causal is false", "true");
-    if (p->tile != 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tile is %lld: a decoding call accepts 1",
-                         (long long)p->tile);
+    if (p->tile != 1) return error_argument("tile is %lld: a decoding call accepts 1", (long long)p->tile);
     if (p->compressed_visibility != QUERN_NSA_VISIBLE_COMPLETE)
         return accepts("compressed_visibility is started", "complete");
     if (p->max_compressed_groups != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "max_compressed_groups is %lld: a decoding call accepts 0",
-                         (long long)p->max_compressed_groups);
+        return error_argument("max_compressed_groups is %lld: a decoding call accepts 0",
+                              (long long)p->max_compressed_groups);
     if (p->compress == QUERN_NSA_COMPRESS_GIVEN) return accepts("compress is given", "mean or linear");
     if (p->selection == QUERN_NSA_LIST_GIVEN) return accepts("selection is given", "computed or indexed");
     if (p->ungated && p->selection == QUERN_NSA_LIST_COMPUTED)
@@ -61,60 +49,49 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    const quern_nsa_params *p = params_of(call);
+    const quern_nsa_params *p = op_params(call);
     const bool given = p->gate == QUERN_NSA_GATE_GIVEN, slc = (p->branches & QUERN_NSA_BRANCH_SLC) != 0;
     uint8_t *r = call->role;
     r[DD(q)] = OP_NEEDED;
     r[DD(o)] = OP_RESULT;
-    r[DD(lse)] = r[DD(sink)] = OP_REFUSED;
-    r[DD(w_gate)] = p->gate == QUERN_NSA_GATE_WEIGHTS ? OP_NEEDED : OP_REFUSED;
+    op_allow(call, DD(lse), false, OP_UNUSED, ": sparse attention accepts NULL");
+    op_allow(call, DD(sink), false, OP_UNUSED, ": sparse attention accepts NULL");
+    op_allow(call, DD(w_gate), p->gate == QUERN_NSA_GATE_WEIGHTS, OP_NEEDED,
+             ": gate weights takes it, else NULL is accepted");
     r[DD(gates)] = given ? OP_NEEDED : OP_OPTIONAL_RESULT;
-    r[DD(block_idx)] = r[DD(block_count)] = slc ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    op_allow_all(call, DD(block_idx), DD(block_count), slc, OP_OPTIONAL_RESULT,
+                 ": without the selected branch NULL is accepted");
     if (p->ungated) r[DD(gates)] = OP_UNUSED;
-    r[DD(q_index)] = is_indexed(p) ? OP_NEEDED : OP_REFUSED;
+    op_allow(call, DD(q_index), is_indexed(p), OP_NEEDED, ": with selection indexed it is accepted");
     r[DD(index)] = is_indexed(p) ? OP_NEEDED : OP_UNUSED;
+    op_reason(call, DD(index), ": the pool of index keys is needed");
     r[DD(slots)] = r[DD(positions)] = r[DD(cu)] = OP_NEEDED;
     step_pool_roles(call, DD(tokens), true, OP_NEEDED);
     if (is_indexed(p) && !nsa_has_entries(p)) r[DD(entries)] = r[DD(entries_table)] = OP_UNUSED;
 }
 
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)text;
-    if (tensor == DD(lse) || tensor == DD(sink)) return ": sparse attention accepts NULL";
-    if (tensor == DD(q_index)) return ": with selection indexed it is accepted";
-    if (tensor == DD(win_table)) return ": without win NULL is accepted";
-    return tensor == DD(w_gate) ? ": gate weights takes it, else NULL is accepted"
-                                : ": without the selected branch NULL is accepted";
-}
-
 /* Checks the parameters by the rules of a whole forward, and the extents of the indexer's tensors. */
 static quern_status derive_indexed(op_call *call)
 {
-    quern_nsa_params *p = params_of(call);
+    quern_nsa_params *p = op_params(call);
     const quern_nsa_tensors none = QUERN_NSA_TENSORS_INIT;
-    const quern_tensor *q = call->given[DD(q_index)];
     int64_t *s = call->symbol;
     nsa_call whole;
     op_tensors own;
     quern_status status = op_begin(&whole.head, &nsa_family, NSA_FORWARD, p, &none, &own);
     if (status != QUERN_OK) return status;
     *p = whole.params;
-    if (q == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "q_index is NULL: a tensor is needed");
-    if (call->given[DD(index)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "index is NULL: the pool of index keys is needed");
     if ((status = step_derive_index(call, DD(index), DD(q_index))) != QUERN_OK) return status;
     if (s[ST_HI] != 1 && s[ST_HI] != s[ST_HS])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "index.shape[1] is %lld: 1, or a key for each of %lld lists, is accepted",
-                         (long long)s[ST_HI], (long long)s[ST_HS]);
+        return error_argument("index.shape[1] is %lld: 1, or a key for each of %lld lists, is accepted",
+                              (long long)s[ST_HI], (long long)s[ST_HS]);
     return QUERN_OK;
 }
 
 /* Checks the parameters by the selection's own rules, on a call of its shapes; resolves defaults. */
 static quern_status derive_computed(op_call *call)
 {
-    quern_nsa_params *p = params_of(call), chosen = *p;
+    quern_nsa_params *p = op_params(call), chosen = *p;
     int64_t *s = call->symbol;
     const int64_t capacity = step_capacity(call);
     const int64_t q_shape[] = {1, capacity, s[ST_H], s[ST_D]}, entries = quern_nsa_entries(p, capacity),
@@ -147,7 +124,7 @@ static quern_status derive(op_call *call)
 {
     quern_status status = step_derive_decode(call);
     if (status != QUERN_OK) return status;
-    quern_nsa_params *p = params_of(call);
+    quern_nsa_params *p = op_params(call);
     int64_t *s = call->symbol;
     s[ST_HS] = quern_nsa_list_heads(p, s[ST_H], s[ST_HKV]);
     s[ST_K] = p->num_selected;
@@ -156,9 +133,8 @@ static quern_status derive(op_call *call)
     if (p->scale == 0.0f) p->scale = 1.0f / sqrtf((float)s[ST_D]);
     const int64_t ring = s[ST_WIN_COLUMNS] * CACHE_BLOCK;
     if (op_uses(call, DD(win)) && s[ST_WIN_COLUMNS] < s[ST_COLUMNS] && p->window > ring)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "window is %lld: at most that of the cache's ring, %lld, is accepted",
-                         (long long)p->window, (long long)ring);
+        return error_argument("window is %lld: at most that of the cache's ring, %lld, is accepted",
+                              (long long)p->window, (long long)ring);
     return QUERN_OK;
 }
 
@@ -166,7 +142,7 @@ static quern_status derive(op_call *call)
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_nsa_params *p = params_of(call);
+    const quern_nsa_params *p = op_params(call);
     const int64_t *s = call->symbol, lists[] = {1, s[ST_HS], s[ST_T], s[ST_K]};
     const cache_plane tokens = step_plane(b, DD(tokens), DD(tokens_table), false);
     if (s[ST_T] == 0 || s[ST_H] == 0) return;
@@ -206,7 +182,7 @@ static quern_status check_data(const op_call *call, void *const *data)
 {
     const nsa_decode_args *args = OP_FIND(call, nsa_decode);
     if (args == NULL) return QUERN_OK;
-    const quern_nsa_params *p = params_of(call);
+    const quern_nsa_params *p = op_params(call);
     const step_data s = {call, data, DD(slots), &args->step, p->block_size, p->stride};
     quern_status status = step_check(&s);
     if (status == QUERN_OK) status = step_check_table(&s, &args->plane[NSA_SLC], DD(tokens_table), false);
@@ -226,16 +202,14 @@ static const op_entry ops[] = {
 static const op_mode modes[] = {{NSA_GATE_PARAM, {OP_NONE, DD(w_gate), DD(gates)}}};
 
 const op_family nsa_decode_family = {
-    OP_TABLES(decode_call, operations, step_decode_tensors, nsa_param_rows, step_symbols, ops),
+    OP_TABLES(operations, step_decode_tensors, nsa_param_rows, step_symbols, ops),
+    OP_CALL(quern_nsa_params, QUERN_NSA_PARAMS_INIT, OP_STEP_BYTES(index_decode) + OP_STEP_BYTES(nsa_decode)),
     .first = QUERN_OP_NSA_DECODE_STEP,
-    .defaults = &nsa_defaults,
-    .params_init = "QUERN_NSA_PARAMS_INIT",
     .tensors_init = "QUERN_DECODE_TENSORS_INIT",
     .modes = modes,
     .mode_count = sizeof modes / sizeof *modes,
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .build = build,
@@ -259,9 +233,8 @@ quern_status quern_nsa_decode_step(quern_context *ctx, const quern_exec *exec, c
 static quern_status check_ring(const quern_cache_params *has, const quern_nsa_params *p)
 {
     if (!has->separate_win || p->window <= has->window) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "window is %lld: at most that of the cache's ring, %lld, is accepted",
-                     (long long)p->window, (long long)has->window);
+    return error_argument("window is %lld: at most that of the cache's ring, %lld, is accepted",
+                          (long long)p->window, (long long)has->window);
 }
 
 /* Checks that the cache holds what the parameters ask for. */
@@ -272,18 +245,16 @@ static quern_status check_cache(const quern_cache *cache, const quern_nsa_params
     const quern_status status = op_struct(&p, given, "params", "QUERN_NSA_PARAMS_INIT");
     if (status != QUERN_OK) return status;
     if (is_indexed(&p) && has->index_heads == 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "selection is indexed: a cache with index_heads is accepted");
+        return error_argument("selection is indexed: a cache with index_heads is accepted");
     if (is_indexed(&p) && !nsa_has_entries(&p)) return check_ring(has, &p);
     if (p.stride == 0) p.stride = p.block_size;
     if (has->block_size != p.block_size || has->stride != p.stride)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
-                         (long long)p.block_size, (long long)p.stride, (long long)has->block_size,
-                         (long long)has->stride);
+        return error_argument(
+            "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
+            (long long)p.block_size, (long long)p.stride, (long long)has->block_size, (long long)has->stride);
     if (p.compress != QUERN_NSA_COMPRESS_GIVEN && has->compress != p.compress)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is %d: that of the cache, %d, is accepted",
-                         (int)p.compress, (int)has->compress);
+        return error_argument("compress is %d: that of the cache, %d, is accepted", (int)p.compress,
+                              (int)has->compress);
     return check_ring(has, &p);
 }
 

@@ -7,26 +7,10 @@
 
 #include "nsa/call.h"
 
-enum {
-    S_NQ = 1,
-    S_NKV,
-    S_TQ,
-    S_TKV,
-    S_BATCH,
-    S_BATCH1,
-    S_LISTS,
-    S_WIDTH,
-    S_BLOCKS,
-    S_HEADS,
-    S_DIM,
-    S_LIST_ROWS,
-    S_CHOSEN
-};
-enum { KEYS, KEY_ROWS }; /* shapes of k_index, fixed length and varlen */
-extern const char *const nsa_index_symbols[], *const nsa_index_leads[];
+extern const char *const nsa_index_leads[]; /* of LEAD_KEYS and LEAD_KEY_ROWS */
 
-/* Checks q_index and k_index, which are given. Sets the symbols up to S_WIDTH, S_LIST_ROWS, and k_index's
- * shapes. */
+/* Checks q_index and k_index, which are given. Sets the batch, tokens, rows of lists, and the shapes of
+ * k_index. */
 quern_status nsa_index_derive(op_call *call);
 quern_status nsa_index_check_data(const op_call *call, void *const *data);
 stage_seqs nsa_index_seqs(const op_call *call);

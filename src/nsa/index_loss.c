@@ -8,53 +8,35 @@
 #include <math.h>
 #include <stddef.h>
 
-typedef struct loss_call {
-    op_call head;
-    quern_nsa_index_loss_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(index_loss)];
-} loss_call;
-
 #define L(field) OP_TENSOR(quern_nsa_index_loss_tensors, field)
 
 static const op_tensor tensors[] = {
-    {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {S_BATCH, S_NQ, S_LISTS, S_WIDTH}, {S_TQ, S_LISTS, S_WIDTH}},
-    {"k_index", "k_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + KEYS}, {OP_LEAD + KEY_ROWS}},
-    {"q", "Q", OP_ACTIVATION, OP_NONE, {S_BATCH, S_NQ, S_HEADS, S_DIM}, {S_TQ, S_HEADS, S_DIM}},
-    {"k", "K", OP_ACTIVATION, OP_NONE, {S_BATCH, S_NKV, S_LISTS, S_DIM}, {S_TKV, S_LISTS, S_DIM}},
-    {"block_idx",
-     "block_idx",
-     OP_I32,
-     OP_NONE,
-     {S_BATCH, S_LISTS, S_NQ, S_CHOSEN},
-     {S_LISTS, S_LIST_ROWS, S_CHOSEN}},
-    {"lse_slc", "lse_slc", OP_F32, OP_NONE, {S_BATCH, S_HEADS, S_NQ}, {S_HEADS, S_TQ}},
-    {"cu_seqlens_q", "cu_seqlens_q", OP_I32, OP_NONE, {S_BATCH1}, {0}},
-    {"cu_seqlens_kv", "cu_seqlens_kv", OP_I32, OP_NONE, {S_BATCH1}, {0}},
+    {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HS, S_DI}, {S_T, S_HS, S_DI}},
+    {"k_index", "k_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + LEAD_KEYS}, {OP_LEAD + LEAD_KEY_ROWS}},
+    {"q", "Q", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_D}, {S_T, S_H, S_D}},
+    {"k", "K", OP_ACTIVATION, OP_NONE, {S_B, S_S, S_HS, S_D}, {S_TKV, S_HS, S_D}},
+    {"block_idx", "block_idx", OP_I32, OP_NONE, {S_B, S_HS, S_N, S_K}, {S_HS, S_ROWS, S_K}},
+    {"lse_slc", "lse_slc", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
+    {"cu_seqlens_q", "cu_seqlens_q", OP_I32, OP_NONE, {S_B1}, {0}},
+    {"cu_seqlens_kv", "cu_seqlens_kv", OP_I32, OP_NONE, {S_B1}, {0}},
     {"loss", "loss", OP_F32, OP_NONE, {0}, {0}},
-    {"row_loss", "row_loss", OP_F32, OP_NONE, {S_BATCH, S_LISTS, S_NQ}, {S_LISTS, S_LIST_ROWS}},
-    {"d_q_index",
-     "dq_I",
-     OP_ACTIVATION,
-     OP_NONE,
-     {S_BATCH, S_NQ, S_LISTS, S_WIDTH},
-     {S_TQ, S_LISTS, S_WIDTH}},
-    {"d_k_index", "dk_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + KEYS}, {OP_LEAD + KEY_ROWS}},
+    {"row_loss", "row_loss", OP_F32, OP_NONE, {S_B, S_HS, S_N}, {S_HS, S_ROWS}},
+    {"d_q_index", "dq_I", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HS, S_DI}, {S_T, S_HS, S_DI}},
+    {"d_k_index", "dk_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + LEAD_KEYS}, {OP_LEAD + LEAD_KEY_ROWS}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_nsa_index_loss_tensors),
                "a row a tensor");
 _Static_assert(L(q_index) == 0 && L(k_index) == 1 && L(cu_seqlens_kv) == L(cu_seqlens_q) + 1,
                "as index.h says");
 
-#define AT(member) offsetof(quern_nsa_index_loss_params, member)
+#define FIELD(member) OP_FIELD(quern_nsa_index_loss_params, member)
 static const op_param params[] = {
-    {"select_block", AT(select_block), OP_INTEGER, 1, INT32_MAX, NULL, "l', tokens of a block"},
-    {"query_offset", AT(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: S - N"},
-    {"lambda", AT(lambda), OP_NUMBER, 0, 0, NULL, "the loss's factor"},
-    {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of attention's scores; 0: 1/sqrt(D)"},
-    {"index_scale", AT(index_scale), OP_POSITIVE, 0, 0, NULL, "of the indexer's; 0: 1/sqrt(D_I)"},
+    {FIELD(select_block), OP_INTEGER, 1, INT32_MAX, NULL, "l', tokens of a block"},
+    {FIELD(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: S - N"},
+    {FIELD(lambda), OP_NUMBER, 0, 0, NULL, "the loss's factor"},
+    {FIELD(scale), OP_ROOT, 0, 0, NULL, "of attention's scores; 0: 1/sqrt(D)"},
+    {FIELD(index_scale), OP_POSITIVE, 0, 0, NULL, "of the indexer's; 0: 1/sqrt(D_I)"},
 };
-#undef AT
-static const quern_nsa_index_loss_params defaults = QUERN_NSA_INDEX_LOSS_PARAMS_INIT;
 static const char *const operations[] = {"nsa_index_loss"};
 
 static const op_entry ops[] = {
@@ -67,37 +49,17 @@ static void roles(op_call *call)
     uint8_t *r = call->role;
     for (int i = L(q_index); i <= L(block_idx); i++) r[i] = OP_NEEDED;
     r[L(lse_slc)] = r[L(cu_seqlens_q)] = OP_OPTIONAL;
-    r[L(cu_seqlens_kv)] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
+    op_allow(call, L(cu_seqlens_kv), call->varlen, OP_OPTIONAL,
+             " without cu_seqlens_q: both or cu_seqlens_q alone are accepted");
     for (int i = L(loss); i <= L(d_k_index); i++) r[i] = OP_OPTIONAL_RESULT;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)tensor, (void)text;
-    return " without cu_seqlens_q: both or cu_seqlens_q alone are accepted";
 }
 
 static quern_status derive(op_call *call)
 {
-    const int32_t ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1;
-    const quern_tensor *const *t = call->given, *q = t[L(q)], *lists = t[L(block_idx)];
-    int64_t *s = call->symbol;
-    for (int32_t i = L(q_index); i <= L(block_idx); i++)
-        if (t[i] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
+    const int64_t *s = call->symbol;
     quern_status status = nsa_index_derive(call);
-    if (status == QUERN_OK) status = op_check_activation(call, L(q), ndim);
-    if (status == QUERN_OK) status = op_check_activation(call, L(k), ndim);
-    if (status == QUERN_OK) status = view_check_head_dim("q", q->shape[at + 2]);
-    if (status == QUERN_OK) status = view_check_heads(q->shape[at + 1], s[S_LISTS], s[S_NQ]);
-    if (status != QUERN_OK) return status;
-    if (lists->ndim != ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "block_idx has %d dimensions: %d are accepted",
-                         lists->ndim, ndim);
-    s[S_HEADS] = q->shape[at + 1];
-    s[S_DIM] = q->shape[at + 2];
-    s[S_CHOSEN] = lists->shape[ndim - 1];
-    return QUERN_OK;
+    if (status == QUERN_OK) status = view_check_head_dim("q", s[S_D]);
+    return status == QUERN_OK ? view_check_heads(s[S_H], s[S_HS], s[S_N]) : status;
 }
 
 static float scale_or_root(float scale, int64_t dim)
@@ -108,7 +70,7 @@ static float scale_or_root(float scale, int64_t dim)
 static void build(op_build *b)
 {
     const op_call *h = b->call;
-    const quern_nsa_index_loss_params *p = &((const loss_call *)h)->params;
+    const quern_nsa_index_loss_params *p = op_params(h);
     const int64_t *s = h->symbol;
     const stage_seqs seqs = nsa_index_seqs(h);
     validate_lists_args *lists = OP_ADD(b, validate_lists);
@@ -117,8 +79,8 @@ static void build(op_build *b)
     *OP_ADD(b, index_loss) = (index_loss_args){.seqs = seqs,
                                                .block_size = p->select_block,
                                                .query_offset = p->query_offset,
-                                               .scale = scale_or_root(p->scale, s[S_DIM]),
-                                               .scale_index = scale_or_root(p->index_scale, s[S_WIDTH]),
+                                               .scale = scale_or_root(p->scale, s[S_D]),
+                                               .scale_index = scale_or_root(p->index_scale, s[S_DI]),
                                                .lambda = p->lambda,
                                                .list = op_view(h, L(block_idx), true),
                                                .q_index = op_view(h, L(q_index), true),
@@ -133,15 +95,14 @@ static void build(op_build *b)
 }
 
 const op_family nsa_index_loss_family = {
-    OP_TABLES(loss_call, operations, tensors, params, nsa_index_symbols, ops),
+    OP_TABLES(operations, tensors, params, nsa_symbols, ops),
+    OP_CALL(quern_nsa_index_loss_params, QUERN_NSA_INDEX_LOSS_PARAMS_INIT,
+            OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(index_loss)),
     .first = QUERN_OP_NSA_INDEX_LOSS,
     .varlen_by = L(cu_seqlens_q),
-    .defaults = &defaults,
-    .params_init = "QUERN_NSA_INDEX_LOSS_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_INDEX_LOSS_TENSORS_INIT",
     .leads = nsa_index_leads,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = nsa_index_check_data,
     .build = build,

@@ -12,13 +12,6 @@
 enum { IN, OUT, COUNT, TENSORS };
 enum { S_K_IN = 1, S_K_OUT };
 
-typedef struct list_call {
-    op_call head;
-    quern_nsa_list_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(list_convert) +
-                                   8 * QUERN_MAX_DIMS * sizeof(int64_t)]; /* 5 and 3 views move */
-} list_call;
-
 /* The call's tensors, of which the dimensions from `first` on, but the last, are merged: so many lists, each
  * so many elements after the one before. */
 typedef struct merged {
@@ -34,27 +27,25 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof(quern_nsa_list_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
-#define AT(member) offsetof(quern_nsa_list_params, member)
+#define FIELD(member) OP_FIELD(quern_nsa_list_params, member)
 static const op_param params[] = {
-    {"from", AT(from), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "block length of the list"},
-    {"to", AT(to), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "block length wanted; one divides the other"},
-    {"n", AT(n), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of the sequence"},
+    {FIELD(from), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "block length of the list"},
+    {FIELD(to), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "block length wanted; one divides the other"},
+    {FIELD(n), OP_INTEGER, 0, INT32_MAX, NULL, "tokens of the sequence"},
 };
-#undef AT
-static const quern_nsa_list_params defaults = QUERN_NSA_LIST_PARAMS_INIT;
 static const char *const operations[] = {"nsa_list_convert"};
 
-static const char *const symbols[] = {"", [S_K_IN] = "k", [S_K_OUT] = "k_out", NULL};
+static const char symbols[] = "k k_out";
 static const op_entry ops[] = {
     {.name = "nsa-list-convert", .help = "convert a list of blocks to another block length"},
 };
 
 static quern_status check_params(op_call *call)
 {
-    const int64_t from = ((list_call *)call)->params.from, to = ((list_call *)call)->params.to;
+    const int64_t from = ((const quern_nsa_list_params *)op_params(call))->from,
+                  to = ((const quern_nsa_list_params *)op_params(call))->to;
     if (from < 1 || to < 1 || (from % to != 0 && to % from != 0) || from > INT32_MAX || to > INT32_MAX)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "from %lld, to %lld: positive block sizes of which one divides the other are accepted",
             (long long)from, (long long)to);
     return QUERN_OK;
@@ -69,20 +60,16 @@ static void roles(op_call *call)
 
 static quern_status derive(op_call *call)
 {
-    const quern_nsa_list_params *p = &((const list_call *)call)->params;
+    const quern_nsa_list_params *p = op_params(call);
     const quern_tensor *in = call->given[IN];
-    if (in == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "in is NULL: a tensor is needed");
     if (in->ndim < 1 || in->ndim > QUERN_MAX_DIMS)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "in has %d dimensions: 1 to %d are accepted", in->ndim,
-                         QUERN_MAX_DIMS);
+        return error_argument("in has %d dimensions: 1 to %d are accepted", in->ndim, QUERN_MAX_DIMS);
     const int32_t last = in->ndim - 1;
     int64_t k_out = in->shape[last];
     if (p->from > p->to && __builtin_mul_overflow(in->shape[last], p->from / p->to, &k_out))
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "in.shape[%d] is %lld: at most 2^63 - 1 entries after the expansion by %lld are accepted", last,
             (long long)in->shape[last], (long long)(p->from / p->to));
-    call->like = *in;
     call->like.dtype = QUERN_I32;
     call->lead[0].count = last;
     for (int32_t i = 0; i < last; i++) call->lead[0].extent[i] = in->shape[i];
@@ -132,7 +119,7 @@ static void follow(op_build *b, const merged *m, int tensor, const quern_tensor 
 /* Notes entries outside the sequence in the caller's status word: each list is a head of one row. */
 static void add_report(op_build *b, const merged *m)
 {
-    const quern_nsa_list_params *p = &((const list_call *)b->call)->params;
+    const quern_nsa_list_params *p = op_params(b->call);
     const quern_tensor in = flat(m, IN);
     validate_lists_args *args = OP_ADD(b, validate_lists);
     *args = (validate_lists_args){.seqs = {1, p->n, p->n, {0}, {0}},
@@ -155,7 +142,7 @@ static void add_report(op_build *b, const merged *m)
 
 static void build(op_build *b)
 {
-    const quern_nsa_list_params *p = &((const list_call *)b->call)->params;
+    const quern_nsa_list_params *p = op_params(b->call);
     merged m = {.lists = 0};
     for (int t = 0; t < TENSORS; t++) m.all[t] = op_view(b->call, t, false);
     merge(&m);
@@ -176,10 +163,11 @@ static void build(op_build *b)
 }
 
 const op_family nsa_list_family = {
-    OP_TABLES(list_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_nsa_list_params, QUERN_NSA_LIST_PARAMS_INIT,
+            OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(list_convert) +
+                8 * QUERN_MAX_DIMS * sizeof(int64_t)),
     .first = QUERN_OP_NSA_LIST_CONVERT,
-    .defaults = &defaults,
-    .params_init = "QUERN_NSA_LIST_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_LIST_TENSORS_INIT",
     .group = "list",
     .check_params = check_params,

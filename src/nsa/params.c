@@ -9,8 +9,8 @@
 
 static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", name,
-                     (long long)given, (long long)least, (long long)most);
+    return error_argument("%s is %lld: %lld to %lld is accepted", name, (long long)given, (long long)least,
+                          (long long)most);
 }
 
 static int64_t gcd(int64_t a, int64_t b)
@@ -30,11 +30,10 @@ static quern_status check_selection(const quern_nsa_params *p)
         forced += p->forced_local +
                   (p->select_block - gcd(p->tile, p->select_block) + p->tile - 1) / p->select_block;
     if (p->num_selected < forced)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld, "
-                         "tile %lld) are accepted",
-                         (long long)p->num_selected, (long long)forced, (long long)p->forced_first,
-                         (long long)p->forced_local, (long long)p->tile);
+        return error_argument("num_selected is %lld: at least the %lld forced blocks (first %lld, local "
+                              "%lld, tile %lld) are accepted",
+                              (long long)p->num_selected, (long long)forced, (long long)p->forced_first,
+                              (long long)p->forced_local, (long long)p->tile);
     return QUERN_OK;
 }
 
@@ -42,10 +41,9 @@ static quern_status check_metric(const quern_nsa_params *p)
 {
     if (p->metric == QUERN_NSA_METRIC_MEAN_LOGIT &&
         (p->stride != p->block_size || p->select_block != p->block_size))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "metric mean-logit with block_size %lld, stride %lld, select_block %lld: three "
-                         "equal ones are accepted",
-                         (long long)p->block_size, (long long)p->stride, (long long)p->select_block);
+        return error_argument("metric mean-logit with block_size %lld, stride %lld, select_block %lld: three "
+                              "equal ones are accepted",
+                              (long long)p->block_size, (long long)p->stride, (long long)p->select_block);
     return QUERN_OK;
 }
 
@@ -53,14 +51,14 @@ static quern_status check_groups(const quern_nsa_params *p)
 {
     if (p->max_compressed_groups == 0) {
         if (p->groups == QUERN_NSA_LIST_GIVEN)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "groups is given with max_compressed_groups 0: 1 or more is accepted with it");
+            return error_argument(
+                "groups is given with max_compressed_groups 0: 1 or more is accepted with it");
         return QUERN_OK;
     }
     if (p->metric != QUERN_NSA_METRIC_MEAN_LOGIT)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "max_compressed_groups is %lld with metric softmax: mean-logit is accepted with it",
-                         (long long)p->max_compressed_groups);
+        return error_argument(
+            "max_compressed_groups is %lld with metric softmax: mean-logit is accepted with it",
+            (long long)p->max_compressed_groups);
     const int64_t least = p->causal ? 1 + (p->tile - 1 + STAGE_GROUP_ENTRIES * p->stride - 1) /
                                               (STAGE_GROUP_ENTRIES * p->stride)
                                     : 1;
@@ -74,19 +72,17 @@ static quern_status check_indexed(const quern_nsa_params *p, bool forward)
 {
     static const char *const gates[] = {"none", "weights", "given"};
     if (forward && p->selection == QUERN_NSA_LIST_INDEXED && (p->tile != 1 || !p->causal))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "selection is indexed with tile %lld, causal %s: tile 1, causal true is accepted",
-                         (long long)p->tile, p->causal ? "true" : "false");
+        return error_argument(
+            "selection is indexed with tile %lld, causal %s: tile 1, causal true is accepted",
+            (long long)p->tile, p->causal ? "true" : "false");
     if (!p->ungated) return QUERN_OK;
     if (p->branches != QUERN_NSA_BRANCH_SLC || p->gate != QUERN_NSA_GATE_NONE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "ungated with branches %u, gate %s: branches slc (%d) alone, gate none is accepted",
-                         p->branches, gates[p->gate], QUERN_NSA_BRANCH_SLC);
+        return error_argument(
+            "ungated with branches %u, gate %s: branches slc (%d) alone, gate none is accepted", p->branches,
+            gates[p->gate], QUERN_NSA_BRANCH_SLC);
     if (p->selection == QUERN_NSA_LIST_COMPUTED)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "ungated with selection computed: q_index and k_index (indexed), or block_idx (given) "
-            "is accepted");
+        return error_argument("ungated with selection computed: q_index and k_index (indexed), or block_idx "
+                              "(given) is accepted");
     return QUERN_OK;
 }
 
@@ -112,13 +108,11 @@ quern_status nsa_check_params(op_call *call)
     if (p->stride < 1 || p->stride > p->block_size)
         return out_of_range("stride", p->stride, 1, p->block_size);
     if (p->block_size % p->stride != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "stride is %lld: a divisor of block_size %lld is accepted", (long long)p->stride,
-                         (long long)p->block_size);
+        return error_argument("stride is %lld: a divisor of block_size %lld is accepted",
+                              (long long)p->stride, (long long)p->block_size);
     if (p->select_block % p->stride != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "select_block is %lld: a multiple of stride %lld is accepted",
-                         (long long)p->select_block, (long long)p->stride);
+        return error_argument("select_block is %lld: a multiple of stride %lld is accepted",
+                              (long long)p->select_block, (long long)p->stride);
     const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && nsa_scores_entries(p)),
                indexes = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) &&
                          p->selection == QUERN_NSA_LIST_INDEXED;
@@ -128,8 +122,7 @@ quern_status nsa_check_params(op_call *call)
     const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND ||
                         op == NSA_ATTEND_BACKWARD;
     if (compress_alone && p->compress == QUERN_NSA_COMPRESS_GIVEN)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "compress is given: mean or linear is accepted to compress alone");
+        return error_argument("compress is given: mean or linear is accepted to compress alone");
     status = op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD ? op_check_backward_scale(p->scale) : QUERN_OK;
     if (status == QUERN_OK && (selects || indexes)) status = check_selection(p);
     if (status == QUERN_OK && (selects || chooses_groups)) status = check_metric(p);
@@ -173,8 +166,8 @@ quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name)
     } else if (name != NULL && strcmp(name, "msa") == 0) {
         set_msa(&p);
     } else {
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256, msa are accepted",
-                         TEXT_NAME(name != NULL ? name : "NULL"));
+        return error_argument("preset '%s': tile256, msa are accepted",
+                              TEXT_NAME(name != NULL ? name : "NULL"));
     }
     op_struct_give(params, &p);
     return QUERN_OK;

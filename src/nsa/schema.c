@@ -78,66 +78,44 @@ static const char *const gate_choices[] = {"none", "weights", "given", NULL};
 static const char *const selection_choices[] = {"computed", "given", "indexed", NULL};
 static const char *const list_choices[] = {"computed", "given", NULL};
 
-#define AT(member) offsetof(quern_nsa_params, member)
+#define FIELD(member) OP_FIELD(quern_nsa_params, member)
 const op_param nsa_param_rows[NSA_PARAMS] = {
-    {"block_size", AT(block_size), OP_INTEGER, 1, INT32_MAX, NULL, "l, compression block length"},
-    {"stride", AT(stride), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "d, its stride; divides l; 0: l"},
-    {"select_block", AT(select_block), OP_INTEGER, INT64_MIN, INT64_MAX, NULL,
+    {FIELD(block_size), OP_INTEGER, 1, INT32_MAX, NULL, "l, compression block length"},
+    {FIELD(stride), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "d, its stride; divides l; 0: l"},
+    {FIELD(select_block), OP_INTEGER, INT64_MIN, INT64_MAX, NULL,
      "l', selection block length; a multiple of d; 0: l"},
-    {"num_selected", AT(num_selected), OP_INTEGER, 1, INT32_MAX, NULL,
+    {FIELD(num_selected), OP_INTEGER, 1, INT32_MAX, NULL,
      "k, selected blocks per tile, forced ones included"},
-    {"tile", AT(tile), OP_INTEGER, 1, 256, NULL, "Tq, consecutive queries that share a selection, 1 to 256"},
-    {"window", AT(window), OP_INTEGER, 1, INT64_MAX, NULL, "W, window length in keys, self included"},
-    {"compress", AT(compress), OP_CHOICE, 0, QUERN_NSA_COMPRESS_GIVEN, compress_choices,
+    {FIELD(tile), OP_INTEGER, 1, 256, NULL, "Tq, consecutive queries that share a selection, 1 to 256"},
+    {FIELD(window), OP_INTEGER, 1, INT64_MAX, NULL, "W, window length in keys, self included"},
+    {FIELD(compress), OP_CHOICE, 0, QUERN_NSA_COMPRESS_GIVEN, compress_choices,
      "how blocks are compressed; given: K_cmp, V_cmp are inputs"},
-    {"scope", AT(scope), OP_CHOICE, 0, QUERN_NSA_SCOPE_HEAD, scope_choices,
+    {FIELD(scope), OP_CHOICE, 0, QUERN_NSA_SCOPE_HEAD, scope_choices,
      "heads that share a selection: all of a key/value head, or none"},
-    {"metric", AT(metric), OP_CHOICE, 0, QUERN_NSA_METRIC_MEAN_LOGIT, metric_choices,
+    {FIELD(metric), OP_CHOICE, 0, QUERN_NSA_METRIC_MEAN_LOGIT, metric_choices,
      "score of a block; mean-logit needs l = d = l'"},
-    {"compressed_visibility", AT(compressed_visibility), OP_CHOICE, 0, QUERN_NSA_VISIBLE_STARTED,
-     visibility_choices, "an entry is seen once its whole block has passed, or has begun"},
-    {"forced_first", AT(forced_first), OP_INTEGER, 0, INT32_MAX, NULL, "first blocks, always selected"},
-    {"forced_local", AT(forced_local), OP_INTEGER, 0, INT32_MAX, NULL,
+    {FIELD(compressed_visibility), OP_CHOICE, 0, QUERN_NSA_VISIBLE_STARTED, visibility_choices,
+     "an entry is seen once its whole block has passed, or has begun"},
+    {FIELD(forced_first), OP_INTEGER, 0, INT32_MAX, NULL, "first blocks, always selected"},
+    {FIELD(forced_local), OP_INTEGER, 0, INT32_MAX, NULL,
      "newest blocks, always selected; those of the tile count as one; causal only"},
-    {"max_compressed_groups", AT(max_compressed_groups), OP_INTEGER, 0, INT32_MAX, NULL,
+    {FIELD(max_compressed_groups), OP_INTEGER, 0, INT32_MAX, NULL,
      "c, groups of 128 entries attended; 0: all; needs mean-logit"},
-    {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees nothing after its own position"},
-    {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
-    {"branches", AT(branches), OP_SET, 1, QUERN_NSA_BRANCH_ALL, branch_choices, "branches that are computed"},
-    {"ungated", AT(ungated), OP_FLAG, 0, 1, NULL, "O = O_slc: the selected branch alone, without gates"},
-    {"gate", AT(gate), OP_CHOICE, 0, QUERN_NSA_GATE_GIVEN, gate_choices, NULL},
-    {"selection", AT(selection), OP_CHOICE, 0, QUERN_NSA_LIST_INDEXED, selection_choices, NULL},
-    {"groups", AT(groups), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
+    {FIELD(causal), OP_FLAG, 0, 1, NULL, "a query sees nothing after its own position"},
+    {FIELD(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
+    {FIELD(branches), OP_SET, 1, QUERN_NSA_BRANCH_ALL, branch_choices, "branches that are computed"},
+    {FIELD(ungated), OP_FLAG, 0, 1, NULL, "O = O_slc: the selected branch alone, without gates"},
+    {FIELD(gate), OP_CHOICE, 0, QUERN_NSA_GATE_GIVEN, gate_choices, NULL},
+    {FIELD(selection), OP_CHOICE, 0, QUERN_NSA_LIST_INDEXED, selection_choices, NULL},
+    {FIELD(groups), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
 };
-#undef AT
 const quern_nsa_params nsa_defaults = QUERN_NSA_PARAMS_INIT;
 static const char *const operations[] = {
     "nsa_forward", "nsa_backward", "nsa_compress",        "nsa_compress_backward",
     "nsa_select",  "nsa_attend",   "nsa_attend_backward", "nsa_gates",
     "nsa_combine", "nsa_gate",     "nsa_gate_backward"};
 
-static const char *const symbols[] = {"",
-                                      [S_B] = "B",
-                                      [S_B1] = "B+1",
-                                      [S_N] = "N",
-                                      [S_T] = "T",
-                                      [S_H] = "H",
-                                      [S_HKV] = "Hkv",
-                                      [S_D] = "D",
-                                      [S_DV] = "Dv",
-                                      [S_NC] = "Nc",
-                                      [S_TC] = "Tc",
-                                      [S_L] = "l",
-                                      [S_LD] = "D|l*D",
-                                      [S_LDV] = "Dv|l*Dv",
-                                      [S_3] = "3",
-                                      [S_HS] = "Hs",
-                                      [S_TILES] = "tiles",
-                                      [S_ROWS] = "rows",
-                                      [S_K] = "k",
-                                      [S_C] = "c",
-                                      [S_DI] = "D_I",
-                                      NULL};
+const char nsa_symbols[] = "B B+1 N T H Hkv D Dv Nc Tc l D|l*D Dv|l*Dv 3 Hs tiles rows k c D_I S Tkv blocks";
 static const char *const leads[] = {"B N D_I|B N Hs D_I...", "T D_I|T Hs D_I...", NULL};
 
 static const int8_t branch_outputs[] = {T(o_cmp), T(o_slc), T(o_win), OP_NONE};
@@ -195,10 +173,9 @@ static quern_status check_products(const op_call *call)
     for (int i = 0; i < 2; i++) fits = fits && !__builtin_mul_overflow(rows, per_query[i], &rows);
     for (int i = 0; i < 3; i++) fits = fits && !__builtin_mul_overflow(entries, lists[i], &entries);
     if (fits && rows <= INT64_MAX / 64 && entries <= INT64_MAX / 64) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: products "
-                     "below 2^57 are accepted",
-                     (long long)s[S_B], (long long)s[S_N], (long long)s[S_H], (long long)s[S_K]);
+    return error_argument("batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: "
+                          "products below 2^57 are accepted",
+                          (long long)s[S_B], (long long)s[S_N], (long long)s[S_H], (long long)s[S_K]);
 }
 
 static int64_t saturating_product(int64_t a, int64_t b)
@@ -260,12 +237,11 @@ static quern_status derive(op_call *call)
     const int32_t lead = compress_alone ? k : q, ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1,
                   all[] = {q, k, v};
     if (lead == OP_NONE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         compress_alone                  ? "k"
-                         : call->role[T(q)] == OP_NEEDED ? "q"
-                                                         : "o_cmp");
+        return error_argument("%s is NULL: a tensor is needed", compress_alone                  ? "k"
+                                                                : call->role[T(q)] == OP_NEEDED ? "q"
+                                                                                                : "o_cmp");
     call->like = *call->given[lead];
-    quern_status status = op_check_activation(call, lead, ndim);
+    quern_status status = QUERN_OK;
     for (int i = 0; i < 3 && status == QUERN_OK; i++)
         if (all[i] != OP_NONE) status = op_check_activation(call, all[i], ndim);
     if (status != QUERN_OK) return status;
@@ -280,9 +256,7 @@ static quern_status derive(op_call *call)
     s[S_HKV] = k != OP_NONE ? t[k]->shape[at + 1] : 0;
     s[S_D] = queries ? t[T(q)]->shape[at + 2] : k != OP_NONE ? t[k]->shape[at + 2] : 0;
     s[S_DV] = v != OP_NONE ? t[v]->shape[at + 2] : 0;
-    if (n > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens: at most %d are accepted", (long long)n,
-                         INT32_MAX);
+    if (n > INT32_MAX) return error_argument("%lld tokens: at most %d are accepted", (long long)n, INT32_MAX);
     if (queries || k != OP_NONE) status = view_check_head_dim(queries ? "q" : tensors[k].field, s[S_D]);
     if (status == QUERN_OK && v != OP_NONE) status = view_check_head_dim(tensors[v].field, s[S_DV]);
     if (status == QUERN_OK && q != OP_NONE && k != OP_NONE) status = view_check_heads(s[S_H], s[S_HKV], n);
@@ -301,10 +275,10 @@ static quern_status check_entries(const op_call *call, const int32_t *tokens, co
     for (int64_t b = 0; b < call->symbol[S_B]; b++) {
         const int64_t n = (int64_t)tokens[b + 1] - tokens[b], expected = nsa_entries_of(call, n);
         if (entries[b + 1] - entries[b] != expected)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "cu_seqlens_cmp[%lld] is %d after %d: %lld entries of the sequence's %lld "
-                             "tokens are accepted",
-                             (long long)b + 1, entries[b + 1], entries[b], (long long)expected, (long long)n);
+            return error_argument("cu_seqlens_cmp[%lld] is %d after %d: %lld entries of the sequence's %lld "
+                                  "tokens are accepted",
+                                  (long long)b + 1, entries[b + 1], entries[b], (long long)expected,
+                                  (long long)n);
     }
     return QUERN_OK;
 }
@@ -335,11 +309,10 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family nsa_family = {
-    OP_TABLES(nsa_call, operations, tensors, nsa_param_rows, symbols, ops),
+    OP_TABLES(operations, tensors, nsa_param_rows, nsa_symbols, ops),
+    OP_OWN_CALL(nsa_call, QUERN_NSA_PARAMS_INIT),
     .first = QUERN_OP_NSA_FORWARD,
     .varlen_by = T(cu_seqlens),
-    .defaults = &nsa_defaults,
-    .params_init = "QUERN_NSA_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_TENSORS_INIT",
     .preset = preset,
     .leads = leads,

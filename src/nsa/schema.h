@@ -52,12 +52,15 @@ typedef enum nsa_symbol {
     S_K,
     S_C,
     S_DI,
-    S_SYMBOLS
+    S_S, /* keys of the block indexer, which may be more than queries; blocks of them */
+    S_TKV,
+    S_BLOCKS
 } nsa_symbol;
 
 /* Shapes of k_index, fixed length and varlen. */
 enum { LEAD_KEYS, LEAD_KEY_ROWS };
 
+extern const char nsa_symbols[];
 extern const op_family nsa_family, nsa_decode_family;
 /* The parameters, which decoding has, too. */
 enum { NSA_PARAMS = 20, NSA_GATE_PARAM = NSA_PARAMS - 3 };

@@ -13,11 +13,9 @@ const char *const nvfp4_profile_words[] = {"rne", "halfstep", "modelopt", "compr
 quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight)
 {
     if (per < QUERN_NVFP4_GLOBAL_TENSOR || per > QUERN_NVFP4_GLOBAL_ROW)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "global_per is %d: 0 (tensor), 1 (expert) or 2 (row) is accepted", (int)per);
+        return error_argument("global_per is %d: 0 (tensor), 1 (expert) or 2 (row) is accepted", (int)per);
     if (weight && per == QUERN_NVFP4_GLOBAL_ROW)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "global_per is 2 (row) for a weight: 0 (tensor) or 1 (expert) is accepted");
+        return error_argument("global_per is 2 (row) for a weight: 0 (tensor) or 1 (expert) is accepted");
     return QUERN_OK;
 }
 
@@ -61,17 +59,13 @@ bool nvfp4_needs_offsets(quern_nvfp4_global per, bool weight, const quern_tensor
     return per == QUERN_NVFP4_GLOBAL_EXPERT && !weight && (x == NULL || x->ndim != 3);
 }
 
-const char *nvfp4_refuse_offsets(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)tensor, (void)text;
-    return ": it is accepted with an activation [T, D] and a global an expert";
-}
+const char *const nvfp4_beside_offsets = ": it is accepted with an activation [T, D] and a global an expert";
 
 quern_status nvfp4_check_dims(const quern_tensor *x, const char *name, bool weight)
 {
     if (x->ndim >= (weight ? 2 : 1) && x->ndim <= (weight ? 3 : QUERN_MAX_DIMS - 1)) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %s are accepted", name, x->ndim,
-                     weight ? "2 or 3 for a weight" : "1 to 5");
+    return error_argument("%s has %d dimensions: %s are accepted", name, x->ndim,
+                          weight ? "2 or 3 for a weight" : "1 to 5");
 }
 
 quern_tensor nvfp4_matrices(const op_call *call, int32_t tensor, bool weight)
@@ -83,11 +77,9 @@ quern_tensor nvfp4_matrices(const op_call *call, int32_t tensor, bool weight)
 quern_status nvfp4_check_kind(const quern_tensor *global, quern_nvfp4_global per, const char *name)
 {
     if (global == NULL || per != QUERN_NVFP4_GLOBAL_TENSOR || op_is_one(global)) return QUERN_OK;
-    return error_set(
-        QUERN_ERR_INVALID_ARGUMENT,
-        "%s has %d dimensions and its shape does not say what shares each number: one number, [] "
-        "or [1], or one for each expert or row is accepted",
-        name, global->ndim);
+    return error_argument("%s has %d dimensions and its shape does not say what shares each number: one "
+                          "number, [] or [1], or one for each expert or row is accepted",
+                          name, global->ndim);
 }
 
 quern_tensor nvfp4_tail_view(const quern_tensor *t)
@@ -129,13 +121,11 @@ quern_status nvfp4_derive_coded(op_call *call, bool weight, quern_nvfp4_global p
     const int32_t along = weight ? x->count - 2 : x->count - 1;
     const int64_t blocks = nvfp4_blocks(x->extent[along]);
     if (weight && x->extent[along] % QUERN_NVFP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
-                         (long long)x->extent[along]);
+        return error_argument("x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
+                              (long long)x->extent[along]);
     if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->count != 3 && (weight || x->count != 2))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x has %d dimensions: %s are accepted with a global an expert", x->count,
-                         weight ? "3 ([E, K, N])" : "2 ([T, D]) or 3 ([E, n, D])");
+        return error_argument("x has %d dimensions: %s are accepted with a global an expert", x->count,
+                              weight ? "3 ([E, K, N])" : "2 ([T, D]) or 3 ([E, n, D])");
     call->lead[1] = call->lead[2] = *global = *x;
     call->lead[1].extent[along] = blocks * QUERN_NVFP4_BLOCK / 2;
     call->lead[2].extent[along] = blocks;

@@ -36,8 +36,8 @@ nvfp4_kinds nvfp4_kinds_of(const quern_tensor *x, const quern_tensor *offsets, b
 /* Whether rows of x, values or codes, need offsets: experts one after the other do, those of a stack
  * [E, n, D] do not. */
 bool nvfp4_needs_offsets(quern_nvfp4_global per, bool weight, const quern_tensor *x);
-/* op_family.refuse of offsets that are not needed. */
-const char *nvfp4_refuse_offsets(const op_call *call, int32_t tensor, char text[OP_REASON]);
+/* Why offsets that are not needed are refused. */
+extern const char *const nvfp4_beside_offsets;
 /* That x, values or codes, has as many dimensions as an activation or a weight may. */
 quern_status nvfp4_check_dims(const quern_tensor *x, const char *name, bool weight);
 /* A tensor's view for the stages; a weight's as [E, K, N]. */

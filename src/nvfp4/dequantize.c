@@ -15,12 +15,6 @@ enum { S_E = 1 };
 enum { L_X = OP_LEAD, L_CODES, L_SCALES, L_GLOBAL };
 enum { ASKED_COLUMNS };
 
-typedef struct dequantize_call {
-    op_call head;
-    quern_nvfp4_dequantize_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(dequantise)];
-} dequantize_call;
-
 static const op_tensor tensors[] = {
     {"codes", "codes", OP_CODES, OP_NONE, {L_CODES}, {0}},
     {"scales", "scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
@@ -30,19 +24,18 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
-#define AT(member) offsetof(quern_nvfp4_dequantize_params, member)
+#define FIELD(member) OP_FIELD(quern_nvfp4_dequantize_params, member)
 static const op_param params[] = {
-    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
+    {FIELD(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
      "of the quantiser; with compressed-tensors the global is a reciprocal"},
-    {"global_per", AT(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
+    {FIELD(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
      "what shares a global: all, an expert, a row of an activation"},
-    {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
+    {FIELD(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
      "blocks along the last dimension, or along K of [K, N] or [E, K, N]"},
 };
-#undef AT
-static const quern_nvfp4_dequantize_params defaults = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
+static const int8_t like[] = {T(x), T(codes), OP_NONE};
 static const char *const operations[] = {"nvfp4_dequantize"};
-static const char *const symbols[] = {"", [S_E] = "E", NULL};
+static const char symbols[] = "E";
 static const char *const leads[] = {"... D|... K N", "... 8*ceil(D/16)|... K/2 N",
                                     "... ceil(D/16)|... K/16 N", "|E|..."};
 static const op_rename renames[] = {{"weight", "layout", NULL}, {"x", "W", "weight"}, {NULL, NULL, NULL}};
@@ -53,30 +46,27 @@ static const op_entry ops[] = {
      .asked = {[ASKED_COLUMNS] = "columns"}},
 };
 
-static const quern_nvfp4_dequantize_params *params_of(const op_call *call)
-{
-    return &((const dequantize_call *)call)->params;
-}
+#define PARAMS(call) ((quern_nvfp4_dequantize_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    return nvfp4_check_global_per(params_of(call)->global_per, params_of(call)->weight);
+    return nvfp4_check_global_per(PARAMS(call)->global_per, PARAMS(call)->weight);
 }
 
 /* A global's shape says what shares it. */
 static void adapt(op_call *call, const quern_tensor **given)
 {
-    dequantize_call *c = (dequantize_call *)call;
-    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T(codes)], given[T(offsets)], c->params.weight);
-    c->params.global_per = nvfp4_global_kind(given[T(global)], c->params.global_per, &kinds);
+    quern_nvfp4_dequantize_params *p = op_params(call);
+    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T(codes)], given[T(offsets)], p->weight);
+    p->global_per = nvfp4_global_kind(given[T(global)], p->global_per, &kinds);
 }
 
 static void roles(op_call *call)
 {
     const quern_tensor *x = call->given[T(codes)];
-    const bool rows = nvfp4_needs_offsets(params_of(call)->global_per, params_of(call)->weight, x);
+    const bool rows = nvfp4_needs_offsets(PARAMS(call)->global_per, PARAMS(call)->weight, x);
     call->role[T(codes)] = call->role[T(scales)] = call->role[T(global)] = OP_NEEDED;
-    call->role[T(offsets)] = rows ? OP_NEEDED : OP_REFUSED;
+    op_allow(call, T(offsets), rows, OP_NEEDED, nvfp4_beside_offsets);
     call->role[T(x)] = OP_RESULT;
 }
 
@@ -84,12 +74,10 @@ static void roles(op_call *call)
 static quern_status find_shape(op_call *call, op_extents *shape)
 {
     const quern_tensor *codes = call->given[T(codes)], *x = call->given[T(x)], *of = x != NULL ? x : codes;
-    const bool weight = params_of(call)->weight;
+    const bool weight = PARAMS(call)->weight;
     const char *name = tensors[x != NULL ? T(x) : T(codes)].field;
-    if (of == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
     quern_status status = nvfp4_check_dims(of, name, weight);
     if (status != QUERN_OK) return status;
-    call->like = *of;
     status = op_check_kind(call, x != NULL ? T(x) : T(codes), of->ndim);
     if (status != QUERN_OK) return status;
     const int32_t along = weight ? of->ndim - 2 : of->ndim - 1;
@@ -103,22 +91,17 @@ static quern_status find_shape(op_call *call, op_extents *shape)
 
 static quern_status derive(op_call *call)
 {
-    const quern_nvfp4_dequantize_params *p = params_of(call);
-    const quern_tensor *offsets = call->given[T(offsets)];
+    const quern_nvfp4_dequantize_params *p = op_params(call);
     quern_status status = find_shape(call, &call->lead[L_X - OP_LEAD]);
     if (status == QUERN_OK) status = nvfp4_check_kind(call->given[T(global)], p->global_per, "global");
     if (status != QUERN_OK) return status;
-    if (op_uses(call, T(offsets))) {
-        if ((status = op_check_kind(call, T(offsets), 1)) != QUERN_OK) return status;
-        call->symbol[S_E] = offsets->shape[0];
-    }
     return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
 }
 
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_nvfp4_dequantize_params *p = params_of(call);
+    const quern_nvfp4_dequantize_params *p = op_params(call);
     const quern_tensor global = op_view(call, T(global), false);
     *OP_ADD(b, dequantise) = (dequantise_args){.profile = (quantise_profile)p->profile,
                                                .per = (quantise_global)p->global_per,
@@ -131,16 +114,15 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_dequantize_family = {
-    OP_TABLES(dequantize_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_nvfp4_dequantize_params, QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT, OP_STEP_BYTES(dequantise)),
     .first = QUERN_OP_NVFP4_DEQUANTIZE,
-    .defaults = &defaults,
-    .params_init = "QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT",
     .leads = leads,
+    .like = like,
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
-    .refuse = nvfp4_refuse_offsets,
     .derive = derive,
     .build = build,
 };

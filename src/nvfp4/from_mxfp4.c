@@ -13,12 +13,6 @@ enum { S_K = 1, S_MX_BLOCKS };
 enum { L_ROWS = OP_LEAD };
 enum { MX_BLOCK = 32 };
 
-typedef struct from_call {
-    op_call head;
-    quern_nvfp4_from_mxfp4_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(from_mxfp4)];
-} from_call;
-
 static const op_tensor tensors[] = {
     {"mx_codes", "codes", OP_CODES, OP_NONE, {L_ROWS, OP_HALF + S_K}, {0}},
     {"exponents", "exponents", OP_EXPONENT, OP_NONE, {L_ROWS, S_MX_BLOCKS}, {0}},
@@ -29,9 +23,8 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
-static const quern_nvfp4_from_mxfp4_params defaults = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_from_mxfp4"};
-static const char *const symbols[] = {"", [S_K] = "K", [S_MX_BLOCKS] = "K/32", NULL};
+static const char symbols[] = "K K/32";
 static const op_entry ops[] = {
     {.name = "nvfp4-from-mxfp4",
      .help = "MXFP4 to NVFP4: exact where block exponents span at most 17 binades"},
@@ -49,19 +42,15 @@ static quern_status derive(op_call *call)
 {
     const quern_tensor *codes = call->given[T(mx_codes)];
     op_extents *rows = &call->lead[L_ROWS - OP_LEAD];
-    if (codes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes is NULL: a tensor is needed");
     if (codes->ndim < 1 || codes->ndim > QUERN_MAX_DIMS)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes has %d dimensions: at least 1 is accepted",
-                         codes->ndim);
-    call->like = *codes;
+        return error_argument("mx_codes has %d dimensions: at least 1 is accepted", codes->ndim);
     const quern_status status = op_check_kind(call, T(mx_codes), codes->ndim);
     if (status != QUERN_OK) return status;
     rows->count = codes->ndim - 1;
     for (int32_t i = 0; i < rows->count; i++) rows->extent[i] = codes->shape[i];
     const int64_t bytes = codes->shape[codes->ndim - 1];
     if (bytes % (MX_BLOCK / 2) != 0)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "mx_codes.shape[%d] is %lld: whole blocks of 32, a multiple of 16 bytes, are accepted",
             codes->ndim - 1, (long long)bytes);
     call->symbol[S_K] = 2 * bytes;
@@ -80,20 +69,10 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_from_mxfp4_family = {
-    .operations = operations,
-    .operation_count = 1,
+    OP_CALL(quern_nvfp4_from_mxfp4_params, QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT, OP_STEP_BYTES(from_mxfp4)),
+    OP_TABLES_WITH(operations, tensors, NULL, 0, symbols, ops),
     .first = QUERN_OP_NVFP4_FROM_MXFP4,
-    .tensors = tensors,
-    .tensor_count = TENSORS,
-    .defaults = &defaults,
-    .params_init = "QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT",
-    .symbols = symbols,
-    .entries = ops,
-    .entry_count = sizeof ops / sizeof *ops,
-    .call_size = sizeof(from_call),
-    .params_at = offsetof(from_call, params),
-    .program_at = offsetof(from_call, program),
     .roles = roles,
     .derive = derive,
     .build = build,

@@ -12,12 +12,6 @@
 enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_fused_quantize_tensors) };
 enum { S_M = 1, S_2I, S_BYTES, S_BLOCKS };
 
-typedef struct fused_call {
-    op_call head;
-    quern_nvfp4_fused_quantize_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(fused_quantise)];
-} fused_call;
-
 static const op_tensor tensors[] = {
     {"x", "X", OP_FLOAT, OP_NONE, {S_M, S_2I}, {0}},
     {"gate_global", "gate_global", OP_GLOBAL, OP_NONE, {0}, {0}},
@@ -30,21 +24,18 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 static const char *const activations[] = {"none", "swiglu", NULL};
-#define AT(member) offsetof(quern_nvfp4_fused_quantize_params, member)
+#define FIELD(member) OP_FIELD(quern_nvfp4_fused_quantize_params, member)
 static const op_param params[] = {
-    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
+    {FIELD(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
      "of the quantiser"},
-    {"swiglu", AT(swiglu), OP_FLAG, 0, 1, activations, "quantise gate and up, or what SwiGLU makes of them"},
-    {"limit", AT(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
-    {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
-    {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
-    {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in X's columns"},
+    {FIELD(swiglu), OP_FLAG, 0, 1, activations, "quantise gate and up, or what SwiGLU makes of them"},
+    {FIELD(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
+    {FIELD(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
+    {FIELD(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
+    {FIELD(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in X's columns"},
 };
-#undef AT
-static const quern_nvfp4_fused_quantize_params defaults = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_fused_quantize"};
-static const char *const symbols[] = {
-    "", [S_M] = "M", [S_2I] = "2I", [S_BYTES] = "8*ceil(I/16)", [S_BLOCKS] = "ceil(I/16)", NULL};
+static const char symbols[] = "M 2I 8*ceil(I/16) ceil(I/16)";
 static const op_rename renames[] = {{"swiglu", "activation", NULL},
                                     {"gate_global", "global", "swiglu"},
                                     {"gate_codes", "codes", "swiglu"},
@@ -56,23 +47,21 @@ static const op_entry ops[] = {
      .renames = renames},
 };
 
-static const quern_nvfp4_fused_quantize_params *params_of(const op_call *call)
-{
-    return &((const fused_call *)call)->params;
-}
+#define PARAMS(call) ((quern_nvfp4_fused_quantize_params *)op_params(call))
 
 /* A part is written if the call has its codes; a call without any codes asks by its globals. */
 static void part_roles(op_call *call, int32_t global, int32_t codes, bool refused)
 {
     const bool given = call->given[codes] != NULL, asked = given || call->given[global] != NULL;
     call->role[global] = refused ? OP_UNUSED : given ? OP_NEEDED : OP_OPTIONAL;
-    call->role[codes] = refused ? OP_REFUSED : asked ? OP_OPTIONAL_RESULT : OP_UNUSED;
+    op_allow(call, codes, !refused, asked ? OP_OPTIONAL_RESULT : OP_UNUSED,
+             " with swiglu: the result goes to gate_codes alone");
     call->role[codes + 1] = refused ? OP_UNUSED : given ? OP_RESULT : asked ? OP_OPTIONAL_RESULT : OP_UNUSED;
 }
 
 static void roles(op_call *call)
 {
-    const bool swiglu = params_of(call)->swiglu;
+    const bool swiglu = PARAMS(call)->swiglu;
     call->role[T(x)] = OP_NEEDED;
     part_roles(call, T(gate_global), T(gate_codes), false);
     part_roles(call, T(up_global), T(up_codes), swiglu);
@@ -81,30 +70,17 @@ static void roles(op_call *call)
     call->role[T(gate_codes)] = call->role[T(gate_scales)] = OP_RESULT;
 }
 
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)call, (void)tensor, (void)text;
-    return " with swiglu: the result goes to gate_codes alone";
-}
-
 static quern_status derive(op_call *call)
 {
     const quern_tensor *const *t = call->given, *x = t[T(x)];
-    const int64_t q = params_of(call)->granularity;
-    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    call->like = *x;
-    const quern_status status = op_check_kind(call, T(x), 2);
-    if (status != QUERN_OK) return status;
-    call->symbol[S_M] = x->shape[0];
-    call->symbol[S_2I] = x->shape[1];
+    const int64_t q = PARAMS(call)->granularity;
     if (x->shape[1] % 2 != 0 || x->shape[1] / 2 % q != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x.shape[1] is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
-                         (long long)x->shape[1], (long long)q, 2 * (long long)q);
-    if (!params_of(call)->swiglu && t[T(gate_codes)] == NULL && t[T(up_codes)] == NULL &&
+        return error_argument(
+            "x.shape[1] is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
+            (long long)x->shape[1], (long long)q, 2 * (long long)q);
+    if (!PARAMS(call)->swiglu && t[T(gate_codes)] == NULL && t[T(up_codes)] == NULL &&
         t[T(gate_global)] == NULL && t[T(up_global)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "gate_codes and up_codes are NULL: at least one is needed");
+        return error_argument("gate_codes and up_codes are NULL: at least one is needed");
     call->symbol[S_BLOCKS] = nvfp4_blocks(x->shape[1] / 2);
     call->symbol[S_BYTES] = call->symbol[S_BLOCKS] * QUERN_NVFP4_BLOCK / 2;
     return QUERN_OK;
@@ -114,11 +90,10 @@ static void build(op_build *b)
 {
     static const int32_t codes[] = {T(gate_codes), T(up_codes)}, globals[] = {T(gate_global), T(up_global)};
     const op_call *call = b->call;
-    const quern_nvfp4_fused_quantize_params *p = &((const fused_call *)call)->params;
+    const quern_nvfp4_fused_quantize_params *p = op_params(call);
     fused_quantise_args *args = OP_ADD(b, fused_quantise);
     if (!op_uses(call, T(gate_codes)) && !op_uses(call, T(up_codes)))
-        b->status =
-            error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
+        b->status = error_argument("gate_codes and up_codes are NULL: at least one is needed");
     *args = (fused_quantise_args){.profile = (quantise_profile)p->profile,
                                   .swiglu = p->swiglu,
                                   .rule = {p->granularity, p->limit, p->alpha, p->beta},
@@ -133,13 +108,12 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_fused_quantize_family = {
-    OP_TABLES(fused_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_nvfp4_fused_quantize_params, QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT,
+            OP_STEP_BYTES(fused_quantise)),
     .first = QUERN_OP_NVFP4_FUSED_QUANTIZE,
-    .defaults = &defaults,
-    .params_init = "QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT",
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .build = build,
 };

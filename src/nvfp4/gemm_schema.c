@@ -36,43 +36,28 @@ static const char *const a_layouts[] = {"linear", "swizzled", NULL};
 static const char *const activations[] = {"none", "swiglu", NULL}, *const outputs[] = {"input", "f32",
                                                                                        "bf16",  "f16",
                                                                                        "nvfp4", NULL};
-#define AT(member) offsetof(quern_nvfp4_gemm_params, member)
+#define FIELD(member) OP_FIELD(quern_nvfp4_gemm_params, member)
 static const op_param params[] = {
-    {"b_codes", AT(b_codes), OP_CHOICE, 0, 1, nvfp4_codes_words,
-     "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
-    {"b_scales", AT(b_scales), OP_CHOICE, 0, 2, nvfp4_scales_words, "layout of B's scales"},
-    {"n", AT(n), OP_INTEGER, 0, INT32_MAX, NULL, "columns of B; 0: from B_codes"},
-    {"a_global_per", AT(a_global_per), OP_CHOICE, 0, 2, nvfp4_global_words, "what shares a global of A"},
-    {"a8", AT(a8), OP_CHOICE, 0, 2, a8_words,
+    {FIELD(b_codes), OP_CHOICE, 0, 1, nvfp4_codes_words, "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
+    {FIELD(b_scales), OP_CHOICE, 0, 2, nvfp4_scales_words, "layout of B's scales"},
+    {FIELD(n), OP_INTEGER, 0, INT32_MAX, NULL, "columns of B; 0: from B_codes"},
+    {FIELD(a_global_per), OP_CHOICE, 0, 2, nvfp4_global_words, "what shares a global of A"},
+    {FIELD(a8), OP_CHOICE, 0, 2, a8_words,
      "round A: to int8, a scale a row; or to e4m3 by row and 128 of K, with the weights"},
-    {"accumulate", AT(accumulate), OP_FLAG, 0, 1, NULL, "add to c in place"},
-    {"activation", AT(activation), OP_CHOICE, 0, 1, activations, "of interleaved gate and up"},
-    {"limit", AT(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
-    {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
-    {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
-    {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in B's columns"},
-    {"profile", AT(profile), OP_CHOICE, 0, 3, nvfp4_profile_words, "of a quantised output"},
-    {"a_swizzled", AT(a_swizzled), OP_FLAG, 0, 1, a_layouts,
-     "layout of A's scales; swizzled with pad_row_offsets"},
-    {"output", AT(output), OP_CHOICE, 0, 4, outputs, "dtype of C, or its codes; input: A's"},
-    {"prepack", AT(prepack), OP_FLAG, 0, 1, NULL, "repack B first: the same bits"},
+    {FIELD(accumulate), OP_FLAG, 0, 1, NULL, "add to c in place"},
+    {FIELD(activation), OP_CHOICE, 0, 1, activations, "of interleaved gate and up"},
+    {FIELD(limit), OP_LIMIT, 0, 0, NULL, "of gate and up; 0: none"},
+    {FIELD(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
+    {FIELD(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
+    {FIELD(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in B's columns"},
+    {FIELD(profile), OP_CHOICE, 0, 3, nvfp4_profile_words, "of a quantised output"},
+    {FIELD(a_swizzled), OP_FLAG, 0, 1, a_layouts, "layout of A's scales; swizzled with pad_row_offsets"},
+    {FIELD(output), OP_CHOICE, 0, 4, outputs, "dtype of C, or its codes; input: A's"},
+    {FIELD(prepack), OP_FLAG, 0, 1, NULL, "repack B first: the same bits"},
 };
-#undef AT
-static const quern_nvfp4_gemm_params defaults = QUERN_NVFP4_GEMM_PARAMS_INIT;
+static const int8_t like[] = {G(a), G(a_codes), OP_NONE};
 static const char *const operations[] = {"nvfp4_gemm", "nvfp4_gemm_backward"};
-static const char *const symbols[] = {"",
-                                      [GS_T] = "T",
-                                      [GS_K] = "K",
-                                      [GS_N] = "N",
-                                      [GS_E] = "E",
-                                      [GS_OUT] = "N|N/2",
-                                      [GS_E1] = "E+1",
-                                      [GS_BYTES] = "bytes",
-                                      [GS_CODES_0] = "K/2|N",
-                                      [GS_CODES_1] = "N|K/2",
-                                      [GS_CODE_COLUMNS] = "C/2",
-                                      [GS_CODE_BLOCKS] = "C/16",
-                                      NULL};
+static const char symbols[] = "T K N E N|N/2 E+1 bytes K/2|N N|K/2 C/2 C/16";
 static const char *const leads[] = {"T K/16|bytes...", "|E|T...", "E K/16 N|E N K/16|E bytes...",
                                     "|E|E 2...",       "|E...",   NULL};
 static const op_rename renames[] = {{"a_swizzled", "a-scales", NULL}, {NULL, NULL, NULL}};
@@ -84,18 +69,14 @@ static const op_entry ops[] = {
      .renames = renames},
 };
 
-static quern_nvfp4_gemm_params *params_of(const op_call *call)
-{
-    return &((gemm_call *)(uintptr_t)call)->params;
-}
+#define PARAMS(call) ((quern_nvfp4_gemm_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    const quern_nvfp4_gemm_params *p = params_of(call);
+    const quern_nvfp4_gemm_params *p = op_params(call);
     const bool swiglu = p->activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
     if (p->accumulate && swiglu)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "accumulate is true with an activation: one or the other is accepted");
+        return error_argument("accumulate is true with an activation: one or the other is accepted");
     return swiglu ? op_check_granularity(p->granularity) : QUERN_OK;
 }
 
@@ -118,52 +99,41 @@ static void adapt(op_call *call, const quern_tensor **given)
 static bool is_coded(const op_call *call)
 {
     return call->given[G(c)] == NULL &&
-           (call->given[G(c_codes)] != NULL || params_of(call)->output == QUERN_NVFP4_OUTPUT_NVFP4);
+           (call->given[G(c_codes)] != NULL || PARAMS(call)->output == QUERN_NVFP4_OUTPUT_NVFP4);
 }
 
 static void roles(op_call *call)
 {
-    const quern_nvfp4_gemm_params *p = params_of(call);
+    const quern_nvfp4_gemm_params *p = op_params(call);
     const quern_tensor *const *t = call->given;
     const bool backward = call->operation == GEMM_BACKWARD, floats = t[G(a)] != NULL,
-               repacked = t[G(b_repacked)] != NULL, coded = is_coded(call);
+               codes = t[G(a_codes)] != NULL, repacked = t[G(b_repacked)] != NULL, coded = is_coded(call),
+               activated = p->activation != QUERN_NVFP4_ACTIVATION_NONE;
+    const char *with_c = " with c: an output in floats, or c_codes, is accepted";
     uint8_t *r = call->role;
-    r[G(a)] = t[G(a_codes)] != NULL ? OP_OPTIONAL : OP_NEEDED;
-    r[G(a_codes)] = floats ? OP_REFUSED : OP_OPTIONAL;
-    r[G(a_scales)] = t[G(a_codes)] != NULL ? OP_NEEDED : OP_REFUSED;
-    r[G(pad_row_offsets)] = t[G(a_codes)] == NULL ? OP_REFUSED : p->a_swizzled ? OP_NEEDED : OP_OPTIONAL;
+    r[G(a)] = codes ? OP_OPTIONAL : OP_NEEDED;
+    op_reason(call, G(a), ", and so is a_codes: one of them is needed");
+    op_allow(call, G(a_codes), !floats, OP_OPTIONAL, " with a: exactly one of them is accepted");
+    op_allow(call, G(a_scales), codes, OP_NEEDED, " without a_codes: both or neither are accepted");
+    op_allow(call, G(pad_row_offsets), codes, p->a_swizzled ? OP_NEEDED : OP_OPTIONAL,
+             " without a_scales: both or neither are accepted");
     r[G(a_global)] = r[G(b_global)] = r[G(bias)] = OP_OPTIONAL;
-    r[G(b_codes)] = repacked ? OP_REFUSED : OP_NEEDED;
-    r[G(b_scales)] = repacked ? OP_REFUSED : OP_NEEDED;
+    op_allow_all(call, G(b_codes), G(b_scales), !repacked, OP_NEEDED,
+                 " with b_repacked: one or the other is accepted");
+    if (!repacked) op_reason(call, G(b_codes), ", and so is b_repacked: exactly one of them is accepted");
     r[G(b_repacked)] = OP_OPTIONAL;
     r[G(offsets)] = OP_NEEDED;
     r[G(c)] = backward ? OP_UNUSED : coded ? OP_OPTIONAL_RESULT : OP_RESULT;
-    r[G(c_codes)] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
-    r[G(c_scales)] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
-    r[G(c_global)] = backward ? OP_UNUSED : coded ? OP_NEEDED : OP_REFUSED;
-    r[G(c_old)] = backward                                                                 ? OP_UNUSED
-                  : coded || p->accumulate || p->activation != QUERN_NVFP4_ACTIVATION_NONE ? OP_REFUSED
-                                                                                           : OP_OPTIONAL;
+    op_allow_all(call, G(c_codes), G(c_scales), backward || coded, backward ? OP_UNUSED : OP_RESULT, with_c);
+    op_allow(call, G(c_global), backward || coded, backward ? OP_UNUSED : OP_NEEDED, with_c);
+    op_allow(call, G(c_old), backward || !(coded || p->accumulate || activated),
+             backward ? OP_UNUSED : OP_OPTIONAL,
+             coded           ? " with a quantised output: one or the other is accepted"
+             : p->accumulate ? " with accumulate: one or the other is accepted"
+                             : " with an activation: one or the other is accepted");
     r[G(d_c)] = backward ? OP_NEEDED : OP_UNUSED;
     r[G(d_a)] = backward ? OP_RESULT : OP_UNUSED;
     if (coded) r[G(c)] = OP_UNUSED;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)text;
-    switch (tensor) {
-    case G(a_codes): return " with a: exactly one of them is accepted";
-    case G(a_scales): return " without a_codes: both or neither are accepted";
-    case G(pad_row_offsets): return " without a_scales: both or neither are accepted";
-    case G(b_codes):
-    case G(b_scales): return " with b_repacked: one or the other is accepted";
-    case G(c_old):
-        return is_coded(call)                ? " with a quantised output: one or the other is accepted"
-               : params_of(call)->accumulate ? " with accumulate: one or the other is accepted"
-                                             : " with an activation: one or the other is accepted";
-    default: return " with c: an output in floats, or c_codes, is accepted";
-    }
 }
 
 /* T, K and E from A and the offsets. */
@@ -172,28 +142,17 @@ static quern_status derive_rows(op_call *call)
     const quern_tensor *const *t = call->given;
     const int32_t a = t[G(a)] != NULL ? G(a) : G(a_codes);
     int64_t *s = call->symbol;
-    quern_status status;
-    if (t[a] == NULL || t[G(offsets)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: a tensor is needed",
-                         t[a] == NULL ? "a and a_codes are NULL" : "offsets is NULL");
-    call->like = *t[a];
-    if ((status = op_check_kind(call, a, 2)) != QUERN_OK ||
-        (status = op_check_kind(call, G(offsets), 1)) != QUERN_OK)
-        return status;
     const int64_t columns = t[a]->shape[1], values = a == G(a) ? 1 : 2; /* of an element */
-    s[GS_T] = t[a]->shape[0];
     s[GS_E] = t[G(offsets)]->shape[0];
     s[GS_E1] = s[GS_E] + 1;
     if (columns > INT32_MAX / values || values * columns % QUERN_NVFP4_BLOCK != 0 || s[GS_T] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s is [%lld, %lld]: below 2^31 rows, and K a multiple of 16 below 2^31, are "
-                         "accepted",
-                         tensors[a].field, (long long)s[GS_T], (long long)columns);
+        return error_argument(
+            "%s is [%lld, %lld]: below 2^31 rows, and K a multiple of 16 below 2^31, are accepted",
+            tensors[a].field, (long long)s[GS_T], (long long)columns);
     s[GS_K] = values * columns;
-    if (params_of(call)->a8 != QUERN_NVFP4_A8_NONE && t[G(a)] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "a8 is %s with a_codes: a, activations in floats, is accepted",
-                         a8_words[params_of(call)->a8]);
+    if (PARAMS(call)->a8 != QUERN_NVFP4_A8_NONE && t[G(a)] == NULL)
+        return error_argument("a8 is %s with a_codes: a, activations in floats, is accepted",
+                              a8_words[PARAMS(call)->a8]);
     return QUERN_OK;
 }
 
@@ -203,32 +162,24 @@ static quern_status derive_columns(op_call *call)
     const gemm_call *c = (const gemm_call *)call;
     const quern_tensor *b = call->given[G(b_codes)];
     int64_t *s = call->symbol;
-    quern_status status;
     s[GS_N] = c->params.n;
     if (call->given[G(b_repacked)] != NULL) {
         if (s[GS_N] > 0) return QUERN_OK;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is 0 with b_repacked: the columns of B are accepted");
+        return error_argument("n is 0 with b_repacked: the columns of B are accepted");
     }
-    if (b == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "b_codes and b_repacked are NULL: exactly one of them is accepted");
-    if ((status = op_check_kind(call, G(b_codes), 3)) != QUERN_OK) return status;
     const int64_t n = b->shape[c->k_major ? 1 : 2], k = 2 * b->shape[c->k_major ? 2 : 1];
     if (k % QUERN_NVFP4_BLOCK != 0 || k > INT32_MAX || n > INT32_MAX)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "b_codes hold K = 2 x %lld, N = %lld: K a multiple of 16, both below 2^31, is accepted",
             (long long)k / 2, (long long)n);
     if (k != s[GS_K])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "a has K = %lld: b_codes' %lld is accepted",
-                         (long long)s[GS_K], (long long)k);
+        return error_argument("a has K = %lld: b_codes' %lld is accepted", (long long)s[GS_K], (long long)k);
     if (s[GS_N] != 0 && s[GS_N] != n)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld: b_codes' %lld columns, or 0, is accepted",
-                         (long long)s[GS_N], (long long)n);
+        return error_argument("n is %lld: b_codes' %lld columns, or 0, is accepted", (long long)s[GS_N],
+                              (long long)n);
     if (b->shape[0] != s[GS_E])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "offsets.shape[0] is %lld: b_codes' %lld experts are accepted", (long long)s[GS_E],
-                         (long long)b->shape[0]);
+        return error_argument("offsets.shape[0] is %lld: b_codes' %lld experts are accepted",
+                              (long long)s[GS_E], (long long)b->shape[0]);
     s[GS_N] = n;
     return QUERN_OK;
 }
@@ -241,7 +192,7 @@ static void set_lead(op_call *call, int32_t lead, int32_t count, int64_t x, int6
 /* Sets the shapes whose number of dimensions depends on the call. */
 static void derive_leads(op_call *call)
 {
-    const quern_nvfp4_gemm_params *p = params_of(call);
+    const quern_nvfp4_gemm_params *p = op_params(call);
     const quern_tensor *const *t = call->given;
     const int64_t *s = call->symbol, shared[] = {0, s[GS_E], s[GS_T]}, blocks = s[GS_K] / QUERN_NVFP4_BLOCK;
     const quern_tensor *g = t[G(b_global)];
@@ -259,24 +210,21 @@ static void derive_leads(op_call *call)
 static quern_status derive_outputs(op_call *call)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F32, QUERN_BF16, QUERN_F16, QUERN_U8};
-    const quern_nvfp4_gemm_params *p = params_of(call);
+    const quern_nvfp4_gemm_params *p = op_params(call);
     const quern_tensor *const *t = call->given, *g = t[G(b_global)], *c = t[G(c)];
     int64_t *s = call->symbol;
     const bool swiglu = p->activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
     if ((swiglu || (g != NULL && g->ndim == 2)) && s[GS_N] % (2 * p->granularity) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "N is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
-                         (long long)s[GS_N], (long long)p->granularity, 2 * (long long)p->granularity);
+        return error_argument("N is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
+                              (long long)s[GS_N], (long long)p->granularity, 2 * (long long)p->granularity);
     if (is_coded(call) && p->accumulate)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "accumulate is true without c: an output in floats is accepted");
+        return error_argument("accumulate is true without c: an output in floats is accepted");
     for (int i = 0; i < 2; i++, c = t[G(c_old)])
         if (c != NULL && c->dtype == QUERN_U8)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype u8: f32, f16 and bf16 are accepted",
-                             i == 0 ? "c" : "c_old");
+            return error_argument("%s: dtype u8: f32, f16 and bf16 are accepted", i == 0 ? "c" : "c_old");
     if (op_uses(call, G(c_old)) && t[G(c)] != NULL && t[G(c)]->dtype != t[G(c_old)]->dtype)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old: dtype %s: c's %s is accepted",
-                         quern_dtype_name(t[G(c_old)]->dtype), quern_dtype_name(t[G(c)]->dtype));
+        return error_argument("c_old: dtype %s: c's %s is accepted", quern_dtype_name(t[G(c_old)]->dtype),
+                              quern_dtype_name(t[G(c)]->dtype));
     s[GS_OUT] = swiglu ? s[GS_N] / 2 : s[GS_N];
     s[GS_CODE_BLOCKS] = s[GS_OUT] / QUERN_NVFP4_BLOCK + (s[GS_OUT] % QUERN_NVFP4_BLOCK != 0);
     s[GS_CODE_COLUMNS] = s[GS_CODE_BLOCKS] * QUERN_NVFP4_BLOCK / 2;
@@ -285,8 +233,8 @@ static quern_status derive_outputs(op_call *call)
     else if (p->output == QUERN_NVFP4_OUTPUT_INPUT && t[G(a)] != NULL) call->stored = t[G(a)]->dtype;
     if (op_uses(call, G(c_old)) && t[G(c)] == NULL && p->output != QUERN_NVFP4_OUTPUT_INPUT &&
         call->stored != dtypes[p->output])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old: dtype %s: output's %s is accepted",
-                         quern_dtype_name(call->stored), quern_dtype_name(dtypes[p->output]));
+        return error_argument("c_old: dtype %s: output's %s is accepted", quern_dtype_name(call->stored),
+                              quern_dtype_name(dtypes[p->output]));
     return QUERN_OK;
 }
 
@@ -297,15 +245,13 @@ static quern_status check_sizes(const op_call *call)
     const int64_t *s = call->symbol, most = (int64_t)1 << 56, widest = s[GS_K] > s[GS_N] ? s[GS_K] : s[GS_N],
                   bytes = s[GS_BYTES] > 0 ? s[GS_BYTES] : s[GS_K] / QUERN_NVFP4_BLOCK * 9 * s[GS_N];
     if (widest > 0 && s[GS_T] > most / widest)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "T is %lld, K %lld and N %lld: up to 2^56 numbers are accepted, above it sizes "
-                         "overflow",
-                         (long long)s[GS_T], (long long)s[GS_K], (long long)s[GS_N]);
+        return error_argument(
+            "T is %lld, K %lld and N %lld: up to 2^56 numbers are accepted, above it sizes overflow",
+            (long long)s[GS_T], (long long)s[GS_K], (long long)s[GS_N]);
     if (bytes == 0 || s[GS_E] <= most / bytes) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "E is %lld, K %lld and N %lld: up to 2^56 bytes of weights are accepted, above it sizes "
-                     "overflow",
-                     (long long)s[GS_E], (long long)s[GS_K], (long long)s[GS_N]);
+    return error_argument(
+        "E is %lld, K %lld and N %lld: up to 2^56 bytes of weights are accepted, above it sizes overflow",
+        (long long)s[GS_E], (long long)s[GS_K], (long long)s[GS_N]);
 }
 
 static quern_status derive(op_call *call)
@@ -328,16 +274,15 @@ static quern_status derive(op_call *call)
 }
 
 const op_family nvfp4_gemm_family = {
-    OP_TABLES(gemm_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_OWN_CALL(gemm_call, QUERN_NVFP4_GEMM_PARAMS_INIT),
     .first = QUERN_OP_NVFP4_GEMM,
-    .defaults = &defaults,
-    .params_init = "QUERN_NVFP4_GEMM_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_GEMM_TENSORS_INIT",
     .leads = leads,
+    .like = like,
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .build = nvfp4_gemm_build,
 };

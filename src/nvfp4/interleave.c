@@ -16,12 +16,6 @@ enum { TENSORS = OP_TENSOR_COUNT(quern_nvfp4_interleave_tensors), PAIRS = TENSOR
 #define L_ROWS(pair) (OP_LEAD + (pair))
 _Static_assert(PAIRS <= (int)OP_LEADS && 2 * PAIRS < (int)OP_SYMBOLS_MAX, "a list and two symbols a pair");
 
-typedef struct interleave_call {
-    op_call head;
-    quern_nvfp4_interleave_params params;
-    _Alignas(op_step) char program[PAIRS * OP_STEP_BYTES(interleave)];
-} interleave_call;
-
 static const op_tensor tensors[] = {
     {"x", "X", OP_ANY, OP_NONE, {L_ROWS(0), S_IN(0)}, {0}},
     {"out", "X", OP_LIKE, OP_NONE, {L_ROWS(0), S_OUT(0)}, {0}},
@@ -34,35 +28,23 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
-#define AT(member) offsetof(quern_nvfp4_interleave_params, member)
+#define FIELD(member) OP_FIELD(quern_nvfp4_interleave_params, member)
 static const op_param params[] = {
-    {"inverse", AT(inverse), OP_FLAG, 0, 1, NULL, "from runs to halves"},
-    {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "q, the columns of a run"},
+    {FIELD(inverse), OP_FLAG, 0, 1, NULL, "from runs to halves"},
+    {FIELD(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "q, the columns of a run"},
 };
-#undef AT
-static const quern_nvfp4_interleave_params defaults = QUERN_NVFP4_INTERLEAVE_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_interleave"};
 #define RUNS "2q*ceil(I/q)"
-static const char *const symbols[] = {"",
-                                      [S_IN(0)] = "2I|" RUNS,
-                                      [S_OUT(0)] = RUNS "|2I",
-                                      [S_IN(1)] = "2I|" RUNS,
-                                      [S_OUT(1)] = RUNS "|2I",
-                                      [S_IN(2)] = "2I|" RUNS,
-                                      [S_OUT(2)] = RUNS "|2I",
-                                      [S_IN(3)] = "2I|" RUNS,
-                                      [S_OUT(3)] = RUNS "|2I",
-                                      NULL};
+#define PAIR "2I|" RUNS " " RUNS "|2I"
+static const char symbols[] = PAIR " " PAIR " " PAIR " " PAIR;
+static const int8_t like[] = {0, 2, 4, 6, OP_NONE};
 static const op_entry ops[] = {
     {.name = "nvfp4-interleave",
      .help = "gate and up of the last dimension from two halves to alternating runs, padded with zeros, and "
              "back: a weight's codes, scales and bias alike, or any X"},
 };
 
-static const quern_nvfp4_interleave_params *params_of(const op_call *call)
-{
-    return &((const interleave_call *)call)->params;
-}
+#define PARAMS(call) ((quern_nvfp4_interleave_params *)op_params(call))
 
 static void roles(op_call *call)
 {
@@ -83,9 +65,9 @@ static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REAS
 static quern_status derive_columns(op_call *call, int32_t pair)
 {
     const quern_tensor *from = call->given[2 * pair], *to = call->given[2 * pair + 1];
-    const bool inverse = params_of(call)->inverse;
+    const bool inverse = PARAMS(call)->inverse;
     const int32_t last = from->ndim - 1, whole = inverse && to != NULL ? 2 * pair + 1 : 2 * pair;
-    const int64_t q = params_of(call)->granularity;
+    const int64_t q = PARAMS(call)->granularity;
     int64_t halves = from->shape[last], runs;
     if (whole != 2 * pair) {
         const quern_status status = op_check_kind(call, whole, from->ndim);
@@ -93,18 +75,15 @@ static quern_status derive_columns(op_call *call, int32_t pair)
         halves = to->shape[last];
     }
     if (halves % 2 != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s.shape[%d] is %lld: gate and up side by side, an even extent, is accepted",
-                         tensors[whole].field, last, (long long)halves);
+        return error_argument("%s.shape[%d] is %lld: gate and up side by side, an even extent, is accepted",
+                              tensors[whole].field, last, (long long)halves);
     if (__builtin_mul_overflow(halves / 2 / q + (halves / 2 % q != 0), 2 * q, &runs))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s.shape[%d] is %lld: less than 2^63 columns of whole runs are accepted",
-                         tensors[whole].field, last, (long long)halves);
+        return error_argument("%s.shape[%d] is %lld: less than 2^63 columns of whole runs are accepted",
+                              tensors[whole].field, last, (long long)halves);
     if (inverse && from->shape[last] != runs)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s.shape[%d] is %lld: whole runs of %lld, here %lld columns, are accepted",
-                         tensors[2 * pair].field, last, (long long)from->shape[last], (long long)q,
-                         (long long)runs);
+        return error_argument("%s.shape[%d] is %lld: whole runs of %lld, here %lld columns, are accepted",
+                              tensors[2 * pair].field, last, (long long)from->shape[last], (long long)q,
+                              (long long)runs);
     call->symbol[S_IN(pair)] = from->shape[last];
     call->symbol[S_OUT(pair)] = inverse ? halves : runs;
     return QUERN_OK;
@@ -114,17 +93,14 @@ static quern_status derive(op_call *call)
 {
     const quern_tensor *first = NULL;
     for (int32_t t = 0; t < TENSORS && first == NULL; t += 2) first = call->given[t];
-    if (first == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x, codes, scales and bias are NULL: at least one is needed");
-    call->like = *first;
+    if (first == NULL) return error_argument("x, codes, scales and bias are NULL: at least one is needed");
     for (int32_t pair = 0; pair < PAIRS; pair++) {
         const quern_tensor *from = call->given[2 * pair];
         op_extents *rows = &call->lead[L_ROWS(pair) - OP_LEAD];
         if (from == NULL) continue;
         if (from->ndim < 1 || from->ndim > QUERN_MAX_DIMS)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: 1 to %d are accepted",
-                             tensors[2 * pair].field, from->ndim, QUERN_MAX_DIMS);
+            return error_argument("%s has %d dimensions: 1 to %d are accepted", tensors[2 * pair].field,
+                                  from->ndim, QUERN_MAX_DIMS);
         quern_status status = op_check_kind(call, 2 * pair, from->ndim);
         if (status == QUERN_OK) status = derive_columns(call, pair);
         if (status != QUERN_OK) return status;
@@ -137,7 +113,7 @@ static quern_status derive(op_call *call)
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_nvfp4_interleave_params *p = &((const interleave_call *)call)->params;
+    const quern_nvfp4_interleave_params *p = op_params(call);
     for (int32_t t = 0; t < TENSORS; t += 2)
         if (op_uses(call, t))
             *OP_ADD(b, interleave) = (interleave_args){p->inverse, p->granularity, op_view(call, t, false),
@@ -145,11 +121,12 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_interleave_family = {
-    OP_TABLES(interleave_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_nvfp4_interleave_params, QUERN_NVFP4_INTERLEAVE_PARAMS_INIT,
+            PAIRS *OP_STEP_BYTES(interleave)),
     .first = QUERN_OP_NVFP4_INTERLEAVE,
-    .defaults = &defaults,
-    .params_init = "QUERN_NVFP4_INTERLEAVE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_INTERLEAVE_TENSORS_INIT",
+    .like = like,
     .roles = roles,
     .refuse = refuse,
     .derive = derive,

@@ -32,19 +32,15 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
-#define AT(member) offsetof(quern_moe_prepack_params, member)
+#define FIELD(member) OP_FIELD(quern_moe_prepack_params, member)
 static const op_param params[] = {
-    {"inverse", AT(inverse), OP_FLAG, 0, 1, NULL, "from B_repacked to B_codes and B_scales"},
-    {"b_codes", AT(b_codes), OP_CHOICE, 0, 1, nvfp4_codes_words,
-     "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
-    {"b_scales", AT(b_scales), OP_CHOICE, 0, 2, nvfp4_scales_words,
-     "layout of B's scales; swizzled not with inverse"},
+    {FIELD(inverse), OP_FLAG, 0, 1, NULL, "from B_repacked to B_codes and B_scales"},
+    {FIELD(b_codes), OP_CHOICE, 0, 1, nvfp4_codes_words, "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
+    {FIELD(b_scales), OP_CHOICE, 0, 2, nvfp4_scales_words, "layout of B's scales; swizzled not with inverse"},
 };
-#undef AT
-static const quern_moe_prepack_params defaults = QUERN_MOE_PREPACK_PARAMS_INIT;
+static const int8_t like[] = {T(b_codes), T(b_repacked), OP_NONE};
 static const char *const operations[] = {"moe_prepack"};
-static const char *const symbols[] = {
-    "", [S_E] = "E", [S_CODES_0] = "K/2|N", [S_CODES_1] = "N|K/2", [S_BYTES] = "bytes", NULL};
+static const char symbols[] = "E K/2|N N|K/2 bytes";
 static const char *const leads[] = {"E K/16 N|E N K/16|E bytes...", NULL};
 static const op_entry ops[] = {
     {.name = "moe-prepack",
@@ -52,18 +48,13 @@ static const op_entry ops[] = {
      .asked = {[ASKED_N] = "n", [ASKED_K] = "k"}},
 };
 
-static const quern_moe_prepack_params *params_of(const op_call *call)
-{
-    return &((const prepack_call *)call)->params;
-}
+#define PARAMS(call) ((quern_moe_prepack_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    if (!params_of(call)->inverse || params_of(call)->b_scales != QUERN_NVFP4_LAYOUT_SWIZZLED)
-        return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "b_scales is %d with inverse: 0 (linear) or 1 (k_major) is accepted",
-                     (int)QUERN_NVFP4_LAYOUT_SWIZZLED);
+    if (!PARAMS(call)->inverse || PARAMS(call)->b_scales != QUERN_NVFP4_LAYOUT_SWIZZLED) return QUERN_OK;
+    return error_argument("b_scales is %d with inverse: 0 (linear) or 1 (k_major) is accepted",
+                          (int)QUERN_NVFP4_LAYOUT_SWIZZLED);
 }
 
 static void adapt(op_call *call, const quern_tensor **given)
@@ -77,7 +68,7 @@ static void adapt(op_call *call, const quern_tensor **given)
 
 static void roles(op_call *call)
 {
-    const bool inverse = params_of(call)->inverse;
+    const bool inverse = PARAMS(call)->inverse;
     call->role[T(b_codes)] = call->role[T(b_scales)] = inverse ? OP_RESULT : OP_NEEDED;
     call->role[T(b_repacked)] = inverse ? OP_NEEDED : OP_RESULT;
 }
@@ -89,9 +80,6 @@ static quern_status find_extents(op_call *call)
     const quern_tensor *codes = call->given[T(b_codes)], *repacked = call->given[T(b_repacked)];
     const int32_t first = codes != NULL ? T(b_codes) : T(b_repacked);
     int64_t pairs = call->asked[ASKED_K] / 2;
-    if (call->given[first] == NULL || (codes == NULL && !c->params.inverse))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_codes is NULL: a tensor is needed");
-    call->like = *call->given[first];
     const quern_status status = op_check_kind(call, first, codes != NULL ? 3 : 2);
     if (status != QUERN_OK) return status;
     c->n = call->asked[ASKED_N];
@@ -99,14 +87,12 @@ static quern_status find_extents(op_call *call)
         c->n = codes->shape[c->k_major ? 1 : 2];
         pairs = codes->shape[c->k_major ? 2 : 1];
     } else if (c->n <= 0 || call->asked[ASKED_K] <= 0) {
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "b_codes is NULL, n is %lld and k is %lld: the extents of B are needed",
-                         (long long)c->n, (long long)call->asked[ASKED_K]);
+        return error_argument("b_codes is NULL, n is %lld and k is %lld: the extents of B are needed",
+                              (long long)c->n, (long long)call->asked[ASKED_K]);
     }
     if (pairs % (QUERN_NVFP4_BLOCK / 2) != 0 || (codes == NULL && call->asked[ASKED_K] % 2 != 0) ||
         pairs > INT32_MAX / 2 || c->n > INT32_MAX)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
+        return error_argument(
             "b_codes hold K = 2 x %lld, N = %lld: K a multiple of 16, both below 2^31, is accepted",
             (long long)pairs, (long long)c->n);
     c->k = 2 * pairs;
@@ -141,12 +127,12 @@ static void build(op_build *b)
 }
 
 const op_family moe_prepack_family = {
-    OP_TABLES(prepack_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_OWN_CALL(prepack_call, QUERN_MOE_PREPACK_PARAMS_INIT),
     .first = QUERN_OP_MOE_PREPACK,
-    .defaults = &defaults,
-    .params_init = "QUERN_MOE_PREPACK_PARAMS_INIT",
     .tensors_init = "QUERN_MOE_PREPACK_TENSORS_INIT",
     .leads = leads,
+    .like = like,
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
@@ -158,14 +144,12 @@ quern_status quern_nvfp4_repacked_bytes(quern_context *ctx, quern_device device,
                                         int64_t k, int64_t *bytes)
 {
     if (ctx == NULL || bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         ctx == NULL ? "ctx" : "bytes");
+        return error_argument("%s is NULL: a pointer is needed", ctx == NULL ? "ctx" : "bytes");
     if (device != QUERN_CPU && device != QUERN_CUDA)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "device %d: 0 (cpu) or 1 (cuda) is accepted",
-                         (int)device);
+        return error_argument("device %d: 0 (cpu) or 1 (cuda) is accepted", (int)device);
     if (n < 0 || k < 0 || n > INT32_MAX || k > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld and k %lld: 0 to %d each is accepted",
-                         (long long)n, (long long)k, INT32_MAX);
+        return error_argument("n is %lld and k %lld: 0 to %d each is accepted", (long long)n, (long long)k,
+                              INT32_MAX);
     const op_call call = {.like = {.device = device, .device_id = device_id}};
     return op_repacked_bytes(&call, n, k, bytes);
 }

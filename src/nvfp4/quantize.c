@@ -14,12 +14,6 @@ enum { S_E = 1 };
 /* Shapes of any number of dimensions; blocks lie along the last one, or along a weight's K. */
 enum { L_X = OP_LEAD, L_CODES, L_SCALES, L_GLOBAL };
 
-typedef struct quantize_call {
-    op_call head;
-    quern_nvfp4_quantize_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(quantise)];
-} quantize_call;
-
 static const op_tensor tensors[] = {
     {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
     {"offsets", "offsets", OP_I32, OP_NONE, {S_E}, {0}},
@@ -31,20 +25,18 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 static const char *const choices[] = {"rne", "four-over-six", "search", NULL};
-#define AT(member) offsetof(quern_nvfp4_quantize_params, member)
+#define FIELD(member) OP_FIELD(quern_nvfp4_quantize_params, member)
 static const op_param params[] = {
-    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
+    {FIELD(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
      "of the quantiser"},
-    {"scales", AT(scales), OP_CHOICE, 0, QUERN_NVFP4_SCALES_SEARCH, choices, "which scale a block gets"},
-    {"global_per", AT(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
+    {FIELD(scales), OP_CHOICE, 0, QUERN_NVFP4_SCALES_SEARCH, choices, "which scale a block gets"},
+    {FIELD(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
      "what shares a global: all, an expert, a row of an activation"},
-    {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
+    {FIELD(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
      "blocks along the last dimension, or along K of [K, N] or [E, K, N]"},
 };
-#undef AT
-static const quern_nvfp4_quantize_params defaults = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_quantize"};
-static const char *const symbols[] = {"", [S_E] = "E", NULL};
+static const char symbols[] = "E";
 static const char *const leads[] = {"... D|... K N", "... 8*ceil(D/16)|... K/2 N",
                                     "... ceil(D/16)|... K/16 N", "|E|..."};
 static const op_rename renames[] = {{"weight", "layout", NULL}, {"x", "W", "weight"}, {NULL, NULL, NULL}};
@@ -54,34 +46,31 @@ static const op_entry ops[] = {
      .renames = renames},
 };
 
-static const quern_nvfp4_quantize_params *params_of(const op_call *call)
-{
-    return &((const quantize_call *)call)->params;
-}
+#define PARAMS(call) ((quern_nvfp4_quantize_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    const quern_nvfp4_quantize_params *p = params_of(call);
+    const quern_nvfp4_quantize_params *p = op_params(call);
     if (p->profile == QUERN_NVFP4_PROFILE_HALFSTEP && p->scales != QUERN_NVFP4_SCALES_RNE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p->scales);
+        return error_argument("scales is %d with profile halfstep: 0 (rne) is accepted", (int)p->scales);
     return nvfp4_check_global_per(p->global_per, p->weight);
 }
 
 /* A global's shape says what shares it. */
 static void adapt(op_call *call, const quern_tensor **given)
 {
-    quantize_call *c = (quantize_call *)call;
-    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T(x)], given[T(offsets)], c->params.weight);
-    c->params.global_per = nvfp4_global_kind(given[T(given_global)], c->params.global_per, &kinds);
+    quern_nvfp4_quantize_params *p = op_params(call);
+    const nvfp4_kinds kinds = nvfp4_kinds_of(given[T(x)], given[T(offsets)], p->weight);
+    p->global_per = nvfp4_global_kind(given[T(given_global)], p->global_per, &kinds);
 }
 
 static void roles(op_call *call)
 {
     const quern_tensor *x = call->given[T(x)];
-    const bool rows = nvfp4_needs_offsets(params_of(call)->global_per, params_of(call)->weight, x);
+    const bool rows = nvfp4_needs_offsets(PARAMS(call)->global_per, PARAMS(call)->weight, x);
     call->role[T(x)] = OP_NEEDED;
-    call->role[T(offsets)] = rows ? OP_NEEDED : OP_REFUSED;
+    op_allow(call, T(offsets), rows, OP_NEEDED, nvfp4_beside_offsets);
+    if (rows) op_reason(call, T(offsets), ": an activation with a global an expert needs them");
     call->role[T(given_global)] = OP_OPTIONAL;
     call->role[T(codes)] = call->role[T(scales)] = OP_RESULT;
     call->role[T(global)] = call->given[T(given_global)] != NULL ? OP_OPTIONAL_RESULT : OP_RESULT;
@@ -89,23 +78,14 @@ static void roles(op_call *call)
 
 static quern_status derive(op_call *call)
 {
-    const quern_nvfp4_quantize_params *p = params_of(call);
-    const quern_tensor *x = call->given[T(x)], *offsets = call->given[T(offsets)];
+    const quern_nvfp4_quantize_params *p = op_params(call);
+    const quern_tensor *x = call->given[T(x)];
     op_extents *shape = &call->lead[L_X - OP_LEAD];
     quern_status status;
-    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
-    if ((status = nvfp4_check_dims(x, "x", p->weight)) != QUERN_OK) return status;
-    call->like = *x;
-    if ((status = op_check_kind(call, T(x), x->ndim)) != QUERN_OK ||
+    if ((status = nvfp4_check_dims(x, "x", p->weight)) != QUERN_OK ||
+        (status = op_check_kind(call, T(x), x->ndim)) != QUERN_OK ||
         (status = nvfp4_check_kind(call->given[T(given_global)], p->global_per, "given_global")) != QUERN_OK)
         return status;
-    if (op_uses(call, T(offsets))) {
-        if ((status = op_check_kind(call, T(offsets), 1)) != QUERN_OK) return status;
-        call->symbol[S_E] = offsets->shape[0];
-    } else if (call->role[T(offsets)] == OP_NEEDED) {
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "offsets is NULL: an activation with a global an expert needs them");
-    }
     shape->count = x->ndim;
     for (int32_t i = 0; i < x->ndim; i++) shape->extent[i] = x->shape[i];
     return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
@@ -114,7 +94,7 @@ static quern_status derive(op_call *call)
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_nvfp4_quantize_params *p = &((const quantize_call *)call)->params;
+    const quern_nvfp4_quantize_params *p = op_params(call);
     const quern_tensor global = op_view(call, T(global), false),
                        given = op_view(call, T(given_global), false);
     *OP_ADD(b, quantise) = (quantise_args){.profile = (quantise_profile)p->profile,
@@ -130,16 +110,14 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_quantize_family = {
-    OP_TABLES(quantize_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_nvfp4_quantize_params, QUERN_NVFP4_QUANTIZE_PARAMS_INIT, OP_STEP_BYTES(quantise)),
     .first = QUERN_OP_NVFP4_QUANTIZE,
-    .defaults = &defaults,
-    .params_init = "QUERN_NVFP4_QUANTIZE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_QUANTIZE_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,
     .adapt = adapt,
     .roles = roles,
-    .refuse = nvfp4_refuse_offsets,
     .derive = derive,
     .build = build,
 };

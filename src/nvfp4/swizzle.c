@@ -14,12 +14,6 @@ enum { L_LINEAR = OP_LEAD, L_SWIZZLED };
 enum { ASKED_ROWS, ASKED_COLUMNS };
 enum { TILE_ROWS = 128, TILE_COLUMNS = 4 };
 
-typedef struct swizzle_call {
-    op_call head;
-    quern_nvfp4_swizzle_params params;
-    _Alignas(op_step) char program[OP_STEP_BYTES(swizzle)];
-} swizzle_call;
-
 static const op_tensor tensors[] = {
     {"linear", "scales", OP_SCALE, OP_NONE, {L_LINEAR}, {0}},
     {"swizzled", "swizzled", OP_SCALE, OP_NONE, {L_SWIZZLED}, {0}},
@@ -28,18 +22,17 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
-#define AT(member) offsetof(quern_nvfp4_swizzle_params, member)
+#define FIELD(member) OP_FIELD(quern_nvfp4_swizzle_params, member)
 static const op_param params[] = {
-    {"inverse", AT(inverse), OP_FLAG, 0, 1, NULL, "from swizzled to scales"},
-    {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
+    {FIELD(inverse), OP_FLAG, 0, 1, NULL, "from swizzled to scales"},
+    {FIELD(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
      "scales [rows, columns], or a weight's, [E, columns, rows]"},
-    {"experts", AT(experts), OP_FLAG, 0, 1, NULL,
+    {FIELD(experts), OP_FLAG, 0, 1, NULL,
      "rows of experts, each from a tile of its own; with tokens_per_expert"},
 };
-#undef AT
-static const quern_nvfp4_swizzle_params defaults = QUERN_NVFP4_SWIZZLE_PARAMS_INIT;
+static const int8_t like[] = {T(linear), T(swizzled), OP_NONE};
 static const char *const operations[] = {"nvfp4_swizzle"};
-static const char *const symbols[] = {"", [S_E] = "E", [S_E1] = "E+1", NULL};
+static const char symbols[] = "E E+1";
 static const char *const leads[] = {"rows columns|E columns rows...", "bytes|E bytes...", NULL};
 static const op_rename renames[] = {{"weight", "layout", NULL}, {NULL, NULL, NULL}};
 static const op_entry ops[] = {
@@ -49,32 +42,24 @@ static const op_entry ops[] = {
      .asked = {[ASKED_ROWS] = "rows", [ASKED_COLUMNS] = "columns"}},
 };
 
-static const quern_nvfp4_swizzle_params *params_of(const op_call *call)
-{
-    return &((const swizzle_call *)call)->params;
-}
+#define PARAMS(call) ((quern_nvfp4_swizzle_params *)op_params(call))
 
 static quern_status check_params(op_call *call)
 {
-    if (!params_of(call)->experts || !params_of(call)->weight) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "experts is true with weight: it is accepted for activations");
+    if (!PARAMS(call)->experts || !PARAMS(call)->weight) return QUERN_OK;
+    return error_argument("experts is true with weight: it is accepted for activations");
 }
 
 static void roles(op_call *call)
 {
-    const quern_nvfp4_swizzle_params *p = params_of(call);
+    const quern_nvfp4_swizzle_params *p = op_params(call);
     call->role[T(linear)] = p->inverse ? OP_RESULT : OP_NEEDED;
     call->role[T(swizzled)] = p->inverse ? OP_NEEDED : OP_RESULT;
     call->role[T(tokens_per_expert)] = p->experts ? OP_NEEDED : OP_UNUSED;
-    call->role[T(pad_row_offsets)] = p->experts && !p->inverse ? OP_OPTIONAL_RESULT : OP_REFUSED;
-}
-
-static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REASON])
-{
-    (void)tensor, (void)text;
-    return params_of(call)->inverse ? " with inverse: it is written with experts, from scales"
-                                    : " without experts: it is written with experts, from scales";
+    op_allow(call, T(pad_row_offsets), p->experts && !p->inverse, OP_OPTIONAL_RESULT,
+             p->inverse ? " with inverse: it is written with experts, from scales"
+                        : " without experts: it is written with experts, from scales");
+    op_reason(call, T(tokens_per_expert), ": a tensor is needed with experts");
 }
 
 /* Whole tiles of `tile`; false where the result overflows. */
@@ -85,8 +70,8 @@ static bool tiled(int64_t n, int64_t tile, int64_t *padded)
 
 static quern_status refuse_size(int64_t rows)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "scales of %lld rows: tiles of at most 2^63 - 1 bytes are accepted", (long long)rows);
+    return error_argument("scales of %lld rows: tiles of at most 2^63 - 1 bytes are accepted",
+                          (long long)rows);
 }
 
 /* Bytes of tiles that hold `rows` rows, a whole number of tiles, of `columns` scales. */
@@ -105,38 +90,33 @@ static quern_status sum_rows(const int32_t *tokens, int64_t experts, int64_t row
     *padded = 0;
     for (int64_t e = 0; e < experts; e++) {
         if (tokens[e] < 0 || tokens[e] > rows - sum)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "tokens_per_expert[%lld] is %d: 0 to the %lld rows that are left is accepted",
-                             (long long)e, tokens[e], (long long)(rows - sum));
+            return error_argument(
+                "tokens_per_expert[%lld] is %d: 0 to the %lld rows that are left is accepted", (long long)e,
+                tokens[e], (long long)(rows - sum));
         sum += tokens[e];
         *padded += ((int64_t)tokens[e] + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     }
     if (*padded <= INT32_MAX) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "tokens_per_expert make %lld padded rows: at most %d are accepted", (long long)*padded,
-                     INT32_MAX);
+    return error_argument("tokens_per_expert make %lld padded rows: at most %d are accepted",
+                          (long long)*padded, INT32_MAX);
 }
 
 /* Rows and columns of the scales: as given, else as asked for. */
 static quern_status find_matrix(op_call *call, int64_t *rows, int64_t *columns)
 {
-    const bool weight = params_of(call)->weight;
+    const bool weight = PARAMS(call)->weight;
     const quern_tensor *linear = call->given[T(linear)], *swizzled = call->given[T(swizzled)];
     const int32_t first = linear != NULL ? T(linear) : T(swizzled), ndim = weight ? 3 : 2;
     op_extents *shape = &call->lead[L_LINEAR - OP_LEAD];
-    if (call->given[first] == NULL || (linear == NULL && !params_of(call)->inverse))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "linear is NULL: a tensor is needed");
-    call->like = *call->given[first];
     const quern_status status = op_check_kind(call, first, linear != NULL ? ndim : ndim - 1);
     if (status != QUERN_OK) return status;
     *rows = linear != NULL ? linear->shape[weight ? 2 : 0] : call->asked[ASKED_ROWS];
     *columns = linear != NULL ? linear->shape[1] : call->asked[ASKED_COLUMNS];
     if (*rows < 0 || *columns < 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "rows is %lld and columns %lld: 0 or more are accepted",
-                         (long long)*rows, (long long)*columns);
+        return error_argument("rows is %lld and columns %lld: 0 or more are accepted", (long long)*rows,
+                              (long long)*columns);
     if (linear == NULL && *rows == 0 && *columns == 0 && swizzled->shape[ndim - 2] > 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "linear is NULL, rows and columns are 0: the extents of the scales are needed");
+        return error_argument("linear is NULL, rows and columns are 0: the extents of the scales are needed");
     const int64_t experts = (linear != NULL ? linear : swizzled)->shape[0];
     *shape = weight ? (op_extents){3, {experts, *columns, *rows}} : (op_extents){2, {*rows, *columns}};
     return QUERN_OK;
@@ -160,25 +140,18 @@ static quern_status find_padded(const op_call *call, int64_t rows, int64_t *padd
 
 static quern_status derive(op_call *call)
 {
-    const quern_tensor *tokens = call->given[T(tokens_per_expert)], *swizzled = call->given[T(swizzled)];
+    const quern_tensor *swizzled = call->given[T(swizzled)];
     op_extents *shape = &call->lead[L_SWIZZLED - OP_LEAD];
     int64_t rows = 0, columns = 0, padded = 0, bytes = 0;
     quern_status status = find_matrix(call, &rows, &columns);
     if (status != QUERN_OK) return status;
-    if (params_of(call)->experts) {
-        if (tokens == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "tokens_per_expert is NULL: a tensor is needed with experts");
-        if ((status = op_check_kind(call, T(tokens_per_expert), 1)) != QUERN_OK) return status;
-        call->symbol[S_E] = tokens->shape[0];
-        call->symbol[S_E1] = tokens->shape[0] + 1;
-    }
+    call->symbol[S_E1] = call->symbol[S_E] + 1;
     if ((status = find_padded(call, rows, &padded)) != QUERN_OK ||
         (status = find_bytes(padded, columns, &bytes)) != QUERN_OK)
         return status;
-    if (params_of(call)->experts && swizzled != NULL && swizzled->ndim == 1) bytes = swizzled->shape[0];
-    *shape = params_of(call)->weight ? (op_extents){2, {call->lead[L_LINEAR - OP_LEAD].extent[0], bytes}}
-                                     : (op_extents){1, {bytes}};
+    if (PARAMS(call)->experts && swizzled != NULL && swizzled->ndim == 1) bytes = swizzled->shape[0];
+    *shape = PARAMS(call)->weight ? (op_extents){2, {call->lead[L_LINEAR - OP_LEAD].extent[0], bytes}}
+                                  : (op_extents){1, {bytes}};
     return QUERN_OK;
 }
 
@@ -193,15 +166,15 @@ static quern_status check_data(const op_call *call, void *const *data)
         (status = find_bytes(padded, args->linear.shape[1], &needed)) != QUERN_OK)
         return status;
     if (args->swizzled.shape[0] >= needed) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "swizzled.shape[0] is %lld: at least the %lld bytes of the experts' tiles are accepted",
-                     (long long)args->swizzled.shape[0], (long long)needed);
+    return error_argument(
+        "swizzled.shape[0] is %lld: at least the %lld bytes of the experts' tiles are accepted",
+        (long long)args->swizzled.shape[0], (long long)needed);
 }
 
 static void build(op_build *b)
 {
     const op_call *call = b->call;
-    const quern_nvfp4_swizzle_params *p = &((const swizzle_call *)call)->params;
+    const quern_nvfp4_swizzle_params *p = op_params(call);
     *OP_ADD(b, swizzle) = (swizzle_args){.inverse = p->inverse,
                                          .transposed = p->weight,
                                          .linear = op_view(call, T(linear), false),
@@ -211,15 +184,14 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_swizzle_family = {
-    OP_TABLES(swizzle_call, operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_CALL(quern_nvfp4_swizzle_params, QUERN_NVFP4_SWIZZLE_PARAMS_INIT, OP_STEP_BYTES(swizzle)),
     .first = QUERN_OP_NVFP4_SWIZZLE,
-    .defaults = &defaults,
-    .params_init = "QUERN_NVFP4_SWIZZLE_PARAMS_INIT",
     .tensors_init = "QUERN_NVFP4_SWIZZLE_TENSORS_INIT",
     .leads = leads,
+    .like = like,
     .check_params = check_params,
     .roles = roles,
-    .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .build = build,

@@ -29,15 +29,14 @@ static int32_t default_threads(void)
 quern_status quern_context_create(const quern_context_params *params, quern_context **ctx)
 {
     quern_context_params p = QUERN_CONTEXT_PARAMS_INIT;
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: a place for the context is needed");
+    if (ctx == NULL) return error_argument("ctx is NULL: a place for the context is needed");
     if (params != NULL) {
         const quern_status status = op_struct(&p, params, "params", "QUERN_CONTEXT_PARAMS_INIT");
         if (status != QUERN_OK) return status;
     }
     if (p.threads < 0 || p.threads > MAX_THREADS)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.threads is %d: 0 (automatic) to %d is accepted",
-                         p.threads, MAX_THREADS);
+        return error_argument("params.threads is %d: 0 (automatic) to %d is accepted", p.threads,
+                              MAX_THREADS);
     quern_cpu_level level;
     const quern_status chosen = quern_host_backend->choose_level(p.cpu_level, &level);
     if (chosen != QUERN_OK) return chosen;

@@ -109,8 +109,7 @@ quern_status plugin_check_pointer(const void *p, quern_device device, int32_t de
 
 static quern_status need(const void *p, const char *name)
 {
-    return p != NULL ? QUERN_OK
-                     : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", name);
+    return p != NULL ? QUERN_OK : error_argument("%s is NULL: a pointer is needed", name);
 }
 
 quern_status quern_cuda_check(int32_t device)
@@ -157,8 +156,7 @@ quern_status quern_cuda_free(int32_t device, void *p)
 quern_status quern_cuda_copy(int32_t device, void *to, const void *from, size_t bytes, void *stream)
 {
     if (bytes == 0) return QUERN_OK;
-    if (from == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "from is NULL: %zu bytes are to be read", bytes);
+    if (from == NULL) return error_argument("from is NULL: %zu bytes are to be read", bytes);
     FORWARD(to, copy, to, from, bytes, stream);
 }
 
@@ -209,7 +207,6 @@ quern_status quern_cuda_event_record(int32_t device, void *event, void *stream)
 quern_status quern_cuda_event_elapsed(int32_t device, void *from, void *to, double *ms)
 {
     if (from == NULL || to == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an event is needed",
-                         from == NULL ? "from" : "to");
+        return error_argument("%s is NULL: an event is needed", from == NULL ? "from" : "to");
     FORWARD(ms, event_elapsed, from, to, ms);
 }

@@ -127,10 +127,10 @@ static void refusals(void **state)
     refused(quern_dsv4_rope_table(&p, &view), "table.shape[1] is 5: an even number");
     view = t.view;
     view.dtype = QUERN_I32;
-    refused(quern_dsv4_rope_table(&p, &view), "table has dtype i32: f32, f16 or bf16");
+    refused(quern_dsv4_rope_table(&p, &view), "table: dtype i32: f32 or f16 or bf16");
     view = t.view;
     view.data = (char *)view.data + 1;
-    refused(quern_dsv4_rope_table(&p, &view), "aligned to 4 bytes");
+    refused(quern_dsv4_rope_table(&p, &view), "multiple of the element's 4 bytes");
     view = t.view;
     view.strides[0] = 5;
     refused(quern_dsv4_rope_table(&p, &view), "table: its strides let elements share memory");

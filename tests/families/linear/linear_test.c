@@ -462,7 +462,7 @@ static void bad_calls(void **state)
                  {NVFP4, "w_global is NULL: a tensor is needed", false},
                  {NVFP4, "w is given with w_codes: one or the other is accepted", false},
                  {FP8, "x[3] (row 0, column 3) is nan: finite numbers are accepted", true},
-                 {FLOATS, "w and w_codes are NULL: one of them is accepted", false},
+                 {FLOATS, "w is NULL: w or w_codes is needed", false},
                  {FP8, "w_scale[0] is the scale inf", true},
                  {FLOATS, "bias.shape[0] is 47: 48 is accepted", false},
                  {FLOATS, "y: dtype bf16: f32 is accepted", false}};

@@ -80,7 +80,7 @@ static void bad_calls(void **state)
     s.scales[17] = 0x7F;
     refused(&s, "b_scales[17] is the scale byte 0x7F");
     s.t.a = NULL;
-    refused(&s, "a and a_codes are NULL");
+    refused(&s, "a is NULL, and so is a_codes");
     s.t.a_codes = &s.a_codes_view;
     refused(&s, "a_codes is given with a:");
     s.t.a = NULL;
@@ -92,7 +92,7 @@ static void bad_calls(void **state)
     s.a_scales[3] = 0x80;
     refused(&s, "a_scales[3] is the scale byte 0x80");
     s.t.b_codes = NULL;
-    refused(&s, "b_codes and b_repacked are NULL");
+    refused(&s, "b_codes is NULL, and so is b_repacked");
     s.t.b_codes = s.t.b_scales = NULL;
     s.t.b_repacked = &s.repacked_view;
     refused(&s, "n is 0 with b_repacked");
