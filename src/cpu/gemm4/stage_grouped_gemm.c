@@ -21,6 +21,8 @@
 
 #include <string.h>
 
+enum { FIRST_UNITS = 8 };
+
 static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
 {
     product_job job = product_plan(exec, args);
@@ -216,7 +218,19 @@ static void multiply_panels(const product_job *job, product_scratch *s, int64_t 
     }
 }
 
-static void product_task(void *arg, int64_t index, int32_t thread)
+/* Requests what the kernels of few rows, which request the units that follow, would find missing. */
+static void request_task(const product_job *job, int64_t index)
+{
+    const grouped_gemm_args *args = job->args;
+    if (args->b_repacked.ndim == 0 || index >= job->first_task[job->experts]) return;
+    const int64_t expert = product_expert(job, index), across = tasks_across(job),
+                  panel = (index - job->first_task[expert]) % across * job->panels,
+                  units = job->units < FIRST_UNITS ? job->units : FIRST_UNITS;
+    const uint8_t *from = product_units(job, NULL, expert, panel, 0, units);
+    for (int64_t at = 0; at < units * GEMM4_UNIT_BYTES; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+static void product_task(void *arg, int64_t index, int64_t next, int32_t thread)
 {
     const product_job *job = arg;
     product_scratch *s = &job->scratch[thread];
@@ -227,8 +241,10 @@ static void product_task(void *arg, int64_t index, int32_t thread)
     const int64_t begin = (expert > 0 ? job->ends[expert - 1] : 0) + task / across * PRODUCT_ROWS;
     const int64_t left = job->ends[expert] - begin, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;
     const int64_t together = rows <= GEMM4_FEW_ROWS ? 1 : panels;
-    for (int64_t p = 0; p < panels; p += together)
+    for (int64_t p = 0; p < panels; p += together) {
+        if (p + together >= panels && rows <= GEMM4_FEW_ROWS) request_task(job, next);
         multiply_panels(job, s, expert, first + p, together, begin, rows, &s->c[p]);
+    }
     for (int64_t p = 0; p < panels; p++) {
         if (job->units == 0) memset(s->c[p], 0, (size_t)rows * GEMM4_PANEL * sizeof *s->c[p]);
         if (job->kind == PRODUCT_FP8) fp8_scale_columns(job, expert, first + p, rows, s->c[p]);
@@ -266,7 +282,7 @@ quern_status cpu_grouped_gemm(const stage_exec *exec, const grouped_gemm_args *a
     ready_rows(exec, &job, rows);
     if (job.kind == PRODUCT_FP8) fp8_powers(exec, &job);
     job.panels = panels_a_task(exec, &job);
-    parallel_for(exec, product_tasks(&job, tasks_across(&job)), product_task, &job);
+    parallel_for_ahead(exec, product_tasks(&job, tasks_across(&job)), product_task, &job);
     zero_output(&job, rows);
     return QUERN_OK;
 }

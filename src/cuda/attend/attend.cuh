@@ -16,7 +16,7 @@
 #ifndef QUERN_CUDA_ATTEND_ATTEND_CUH
 #define QUERN_CUDA_ATTEND_ATTEND_CUH
 
-#include "common/mma.cuh"
+#include "common/nonfinite.cuh"
 
 #include <math.h>
 
@@ -261,77 +261,6 @@ __device__ __forceinline__ void load_slots(const attend_kernel &a, const T *k, c
         load_chunk16<T>(ak, sk, to, in ? k + key * a.k.s[1] : k, in && in_k, a.vec_k);
         load_chunk16<T>(av, sv, to, in ? v + key * a.v.s[1] : v, in && in_v, a.vec_v);
     }
-}
-
-/*
- * A factor of 0 does not undo a NaN or infinity. Where some pairs of a tile do not see each other, what is
- * not finite in the product's shared operand is searched for (each thread its own chunks); if there is any,
- * it is added to the rows that see it, and set to 0 for the product. `poison`: as NaN, where the factor is 0
- * or NaN itself.
- */
-template <typename T, int ROWS, int THREADS, int CHUNKS>
-__device__ __forceinline__ bool any_nonfinite(const char *tile)
-{
-    constexpr uint32_t LOW = __is_same(T, bf16) ? 0x7f80 : 0x7c00,
-                       HIGH = LOW << 16; /* exponents of all ones */
-    bool found = false;
-#pragma unroll
-    for (int r = 0; r < ROWS; r += THREADS / CHUNKS) {
-        const uint4 x =
-            *(const uint4 *)(tile + tile_at<ROWS>(r + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) found = found || (words[i] & LOW) == LOW || (words[i] & HIGH) == HIGH;
-    }
-    return found;
-}
-
-template <typename T, int ROWS, int THREADS, int CHUNKS>
-__device__ __forceinline__ void clear_nonfinite(char *tile)
-{
-    for (int r = threadIdx.x / CHUNKS; r < ROWS; r += THREADS / CHUNKS) {
-        T *x = (T *)(tile + tile_at<ROWS>(r, threadIdx.x % CHUNKS));
-        for (int c = 0; c < 8; c++)
-            if (!isfinite(to_float<T>(x[c]))) x[c] = from_float<T>(0.0f);
-    }
-}
-
-/* Rows [from, from + count) of a tile; seen(row, h): whether this thread's accumulator row h sees it. */
-template <typename T, int ROWS, int OT, typename F>
-__device__ __forceinline__ void spread_nonfinite(float (&acc)[OT][4], const char *tile, int from, int count,
-                                                 bool poison, F seen)
-{
-    for (int j = from; j < from + count; j++) {
-        const bool s0 = seen(j, 0), s1 = seen(j, 1);
-        if (!s0 && !s1) continue;
-#pragma unroll
-        for (int n = 0; n < OT; n++) {
-            const T *p = (const T *)(tile + tile_at<ROWS>(j, n)) + (threadIdx.x & 3) * 2;
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const float x = to_float<T>(p[c]), add = isfinite(x) ? 0.0f : poison ? NAN : x;
-                acc[n][c] += s0 ? add : 0.0f;
-                acc[n][2 + c] += s1 ? add : 0.0f;
-            }
-        }
-    }
-}
-
-/* Adds what is not finite in a row of V to those of a thread's two rows that see it (s0, s1). `row`: at this
- * thread's first two columns. */
-template <typename T, int OT>
-__device__ __forceinline__ void add_row_nonfinite(float (&o)[OT][4], const attend_kernel &a, const T *row,
-                                                  bool s0, bool s1)
-{
-#pragma unroll
-    for (int i = 0; i < OT; i++)
-        if (i * 8 < a.dim_v)
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const float x = to_float<T>(row[i * 8 + c]), add = isfinite(x) ? 0.0f : x;
-                o[i][c] += s0 ? add : 0.0f;
-                o[i][2 + c] += s1 ? add : 0.0f;
-            }
 }
 
 /* Whether every row of a block sees every key of slots [slot0, slot0 + KEYS), given the bounds of its rows.

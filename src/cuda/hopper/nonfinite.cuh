@@ -1,31 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nonfinite.cuh - NaN and infinity in tiles of 16-bit elements in shared memory: a factor of 0 does not undo
- * them, so a kernel finds and clears them where some row does not see all of a tile. */
+/* nonfinite.cuh - the search for NaN and infinity in a stage by warps of the feed (common/nonfinite.cuh). */
 #ifndef QUERN_CUDA_HOPPER_NONFINITE_CUH
 #define QUERN_CUDA_HOPPER_NONFINITE_CUH
 
+#include "common/nonfinite.cuh"
 #include "hopper/barrier.cuh"
-#include "common/device.cuh"
-
-/* The least bits, without the sign, of what is not finite. */
-template <typename T> static constexpr uint32_t NONFINITE_BITS = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
-
-/* The largest bits without signs so far, two values a word, and those of eight more elements. */
-__device__ __forceinline__ uint32_t largest_bits(uint32_t most, const uint4 &x)
-{
-    return __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff),
-                                   __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff)));
-}
-template <typename T> __device__ __forceinline__ bool is_nonfinite(uint32_t most)
-{
-    return (most & 0xffff) >= NONFINITE_BITS<T> || most >> 16 >= NONFINITE_BITS<T>;
-}
-
-template <typename T> __device__ __forceinline__ void clear_nonfinite(uint16_t *x)
-{
-    if ((*x & 0x7fff) >= NONFINITE_BITS<T>) *x = 0;
-}
 
 /* Whether something in part `part` of PARTS of a tile is not finite; where CLEAR it becomes 0, for threads
  * and copies alike. All lanes of a warp call. */

@@ -22,7 +22,7 @@
 #ifndef QUERN_CUDA_INDEX_LOSS_TENSOR_CUH
 #define QUERN_CUDA_INDEX_LOSS_TENSOR_CUH
 
-#include "common/mma.cuh"
+#include "common/nonfinite.cuh"
 #include "index_loss/params.cuh"
 
 namespace index_loss
@@ -51,13 +51,6 @@ template <typename T> struct gradient_power {
     static constexpr float up = is_bf16<T>::value ? 1.0f : 256.0f;
 };
 
-/* Ones in place of two elements' bits where they are infinite or NaN. */
-template <typename T> static __device__ __forceinline__ uint32_t nonfinite_halves(uint32_t x)
-{
-    constexpr uint32_t EXPONENT = is_bf16<T>::value ? 0x7f80 : 0x7c00;
-    return ((x & EXPONENT) == EXPONENT ? 0xffffu : 0u) |
-           ((x >> 16 & EXPONENT) == EXPONENT ? 0xffff0000u : 0u);
-}
 template <typename T> static __device__ __forceinline__ void make_finite(uint32_t (&x)[4])
 {
 #pragma unroll

@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_ke
         const int key = column_key<LISTED>(a, w, list, slot0 + (j & ~7)) + (j & 7);
         const bool s0 = key >= r.lo[0] && key < r.hi[0], s1 = key >= r.lo[1] && key < r.hi[1];
         if (!s0 && !s1) continue;
-        add_row_nonfinite(o, a, v + key * a.v.s[1], s0, s1);
+        add_row_nonfinite(o, a.dim_v, v + key * a.v.s[1], s0, s1);
     }
 }
 

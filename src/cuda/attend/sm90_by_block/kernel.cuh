@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_ke
     const T *v = (const T *)a.v.p + s.view * a.v.s[0] + s.unit * a.v.s[2] + (threadIdx.x & 3) * 2;
 #pragma unroll 1
     for (int j = 0; j < KEYS && key + j < (int)a.sq.n_kv; j++)
-        add_row_nonfinite(o, a, v + (int64_t)(key + j) * a.v.s[1], j < left[0], j < left[1]);
+        add_row_nonfinite(o, a.dim_v, v + (int64_t)(key + j) * a.v.s[1], j < left[0], j < left[1]);
 }
 
 /* S = Q K^T of a tile. */

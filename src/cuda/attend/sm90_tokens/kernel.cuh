@@ -70,7 +70,7 @@ __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const attend_ke
     for (int key = key0; key < key0 + KEYS; key++) {
         const bool s0 = chose[0] && key < r.hi[0], s1 = chose[1] && key < r.hi[1];
         if (!s0 && !s1) continue;
-        add_row_nonfinite(o, a, v + key * a.v.s[1], s0, s1);
+        add_row_nonfinite(o, a.dim_v, v + key * a.v.s[1], s0, s1);
     }
 }
 
