@@ -11,13 +11,14 @@
  * With fewer rows the panels, which come from L3 or memory, would pass too often. a is converted to f32 by
  * task, or multiplied as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each
  * panel once: a task is then one panel, which it packs piece by piece (32 KiB) as it multiplies, requesting
- * the next, so that b is read from memory once and nothing is written there. With few rows, an f32 b with
- * contiguous rows and a transposed b of bf16 are read in place. Limit: FMA, or with few rows the bandwidth
- * of reading b.
+ * the next, so that b is read from memory once and nothing is written there. So many rows read a transposed
+ * b of f32, or one of bf16 like theirs, in place (in_place.h), and few rows an f32 b with contiguous rows.
+ * Limit: FMA, or with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/in_place.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 #include "cpu/levels.h"
@@ -45,11 +46,52 @@ typedef struct gemm_job {
     const float *b; /* panels, or the caller's rows */
     float *packed;  /* NULL: b is the caller's */
     int64_t ldb, panel_stride;
-    char *scratch; /* a thread's: a tile of c, rows of a, with `once` a piece of a panel */
+    bool in_place; /* b is read in place by in_place.h */
+    in_place_product product;
+    int64_t outputs, tasks; /* columns of c of a task of that; its tasks */
+    int64_t runs;           /* of tasks, one after the other: as many as there are threads */
+    char *scratch;          /* a thread's: a tile of c, rows of a, with `once` a piece of a panel */
     size_t scratch_bytes;
 } gemm_job;
 
-static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
+/* A thread's: it packs a's rows for itself, since what another core has packed takes longer to arrive. */
+typedef struct in_place_scratch {
+    bool packed;
+    float sums[IN_PLACE_FLOATS] __attribute__((aligned(64)));
+    float columns[];
+} in_place_scratch;
+
+static row_source rows_of(const quern_tensor *t)
+{
+    return (row_source){t->data, t->dtype, t->strides[0], t->shape[0], t->shape[1]};
+}
+
+/* Fewer outputs a task where threads would have none. */
+static int64_t outputs_of(int64_t n, int32_t threads)
+{
+    enum { TASKS_A_THREAD = 4, FEWEST = 16 };
+    int64_t outputs = IN_PLACE_OUTPUTS;
+    while (outputs > FEWEST && n < outputs * TASKS_A_THREAD * threads) outputs /= 2;
+    return outputs;
+}
+
+/* The weight's address decides too, but not how much memory is planned. */
+static void plan_in_place(const stage_exec *exec, gemm_job *job)
+{
+    const row_source rows = rows_of(&job->args->a), weight = rows_of(&job->args->b);
+    if (!job->args->b_transposed || !in_place_takes(job->kernels, &rows, &weight)) return;
+    job->product = in_place_of(job->kernels, &rows, &weight);
+    job->in_place = in_place_aligned(&weight);
+    job->outputs = outputs_of(job->n, exec->threads);
+    job->tasks = (job->n + job->outputs - 1) / job->outputs;
+    job->runs = exec->threads < job->tasks ? exec->threads : job->tasks;
+    const size_t floats = (size_t)round_up16((int64_t)in_place_floats(&job->product)),
+                 bytes = sizeof(in_place_scratch) + floats * sizeof(float);
+    if (bytes > job->scratch_bytes) job->scratch_bytes = bytes;
+}
+
+/* `repeated`: cpu_gemm_repeated()'s, whose workspace keeps panels of b from call to call. */
+static gemm_job carve(const stage_exec *exec, const gemm_args *args, bool repeated, arena *a)
 {
     const quern_tensor *b = &args->b;
     gemm_job job = {.args = args, .kernels = cpu_kernels_for(exec->cpu_level)->attention};
@@ -60,16 +102,20 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
                 !args->a_transposed && job.k % 2 == 0;
     job.tile_columns = TILE_COLUMNS;
     job.depth = job.pairs ? ACROSS_DEPTH : DEPTH;
-    /* First, so that calls with few rows leave the panels of others in place. */
+    job.across = job.pairs && args->b_transposed && job.m <= ACROSS_ROWS;
     job.scratch_bytes = (TILE_ROWS * TILE_STRIDE + BLOCKS * TILE_ROWS * DEPTH + PIECE) * sizeof(float);
+    if (!job.across && !repeated) plan_in_place(exec, &job);
+    /* First, so that calls with few rows leave the panels of others in place. */
     job.scratch = arena_take(a, job.scratch_bytes * (size_t)exec->threads);
     if (job.m <= FEW_ROWS && b->dtype == QUERN_F32 && !args->b_transposed && job.n % 16 == 0) {
         job.b = b->data;
         job.ldb = b->strides[0];
         job.panel_stride = job.kernels->panel;
-    } else if (job.m <= ONCE_ROWS) {
+        job.tiles_n = (job.n + job.tile_columns - 1) / job.tile_columns;
+        return job;
+    }
+    if (job.m <= ONCE_ROWS) {
         job.once = true;
-        job.across = job.pairs && args->b_transposed && job.m <= ACROSS_ROWS;
         job.ldb = job.tile_columns = job.kernels->panel;
     } else {
         job.ldb = job.kernels->panel;
@@ -152,13 +198,13 @@ static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t
     return (operand){copy, across ? 1 : ld, across ? ld : 1};
 }
 
-static void store_tile(const gemm_job *job, const float *tile, int64_t row, int64_t rows, int64_t column,
-                       int64_t columns)
+static void store_tile(const gemm_job *job, const float *tile, int64_t ld, int64_t row, int64_t rows,
+                       int64_t column, int64_t columns)
 {
     const quern_tensor *c = &job->args->c;
     for (int64_t i = 0; i < rows; i++) {
         char *to = (char *)(uintptr_t)element(c, row + i, column);
-        const float *from = tile + i * TILE_STRIDE;
+        const float *from = tile + i * ld;
         if (job->args->accumulate) job->kernels->rows->add_scaled((float *)(void *)to, from, 1.0f, columns);
         else job->kernels->rows->convert(from, QUERN_F32, to, c->dtype, columns);
     }
@@ -213,7 +259,7 @@ static void product_tile(void *arg, int64_t index, int32_t thread)
         const quern_tensor *a = &job->args->a, *b = &job->args->b;
         const row_source src = {element(b, column, 0), b->dtype, b->strides[0], columns, job->k};
         job->kernels->mm_across_bf16(rows, a->data, a->strides[0], &src, tile, TILE_STRIDE);
-        store_tile(job, tile, row, rows, column, columns);
+        store_tile(job, tile, TILE_STRIDE, row, rows, column, columns);
         return;
     }
     for (int64_t p = 0; p == 0 || p < job->k; p += BLOCKS * job->depth) {
@@ -233,31 +279,66 @@ static void product_tile(void *arg, int64_t index, int32_t thread)
                    TILE_STRIDE, q > 0);
             }
     }
-    store_tile(job, tile, row, rows, column, columns);
+    store_tile(job, tile, TILE_STRIDE, row, rows, column, columns);
+}
+
+static in_place_scratch *in_place_scratch_of(const gemm_job *job, int32_t thread)
+{
+    return (in_place_scratch *)(void *)(job->scratch + (size_t)thread * job->scratch_bytes);
+}
+
+static void product_outputs(void *arg, int64_t index, int32_t thread)
+{
+    const gemm_job *job = arg;
+    /* Tasks start in the order of their indices, so one run of them goes to one thread, most likely: it has
+     * requested the weights that follow, and no other thread writes the columns beside its own meanwhile. */
+    const int64_t each = job->tasks / job->runs, longer = job->tasks % job->runs, run = index % job->runs,
+                  task = run * each + (run < longer ? run : longer) + index / job->runs;
+    const int64_t first = task * job->outputs, left = job->n - first, panel = job->kernels->panel,
+                  n = left < job->outputs ? left : job->outputs;
+    in_place_scratch *s = in_place_scratch_of(job, thread);
+    if (!s->packed) in_place_pack(&job->product, s->columns);
+    s->packed = true;
+    in_place_multiply(&job->product, s->columns, first, n, s->sums);
+    for (int64_t j = 0; j < n; j += panel)
+        store_tile(job, s->sums + j * job->m, panel, 0, job->m, first + j, n - j < panel ? n - j : panel);
 }
 
 size_t cpu_gemm_workspace(const stage_exec *exec, const gemm_args *args)
 {
     arena a = {NULL, 0};
-    carve(exec, args, &a);
+    carve(exec, args, false, &a);
     return arena_size(&a);
+}
+
+static void multiply(const stage_exec *exec, gemm_job *job, bool *packed)
+{
+    const int64_t panels =
+        job->args->b_transposed ? (job->n + job->kernels->panel - 1) / job->kernels->panel : 1;
+    if (job->packed != NULL && !*packed) {
+        parallel_for(exec, panels * ((job->k + job->depth - 1) / job->depth), pack_part, job);
+        *packed = true;
+    }
+    parallel_for(exec, (job->m + TILE_ROWS - 1) / TILE_ROWS * job->tiles_n, product_tile, job);
 }
 
 void cpu_gemm_repeated(const stage_exec *exec, const gemm_args *args, void *workspace, bool *packed)
 {
     arena a = arena_on(workspace);
-    gemm_job job = carve(exec, args, &a);
-    const int64_t panels = args->b_transposed ? (job.n + job.kernels->panel - 1) / job.kernels->panel : 1;
-    if (job.packed != NULL && !*packed) {
-        parallel_for(exec, panels * ((job.k + job.depth - 1) / job.depth), pack_part, &job);
-        *packed = true;
-    }
-    parallel_for(exec, (job.m + TILE_ROWS - 1) / TILE_ROWS * job.tiles_n, product_tile, &job);
+    gemm_job job = carve(exec, args, true, &a);
+    multiply(exec, &job, packed);
 }
 
 quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *workspace)
 {
+    arena a = arena_on(workspace);
+    gemm_job job = carve(exec, args, false, &a);
     bool packed = false;
-    cpu_gemm_repeated(exec, args, workspace, &packed);
+    if (job.in_place) {
+        for (int32_t i = 0; i < exec->threads; i++) in_place_scratch_of(&job, i)->packed = false;
+        parallel_for(exec, job.tasks, product_outputs, &job);
+    } else {
+        multiply(exec, &job, &packed);
+    }
     return QUERN_OK;
 }

@@ -107,7 +107,7 @@ static void rows_do_not_depend_on_their_number(void **state)
         gemm_args args = {.a = a.view, .b = b.view, .c = whole.view, .b_transposed = transposed};
         product(&exec, &args);
         for (int64_t row = 0, rows; row < m; row += rows) {
-            rows = test_random_int(&random, 1, test_random_one_in(&random, 3) ? 40 : 5);
+            rows = test_random_int(&random, 1, test_random_one_in(&random, 3) ? 100 : 5);
             if (rows > m - row) rows = m - row;
             args.a.shape[0] = args.c.shape[0] = rows;
             args.a.data = (char *)a.view.data + row * a.view.strides[0] * (int64_t)quern_dtype_size(dtype);

@@ -188,6 +188,48 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
     }
 }
 
+/* Rows in any order, some of them twice. */
+static void gather_pairs(const attention_kernels *kernels, test_random *random)
+{
+    static const int64_t dims[] = {8, 24, 72, 256, 512};
+    const int32_t panel = kernels->panel;
+    for (int i = 0; i < 5 * TEST_LAYOUTS && kernels->gather_pairs_bf16 != NULL; i++) {
+        const int64_t dim = dims[i % 5], rows = i % 7 == 0 ? 0 : test_random_int(random, 1, 64),
+                      panels = (dim + panel - 1) / panel;
+        const void *row[64];
+        int64_t from[64];
+        test_tensor in = matrix(random, QUERN_BF16, 64, dim, (test_layout)(i / 5));
+        test_tensor copy = matrix(random, QUERN_BF16, rows, dim, TEST_STRIDED),
+                    words = matrix(random, QUERN_I32, panels, (rows + 1) / 2 * panel, TEST_STRIDED);
+        test_tensor_normal(&in, random, 1);
+        for (int64_t r = 0; r < rows; r++) {
+            from[r] = test_random_int(random, 0, 63);
+            row[r] = (const uint16_t *)in.view.data + from[r] * in.view.strides[0];
+        }
+        kernels->gather_pairs_bf16(row, rows, dim, copy.view.data, copy.view.strides[0], panel,
+                                   words.view.data, words.view.strides[0]);
+        test_tensor_check_guards(&copy, "copies"), test_tensor_check_guards(&words, "pairs");
+        test_tensor_check_unchanged(&in, "source");
+        double *values = test_tensor_get(&in), *copied = test_tensor_get(&copy);
+        const double bound = bound_of(kernels, "gather_pairs_bf16", 0);
+        for (int64_t r = 0; r < (rows + 1) / 2 * 2; r++)
+            for (int64_t c = 0; c < panels * panel; c++) {
+                const double value = r < rows && c < dim ? values[from[r] * dim + c] : 0;
+                const uint32_t word =
+                    ((const uint32_t *)
+                         words.view.data)[c / panel * words.view.strides[0] + r / 2 * panel + c % panel];
+                expect(kernels, "gather_pairs_bf16", r, c, half_of(word, r % 2), value, bound);
+                if (r < rows && c < dim)
+                    expect(kernels, "gather_pairs_bf16", r, c, copied[r * dim + c], value, bound);
+            }
+        TEST_TIME("attention", "gather_pairs_bf16", kernels->level, 6 * rows * dim,
+                  kernels->gather_pairs_bf16(row, rows, dim, copy.view.data, copy.view.strides[0], panel,
+                                             words.view.data, words.view.strides[0]));
+        free(values), free(copied);
+        test_tensor_free(&in), test_tensor_free(&copy), test_tensor_free(&words);
+    }
+}
+
 enum { ROWS = 10, MOST_COLUMNS = 384 };
 
 /* An interval of each kind: whole, none, head, tail, inside one group of lanes, any. */
@@ -424,12 +466,13 @@ static void at_every_level(void **state)
 int main(int argc, char **argv)
 {
     char program[] = "attention_rows_test";
-    kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles},
-                backward = {backward_of_tiles}, output = {rows_of_output};
+    kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, pairs = {gather_pairs},
+                forward = {softmax_of_tiles}, backward = {backward_of_tiles}, output = {rows_of_output};
     const struct CMUnitTest tests[] = {
         {"pack_rows", at_every_level, NULL, NULL, &rows},
         {"pack_keys", at_every_level, NULL, NULL, &keys},
         {"pack_values", at_every_level, NULL, NULL, &values},
+        {"gather_pairs", at_every_level, NULL, NULL, &pairs},
         {"softmax", at_every_level, NULL, NULL, &forward},
         {"softmax_backward", at_every_level, NULL, NULL, &backward},
         {"rows_of_output", at_every_level, NULL, NULL, &output},

@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-enum { ENTRIES_AHEAD = 8 };
+enum { ENTRIES_AHEAD = 8, ROWS_BETWEEN = 12 /* a multiple of the micro-kernel's */ };
 
 static int64_t panels_of(const mqa_plan *plan, int64_t columns)
 {
@@ -80,13 +80,61 @@ static void copy_rows(const mqa_plan *plan, const mqa_sequence *s, bool entries,
     }
 }
 
+static int64_t bytes_of_key(const mqa_plan *plan)
+{
+    return plan->args->format == ENTRY_ROWS ? plan->dim * (int64_t)quern_dtype_size(plan->args->kv.dtype)
+                                            : ROW584_DATA;
+}
+
 static void prefetch_entry(const mqa_plan *plan, const mqa_sequence *s, int64_t row)
 {
-    const quern_tensor *t = &plan->args->entries;
-    const row_place place = place_of(plan, s, true, row);
-    const int64_t bytes =
-        plan->args->format == ENTRY_ROWS ? plan->dim * (int64_t)quern_dtype_size(t->dtype) : ROW584_DATA;
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(place.data + at);
+    const char *data = place_of(plan, s, true, row).data;
+    const int64_t bytes = bytes_of_key(plan);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
+}
+
+/* The rows of keys [first, end) of a query. */
+static void find_rows(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first,
+                      int64_t end, const void **row)
+{
+    for (int64_t key = first; key < end;) {
+        const bool entry = key >= keys->raw, listed = entry && keys->list != NULL;
+        const int64_t at = entry ? key - keys->raw : keys->raw0 + key, stop = entry ? end : keys->raw;
+        const row_place place = place_of(plan, s, entry, listed ? keys->list[at] : at);
+        const int64_t left = (end < stop ? end : stop) - key, rows = listed ? 1
+                                                                     : left < place.rows ? left : place.rows;
+        for (int64_t i = 0; i < rows; i++) row[i] = place.data + i * place.step;
+        row += rows;
+        key += rows;
+    }
+}
+
+void mqa_ahead_keys(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first,
+                    int64_t end, mqa_ahead *ahead)
+{
+    const int64_t room = MQA_AHEAD - ahead->rows, n = end - first < room ? end - first : room;
+    find_rows(plan, s, keys, first, first + n, ahead->row + ahead->rows);
+    ahead->rows += n;
+    if (bytes_of_key(plan) > ahead->bytes) ahead->bytes = bytes_of_key(plan);
+}
+
+void mqa_ahead_heads(const row_source *heads, mqa_ahead *ahead)
+{
+    const int64_t size = (int64_t)quern_dtype_size(heads->dtype);
+    for (int64_t h = 0; h < heads->rows && ahead->rows < MQA_AHEAD; h++)
+        ahead->row[ahead->rows++] = (const char *)heads->data + h * heads->stride * size;
+    if (heads->dim * size > ahead->bytes) ahead->bytes = heads->dim * size;
+}
+
+/* Requests into L2 the share of the rows ahead that falls to one of `parts` parts of products that are left.
+ * All rows at once would be more lines than can be in flight. */
+static void request_share(mqa_ahead *ahead, int64_t parts)
+{
+    if (ahead == NULL) return;
+    const int64_t end = ahead->next + (ahead->rows - ahead->next + parts - 1) / parts;
+    for (; ahead->next < end; ahead->next++)
+        for (int64_t at = 0; at < ahead->bytes; at += 64)
+            __builtin_prefetch((const char *)ahead->row[ahead->next] + at, 0, 2);
 }
 
 /* Makes the pairs of keys, in slices of columns that the packing kernel takes. */
@@ -107,6 +155,14 @@ void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *
     const int64_t raw_end = first + n < keys->raw ? first + n : keys->raw,
                   raw = raw_end > first ? raw_end - first : 0;
     tile->n = n;
+    if (plan->gathers) {
+        const void *row[MQA_TILE];
+        find_rows(plan, s, keys, first, first + n, row);
+        plan->kernels->gather_pairs_bf16(row, n, plan->dim, (uint16_t *)tile->rows, 2 * plan->pitch,
+                                         (int32_t)plan->panel, (uint32_t *)tile->pairs,
+                                         MQA_TILE / 2 * plan->panel);
+        return;
+    }
     if (raw > 0) copy_rows(plan, s, false, keys->raw0 + first, raw, 0, tile);
     const int64_t entry = first + raw - keys->raw;
     if (raw < n && keys->list == NULL) copy_rows(plan, s, true, entry, n - raw, raw, tile);
@@ -144,26 +200,43 @@ void mqa_pack_columns(const mqa_plan *plan, const row_source *heads, float *to)
     }
 }
 
-void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns, float *s)
+void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns, float *s,
+                mqa_ahead *ahead)
 {
     mm_kernel *mm = plan->bf16 ? plan->kernels->mm_bf16 : plan->kernels->mm_f32;
-    for (int64_t c = 0; c < plan->columns; c += plan->panel, columns += plan->words * plan->panel) {
-        const int64_t n = plan->columns - c < plan->panel ? plan->columns - c : plan->panel;
-        mm(tile->n, n, plan->words, tile->rows, plan->pitch, 1, columns, plan->panel, s + c, plan->columns,
-           false);
+    const int64_t panels = panels_of(plan, plan->columns),
+                  blocks = (tile->n + ROWS_BETWEEN - 1) / ROWS_BETWEEN;
+    for (int64_t panel = 0; panel < panels; panel++, columns += plan->words * plan->panel) {
+        const int64_t c = panel * plan->panel,
+                      n = plan->columns - c < plan->panel ? plan->columns - c : plan->panel;
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t i = block * ROWS_BETWEEN,
+                          rows = tile->n - i < ROWS_BETWEEN ? tile->n - i : ROWS_BETWEEN;
+            request_share(ahead, 2 * panels * blocks - panel * blocks - block);
+            mm(rows, n, plan->words, tile->rows + i * plan->pitch, plan->pitch, 1, columns, plan->panel,
+               s + i * plan->columns + c, plan->columns, false);
+        }
     }
 }
 
-void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, float *o, bool accumulate)
+void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, float *o, bool accumulate,
+                mqa_ahead *ahead)
 {
     mm_kernel *mm = plan->bf16 ? plan->kernels->mm_bf16 : plan->kernels->mm_f32;
-    const int64_t depth = plan->bf16 ? (tile->n + 1) / 2 : tile->n;
-    for (int64_t c = 0; c < plan->width; c += plan->panel) {
-        const int64_t n = plan->width - c < plan->panel ? plan->width - c : plan->panel;
+    const int64_t depth = plan->bf16 ? (tile->n + 1) / 2 : tile->n, panels = panels_of(plan, plan->width),
+                  blocks = (plan->heads + ROWS_BETWEEN - 1) / ROWS_BETWEEN;
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const int64_t c = panel * plan->panel,
+                      n = plan->width - c < plan->panel ? plan->width - c : plan->panel;
         const float *b =
-            plan->bf16 ? tile->pairs + c / plan->panel * (MQA_TILE / 2 * plan->panel) : tile->rows + c;
-        mm(plan->heads, n, depth, p, 1, plan->columns, b, plan->bf16 ? plan->panel : plan->pitch, o + c,
-           plan->width, accumulate);
+            plan->bf16 ? tile->pairs + panel * (MQA_TILE / 2 * plan->panel) : tile->rows + c;
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t h = block * ROWS_BETWEEN,
+                          heads = plan->heads - h < ROWS_BETWEEN ? plan->heads - h : ROWS_BETWEEN;
+            request_share(ahead, panels * blocks - panel * blocks - block);
+            mm(heads, n, depth, p + h, 1, plan->columns, b, plan->bf16 ? plan->panel : plan->pitch,
+               o + h * plan->width + c, plan->width, accumulate);
+        }
     }
 }
 

@@ -42,6 +42,7 @@ typedef struct mqa_plan {
     const mqa_kernels *rows;
     const cpu_kernels *level;
     bool bf16; /* products over pairs of bf16; otherwise f32 */
+    bool gathers; /* rows are bf16 as they stand: a tile takes all of them at once */
     int64_t batch, heads, dim, rope;
     int64_t columns; /* columns of S: heads rounded up to 16 */
     int64_t words;   /* words of a key or query row: D, or D / 2 */
@@ -73,6 +74,8 @@ typedef struct mqa_keys {
     const int32_t *list;
 } mqa_keys;
 
+/* Its raw rows alone. */
+mqa_keys mqa_raw_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query);
 /* `list` has room for a list of the call. */
 mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int32_t *list);
 /* The most keys that a query can have. */
@@ -90,14 +93,34 @@ void mqa_tile_carve(const mqa_plan *plan, arena *a, mqa_tile *tile);
 void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first,
                    int64_t n, mqa_tile *tile);
 
+/* Rows that are packed or copied next. Products request them as they go: a copy waits for rows that come
+ * from memory or from another core, and the products do not. */
+enum { MQA_AHEAD = 256 };
+typedef struct mqa_ahead {
+    int64_t rows, next; /* next: the first that has not been requested */
+    int64_t bytes;      /* of a row, at most */
+    const void *row[MQA_AHEAD];
+} mqa_ahead;
+
+static inline void mqa_ahead_clear(mqa_ahead *ahead)
+{
+    ahead->rows = ahead->next = ahead->bytes = 0;
+}
+
+/* Adds keys [first, end) of a query, or the heads of one, as far as there is room. */
+void mqa_ahead_keys(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first,
+                    int64_t end, mqa_ahead *ahead);
+void mqa_ahead_heads(const row_source *heads, mqa_ahead *ahead);
+
 /* Packs the heads of one query as columns: [panels][words][panel]. */
 size_t mqa_columns_bytes(const mqa_plan *plan);
 void mqa_pack_columns(const mqa_plan *plan, const row_source *heads, float *to);
-/* s [n][columns] = tile . columns. */
-void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns, float *s);
+/* s [n][columns] = tile . columns. It requests half of the rows ahead, if any. */
+void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns, float *s, mqa_ahead *ahead);
 /* o [heads][width] (+)= p . tile. A softmax or gradient kernel made p: floats [keys][columns], or pairs of
- * keys. */
-void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, float *o, bool accumulate);
+ * keys. It requests the rest of the rows ahead. */
+void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, float *o, bool accumulate,
+                mqa_ahead *ahead);
 
 /* Row [b][n] of a [B,N,..] view. */
 static inline void *mqa_row(const quern_tensor *t, int64_t b, int64_t n)

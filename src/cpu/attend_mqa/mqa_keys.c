@@ -26,6 +26,8 @@ mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
                   .rows = cpu_kernels_for(exec->cpu_level)->mqa};
     p.level = cpu_kernels_for(exec->cpu_level);
     p.bf16 = mqa_by_bf16(exec, args);
+    p.gathers = p.bf16 && args->format == ENTRY_ROWS && args->kv.dtype == QUERN_BF16 &&
+                (!is_present(&args->entries) || args->entries.dtype == QUERN_BF16);
     p.batch = args->seqs.batch;
     p.heads = args->q.shape[2];
     p.dim = args->q.shape[3];
@@ -161,15 +163,20 @@ static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t q
     return kept;
 }
 
+mqa_keys mqa_raw_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query)
+{
+    const int64_t position = s->position + query, first = s->position + s->queries - s->raw;
+    const int64_t low = mask_window_first(position - first, plan->args->window),
+                  end = position - first + 1 < s->raw ? position - first + 1 : s->raw,
+                  raw = end > low ? end - low : 0;
+    return (mqa_keys){low, raw, raw, NULL};
+}
+
 mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int32_t *list)
 {
-    const int64_t position = s->position + query, first = s->position + s->queries - s->raw,
-                  window = plan->args->window;
-    const int64_t low = mask_window_first(position - first, window),
-                  end = position - first + 1 < s->raw ? position - first + 1 : s->raw;
-    const int64_t whole = mask_entries(position + 1, plan->args->ratio, plan->args->ratio),
+    const int64_t whole = mask_entries(s->position + query + 1, plan->args->ratio, plan->args->ratio),
                   visible = whole < s->entries ? whole : s->entries;
-    mqa_keys k = {low, end > low ? end - low : 0, 0, NULL};
+    mqa_keys k = mqa_raw_keys_of(plan, s, query);
     k.n = k.raw + visible;
     if (plan->list < 0) return k;
     k.list = list;

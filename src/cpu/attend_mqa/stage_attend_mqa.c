@@ -35,12 +35,15 @@ typedef struct mqa_scratch {
     float *columns, *s, *shrink, *angles;
     int32_t *list;
     mqa_state state, all;
+    int64_t until;             /* where the keys end that the thread takes of a query */
+    mqa_ahead keys, following; /* of its next tile; of the query that follows */
 } mqa_scratch;
 
 typedef struct forward_job {
     mqa_plan plan;
     mqa_starts starts;
     mqa_scratch *scratch; /* one per thread */
+    int32_t threads;
     int64_t queries;      /* queries of a task */
     int64_t spans;        /* most spans of a query; separate tasks where `partial` is not NULL */
     mqa_state *partial;   /* [queries of the call][spans] */
@@ -68,7 +71,7 @@ static void carve_scratch(const mqa_plan *p, arena *a, mqa_scratch *s)
 
 static forward_job carve(const stage_exec *exec, const attend_mqa_args *args, arena *a)
 {
-    forward_job job = {.plan = mqa_plan_of(exec, args)};
+    forward_job job = {.plan = mqa_plan_of(exec, args), .threads = exec->threads};
     const mqa_plan *p = &job.plan;
     const int64_t rows = args->q.shape[0] * args->q.shape[1],
                   share = rows / ((int64_t)TASKS_A_THREAD * exec->threads);
@@ -106,6 +109,16 @@ static void keep_window(const mqa_plan *p, mqa_state *s)
     memcpy(s->win_sum, s->sum, (size_t)p->columns * sizeof *s->sum);
 }
 
+/* What is requested while the tile before `key` is multiplied. */
+static mqa_ahead *ahead_of(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys *keys, int64_t key,
+                           mqa_scratch *x)
+{
+    if (key >= x->until) return &x->following;
+    mqa_ahead_clear(&x->keys);
+    mqa_ahead_keys(p, seq, keys, key, x->until - key < MQA_TILE ? x->until : key + MQA_TILE, &x->keys);
+    return &x->keys;
+}
+
 /* Runs keys [first, end) of a query into a fresh state. */
 static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys *keys, int64_t first,
                      int64_t end, mqa_scratch *x, mqa_state *s)
@@ -117,14 +130,15 @@ static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys 
         const int64_t stop = key < keys->raw && keys->raw < end ? keys->raw : end;
         n = stop - key < MQA_TILE ? stop - key : MQA_TILE;
         mqa_tile_fill(p, seq, keys, key, n, &x->tile);
-        mqa_scores(p, &x->tile, x->columns, x->s);
+        mqa_ahead *ahead = ahead_of(p, seq, keys, key + n, x);
+        mqa_scores(p, &x->tile, x->columns, x->s, ahead);
         const mqa_softmax soft = {x->s,   (int32_t)n, (int32_t)p->columns, p->scale2, s->max,
                                   s->sum, x->shrink};
         if (p->bf16) p->rows->mqa_softmax_bf16(&soft);
         else p->rows->mqa_softmax_f32(&soft);
         for (int64_t h = 0; h < p->heads && key > first; h++)
             if (x->shrink[h] != 1.0f) p->kernels->scale_row(s->o + h * p->width, x->shrink[h], p->width);
-        mqa_values(p, &x->tile, x->s, s->o, key > first);
+        mqa_values(p, &x->tile, x->s, s->o, key > first, ahead);
         if (key + n <= keys->raw) keep_window(p, s);
     }
 }
@@ -201,6 +215,7 @@ static void run_query(const forward_job *job, const mqa_sequence *seq, int64_t q
     const mqa_plan *p = &job->plan;
     const mqa_keys keys = mqa_keys_of(p, seq, query, x->list);
     const row_source heads = mqa_heads(&p->args->q, seq->view_b, seq->query0 + query);
+    x->until = keys.n;
     if (keys.n > 0) {
         mqa_pack_columns(p, &heads, x->columns);
         run_span(p, seq, &keys, 0, span_end(&keys, 0), x, &x->all);
@@ -212,15 +227,41 @@ static void run_query(const forward_job *job, const mqa_sequence *seq, int64_t q
     finish(p, seq, query, keys.n > 0, x, &x->all);
 }
 
+/* A task's sequence, and the first of its queries. */
+static mqa_sequence task_at(const forward_job *job, int64_t index, int64_t *query)
+{
+    const int64_t b = mqa_task_sequence(&job->plan, &job->starts, index);
+    *query = (job->starts.task[b + 1] - 1 - index) *
+             job->queries; /* the last queries, with the most keys, first */
+    return mqa_sequence_at(&job->plan, &job->starts, b);
+}
+
+/* The heads and raw rows of a query that follows; its list is not read yet. */
+static void follow(const mqa_plan *p, const mqa_sequence *seq, int64_t query, mqa_ahead *ahead)
+{
+    const mqa_keys raw = mqa_raw_keys_of(p, seq, query);
+    const row_source heads = mqa_heads(&p->args->q, seq->view_b, seq->query0 + query);
+    mqa_ahead_heads(&heads, ahead);
+    mqa_ahead_keys(p, seq, &raw, 0, raw.n, ahead);
+}
+
 static void run_task(void *arg, int64_t index, int32_t thread)
 {
     forward_job *job = arg;
-    const int64_t b = mqa_task_sequence(&job->plan, &job->starts, index);
-    const mqa_sequence seq = mqa_sequence_at(&job->plan, &job->starts, b);
-    const int64_t first = (job->starts.task[b + 1] - 1 - index) *
-                          job->queries; /* the last queries, with the most keys, first */
-    for (int64_t query = first; query < first + job->queries && query < seq.queries; query++)
-        run_query(job, &seq, query, &job->scratch[thread]);
+    mqa_scratch *x = &job->scratch[thread];
+    int64_t first, other;
+    const mqa_sequence seq = task_at(job, index, &first);
+    const int64_t after = index + job->threads; /* the thread's next one, most likely */
+    for (int64_t query = first; query < first + job->queries && query < seq.queries; query++) {
+        mqa_ahead_clear(&x->following);
+        if (query + 1 < first + job->queries && query + 1 < seq.queries) {
+            follow(&job->plan, &seq, query + 1, &x->following);
+        } else if (after < job->starts.task[job->plan.batch]) {
+            const mqa_sequence next = task_at(job, after, &other);
+            follow(&job->plan, &next, other, &x->following);
+        }
+        run_query(job, &seq, query, x);
+    }
 }
 
 /* Runs one span of one query, in tasks of one query each. */
@@ -236,6 +277,8 @@ static void run_partial(void *arg, int64_t index, int32_t thread)
     const mqa_keys keys = mqa_keys_of(p, &seq, query, x->list);
     const row_source heads = mqa_heads(&p->args->q, seq.view_b, seq.query0 + query);
     if (span * SPAN >= keys.n) return;
+    x->until = span_end(&keys, span);
+    mqa_ahead_clear(&x->following);
     mqa_pack_columns(p, &heads, x->columns);
     run_span(p, &seq, &keys, span * SPAN, span_end(&keys, span), x, &job->partial[index]);
 }

@@ -225,8 +225,8 @@ static void tile_scores(const mqa_plan *p, int64_t first, const mqa_work *w, con
 {
     *s = p->bf16 ? w->dp + MQA_TILE * p->columns : (float *)slot->p + first * p->columns;
     *dp = p->bf16 ? w->dp : (float *)slot->ds + first * p->columns;
-    mqa_scores(p, &w->tile, w->q_columns, *s);
-    mqa_scores(p, &w->tile, w->d_o_columns, *dp);
+    mqa_scores(p, &w->tile, w->q_columns, *s, NULL);
+    mqa_scores(p, &w->tile, w->d_o_columns, *dp, NULL);
 }
 
 static void fill_tile(const backward_job *job, const mqa_slot *slot, int64_t first, mqa_work *w)
@@ -328,7 +328,7 @@ static void run_query(void *arg, int64_t index, int32_t thread)
     for (int64_t first = 0; first < slot->keys.n; first += MQA_TILE) {
         fill_tile(job, slot, first, w);
         const float *ds = tile_gradient(p, first, w, slot);
-        if (is_present(&p->args->d_q)) mqa_values(p, &w->tile, ds, w->d_q, first > 0);
+        if (is_present(&p->args->d_q)) mqa_values(p, &w->tile, ds, w->d_q, first > 0, NULL);
     }
     store_d_q(job, row, slot->keys.n > 0, w);
 }

@@ -5,6 +5,7 @@
 #include "cpu/kernels/attention_across.h"
 #include "cpu/kernels/attention_backward_rows.h"
 #include "cpu/kernels/attention_direct.h"
+#include "cpu/kernels/attention_gather.h"
 #include "cpu/kernels/attention_rows.h"
 
 #include <immintrin.h>
@@ -47,5 +48,6 @@ const attention_kernels attention_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL
                                                         .mm_across_bf16 = mm_across_bf16,
                                                         .score_rows_bf16 = score_rows_bf16,
                                                         .add_values_bf16 = add_values_bf16,
+                                                        .gather_pairs_bf16 = gather_pairs_bf16,
                                                         ATTENTION_ROW_KERNELS_BF16,
                                                         ATTENTION_BACKWARD_ROW_KERNELS_BF16};

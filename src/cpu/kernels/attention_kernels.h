@@ -97,6 +97,10 @@ typedef struct attention_kernels {
     /* Rows [0, rows) of value panels; panel j at dst + j * panel_stride (elements or words). */
     void (*pack_values_f32)(const row_source *src, int32_t panel, float *dst, int64_t panel_stride);
     void (*pack_values_bf16)(const row_source *src, int32_t panel, uint32_t *dst, int64_t panel_stride);
+    /* n rows of bf16 from anywhere, copied ldd elements apart, and the panels that pack_values_bf16() would
+     * make of them. */
+    void (*gather_pairs_bf16)(const void *const *rows, int64_t n, int64_t dim, uint16_t *to, int64_t ldd,
+                              int32_t panel, uint32_t *pairs, int64_t panel_stride);
     void (*softmax_f32)(const softmax_tile *t);
     void (*softmax_bf16)(const softmax_tile *t);
     void (*softmax_backward_f32)(const softmax_backward_tile *t);
