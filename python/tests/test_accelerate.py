@@ -174,6 +174,16 @@ def test_compiled_generation(kind):
     assert torch.equal(quern.generate(tokens(), **given), want)
 
 
+def test_compiled_prompts_fill_the_cache_of_deepseek_v4():
+    """A graph's mask always says where sequences begin, also where each row is one."""
+    quern = accelerate(MODELS["deepseek_v4"]().eval())
+    given = {"max_new_tokens": 2, "do_sample": False}
+    want = quern.generate(tokens(), **given)
+    torch.compiler.reset()
+    quern.forward = torch.compile(quern.forward, backend="aot_eager", dynamic=True)
+    assert torch.equal(quern.generate(tokens(), **given), want)
+
+
 @pytest.mark.parametrize("kind", ("llama", "gpt_oss", "minimax_m3"))
 def test_assisted_generation(kind):
     """Tokens that are guessed and taken back."""

@@ -22,7 +22,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from .. import dsv4
 from .._dsv4_layer import WEIGHTS
 from ._linears import Linear
-from ._masks import Lengths, restarts, rows_at, to_front
+from ._masks import Lengths, apart, restarts, rows_at, to_front
 
 KINDS = {
     "sliding_attention": "swa",
@@ -253,6 +253,8 @@ class Attention(v4.DeepseekV4Attention):
         if starts is None:
             starts = lengths.starts
         layer = None if cache is None else self._layer_of(cache)
+        if starts is not None and (layer is None or not layer.slots):
+            starts = apart(starts, batch, tokens)
         first = None if lengths.first is None else self.quern_table.here(lengths.first)
         if starts is None and lengths.first is None and (layer is None or not layer.slots):
             starts = restarts(positions, batch, tokens)

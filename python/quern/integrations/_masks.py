@@ -155,6 +155,11 @@ def restarts(positions: Any, batch: int, tokens: int) -> Tensor | None:
     return _starts((~follows).cumsum(-1).expand(batch, -1))
 
 
+def apart(starts: Tensor, batch: int, tokens: int) -> Tensor | None:
+    """cu_seqlens of packed sequences; None: each row is one sequence, as a graph may say, too."""
+    return starts if len(starts.unique()) != batch + 1 or bool((starts % tokens != 0).any()) else None
+
+
 def to_front(first: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Indices [B, tokens] that move each sequence's padding from the left to the right, and those that move
     it back."""
