@@ -4,4 +4,4 @@
 #include "cpu/hyper/hyper_row_loops.h"
 #include "cpu/hyper/hyper_weights.h"
 
-const hyper_kernels hyper_kernels_avx2 = {.level = QUERN_CPU_LEVEL_AVX2, HYPER_KERNELS};
+const hyper_kernels hyper_kernels_avx2 = {.level = QUERN_CPU_LEVEL_AVX2, HYPER_ROWS, HYPER_WEIGHTS};

@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-hyper_job hyper_plan(const stage_exec *exec, const hyper_args *args)
+hyper_job hyper_plan(const stage_exec *exec, const hyper_args *args, bool packs, arena *a)
 {
     hyper_job job = {.args = args,
                      .kernels = cpu_kernels_for(exec->cpu_level),
@@ -18,40 +18,44 @@ hyper_job hyper_plan(const stage_exec *exec, const hyper_args *args)
                      .takes_f = is_present(&args->f)};
     job.weights = args->head ? job.copies : job.copies * (job.copies + 2);
     job.ld = round_up16(job.weights + 1);
-    job.chunks = job.tokens > 0 ? (job.width + CHUNK - 1) / CHUNK : 0;
+    job.tiles = (job.tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    job.piece = packs ? PIECE : PIECE_IN_PLACE;
+    job.pieces = (job.width + job.piece - 1) / job.piece;
+    job.piece_floats = hyper_packed_floats(job.kernels->hyper, least(job.piece, job.width), job.weights);
+    if (packs && job.mixes && job.tokens > 0)
+        job.packed = arena_take(a, (size_t)(job.copies * job.pieces * job.piece_floats) * sizeof(float));
     return job;
 }
 
-void hyper_carve_packed(hyper_job *job, arena *a)
-{
-    job->packed =
-        arena_take(a, (size_t)(job->copies * job->chunks * job->weights * CHUNK_LD) * sizeof *job->packed);
-}
-
-static void pack_chunk(void *arg, int64_t chunk, int32_t thread)
+static void pack_piece(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const hyper_job *job = arg;
-    const int64_t copy = chunk / job->chunks, channel = chunk % job->chunks * CHUNK,
-                  n = least(job->width - channel, CHUNK);
-    float *to = job->packed + chunk * job->weights * CHUNK_LD;
-    for (int64_t j = 0; j < job->weights; j++, to += CHUNK_LD) {
-        memcpy(to, float_row(&job->args->fn, j) + copy * job->width + channel, (size_t)n * sizeof *to);
-        memset(to + n, 0, (size_t)(CHUNK_LD - n) * sizeof *to);
-    }
+    const int64_t copy = index / job->pieces, channel = index % job->pieces * job->piece;
+    job->kernels->hyper->pack(float_row(&job->args->fn, 0) + copy * job->width + channel,
+                              job->args->fn.strides[0], job->weights, least(job->width - channel, job->piece),
+                              job->args->x.dtype, job->packed + index * job->piece_floats);
 }
 
 void hyper_pack(const stage_exec *exec, hyper_job *job)
 {
-    if (job->mixes && job->packed != NULL) parallel_for(exec, job->copies * job->chunks, pack_chunk, job);
+    if (job->packed != NULL) parallel_for(exec, job->copies * job->pieces, pack_piece, job);
 }
 
 void hyper_carve_tile(const hyper_job *job, arena *a, hyper_tile *tile)
 {
+    const int64_t lanes = (job->weights + 1) * job->kernels->hyper->lanes;
+    tile->lanes = arena_take(a, (size_t)(TILE_TOKENS * lanes) * sizeof(float));
     tile->sums = arena_take(a, (size_t)(TILE_TOKENS * job->ld) * sizeof(float));
     tile->weights = arena_take(a, (size_t)(TILE_TOKENS * job->ld) * sizeof(float));
-    tile->rows = arena_take(a, (size_t)(HYPER_COPIES * CHUNK_LD) * sizeof(float));
     tile->collapsed = arena_take(a, (size_t)round_up16(job->width) * sizeof(float));
+}
+
+void hyper_take_tile(const hyper_job *job, int64_t index, hyper_tile *tile)
+{
+    const int64_t block = job->kernels->hyper->dot_rows, blocks = (job->tokens + block - 1) / block;
+    tile->token0 = blocks * index / job->tiles * block;
+    tile->tokens = least(blocks * (index + 1) / job->tiles * block, job->tokens) - tile->token0;
 }
 
 hyper_weights hyper_weights_of(const hyper_job *job, const hyper_tile *tile)
@@ -70,123 +74,93 @@ hyper_weights hyper_weights_of(const hyper_job *job, const hyper_tile *tile)
                            .weights = tile->weights};
 }
 
-/* Rows of one copy of the tokens from `token` on. */
-static const float *widen_tokens(const hyper_job *job, int64_t token, int64_t rows, int64_t copy,
-                                 int64_t channel, int64_t n, float *to, int64_t *ld)
-{
-    const quern_tensor *x = &job->args->x;
-    *ld = x->strides[0];
-    if (x->dtype == QUERN_F32) return token_row(x, token, copy, channel);
-    *ld = CHUNK_LD;
-    for (int64_t i = 0; i < rows; i++)
-        job->kernels->rows->convert(token_row(x, token + i, copy, channel), x->dtype, to + i * CHUNK_LD,
-                                    QUERN_F32, n);
-    return to;
-}
-
-const float *hyper_widen(const hyper_job *job, const quern_tensor *t, int64_t token, int64_t channel,
-                         int64_t n, float *to, int64_t *ld)
-{
-    const int64_t rows = t->ndim > 2 ? t->shape[1] : 1;
-    *ld = t->ndim > 2 ? t->strides[1] : 0;
-    if (t->dtype == QUERN_F32) return token_row(t, token, 0, channel);
-    *ld = CHUNK_LD;
-    for (int64_t i = 0; i < rows; i++)
-        job->kernels->rows->convert(token_row(t, token, i, channel), t->dtype, to + i * CHUNK_LD, QUERN_F32,
-                                    n);
-    return to;
-}
-
-/* What the same tokens' sums take next, their next chunk, of this copy or the next, and what is read after
- * them. Rows of a chunk are too short for the prefetchers to run ahead of them. */
-static hyper_ahead after(const hyper_job *job, int64_t token, int64_t copy, int64_t chunk)
+/* What the same tokens' sums take next, their next piece, of this copy or the next, and what is read after
+ * them. Rows of a piece are too short for the prefetchers to run ahead of them. */
+static hyper_ahead after(const hyper_job *job, int64_t token, int64_t copy, int64_t piece)
 {
     const quern_tensor *x = &job->args->x, *beside = &job->beside;
     const int64_t element = (int64_t)quern_dtype_size(x->dtype);
-    const bool last = chunk + 1 == job->chunks, end = last && copy + 1 == job->copies;
-    hyper_ahead a = {.element = element};
+    const bool last = piece + 1 == job->pieces, end = last && copy + 1 == job->copies;
+    hyper_ahead a = {{NULL, NULL}, {0, 0}};
     if (!end) {
-        a.rows[0] = token_row(x, token, last ? copy + 1 : copy, last ? 0 : (chunk + 1) * CHUNK);
+        a.rows[0] = token_row(x, token, last ? copy + 1 : copy, last ? 0 : (piece + 1) * job->piece);
         a.stride[0] = x->strides[0] * element;
     }
-    if (is_present(beside)) {
-        a.rows[1] = token_row(beside, token, copy, chunk * CHUNK);
+    if (is_present(beside) && (copy == 0 || beside->ndim > 2)) {
+        a.rows[1] = token_row(beside, token, copy, piece * job->piece);
         a.stride[1] = beside->strides[0] * element;
     }
     return a;
 }
 
-static void add_chunk(const hyper_job *job, const hyper_tile *tile, int64_t copy, int64_t chunk)
+static void add_piece(const hyper_job *job, const hyper_tile *tile, int64_t copy, int64_t piece)
 {
-    const int64_t channel = chunk * CHUNK, n = least(job->width - channel, CHUNK);
-    const bool packed = job->packed != NULL;
-    const float *fn = packed ? job->packed + (copy * job->chunks + chunk) * job->weights * CHUNK_LD
-                             : float_row(&job->args->fn, 0) + copy * job->width + channel;
-    const int64_t ld_fn = packed ? CHUNK_LD : job->args->fn.strides[0];
-    const int64_t group = least(job->kernels->hyper->dot_rows, TILE_GROUP);
-    for (int64_t first = 0; first < tile->tokens; first += group) {
-        const int64_t rows = least(tile->tokens - first, group);
-        int64_t ld;
-        const float *x = widen_tokens(job, tile->token0 + first, rows, copy, channel, n, tile->rows, &ld);
-        const hyper_ahead ahead = after(job, tile->token0 + first, copy, chunk);
-        float *sums = tile->sums + first * job->ld;
-        job->kernels->hyper->dots(rows, job->weights, n, x, ld, fn, ld_fn, sums, job->ld, &ahead);
-        for (int64_t i = 0; i < rows; i++)
-            sums[i * job->ld + job->weights] += job->kernels->hyper->squares(x + i * ld, n);
-    }
+    const quern_tensor *x = &job->args->x;
+    const int64_t channel = piece * job->piece;
+    const float *fn = job->packed != NULL ? job->packed + (copy * job->pieces + piece) * job->piece_floats
+                                          : float_row(&job->args->fn, 0) + copy * job->width + channel;
+    const hyper_products p = {.x = token_row(x, tile->token0, copy, channel),
+                              .from = x->dtype,
+                              .rows = tile->tokens,
+                              .ld_x = x->strides[0],
+                              .n = least(job->width - channel, job->piece),
+                              .fn = fn,
+                              .ld_fn = job->packed != NULL ? 0 : job->args->fn.strides[0],
+                              .columns = job->weights,
+                              .lanes = tile->lanes,
+                              .ahead = after(job, tile->token0, copy, piece)};
+    job->kernels->hyper->add_products(&p);
+}
+
+static int64_t lanes_of(const hyper_job *job, int64_t tokens)
+{
+    return tokens * (job->weights + 1) * job->kernels->hyper->lanes;
 }
 
 void hyper_carve_parts(hyper_job *job, arena *a)
 {
     job->parts =
-        arena_take(a, (size_t)(job->copies * job->chunks * job->tokens * job->ld) * sizeof *job->parts);
+        arena_take(a, (size_t)(job->copies * job->pieces * lanes_of(job, job->tokens)) * sizeof(float));
 }
 
-typedef struct parts_job {
-    const hyper_job *job;
-    const hyper_tile *tiles; /* a thread's */
-} parts_job;
-
-/* A chunk of fn is pieces of its rows, far apart: they are requested one after the other. */
+/* A piece of fn in place is runs of its rows, far apart: they are requested one after the other. */
 static void add_part(void *arg, int64_t part, int32_t thread)
 {
-    const parts_job *parts = arg;
-    const hyper_job *job = parts->job;
-    const int64_t copy = part / job->chunks, chunk = part % job->chunks, channel = chunk * CHUNK,
-                  bytes = least(job->width - channel, CHUNK) * (int64_t)sizeof(float);
-    hyper_tile tile = parts->tiles[thread];
-    tile.token0 = 0;
-    tile.tokens = job->tokens;
-    tile.sums = job->parts + part * job->tokens * job->ld;
-    memset(tile.sums, 0, (size_t)(job->tokens * job->ld) * sizeof *tile.sums);
+    (void)thread;
+    const hyper_job *job = arg;
+    const int64_t copy = part / job->pieces, piece = part % job->pieces, channel = piece * job->piece,
+                  bytes = least(job->width - channel, job->piece) * (int64_t)sizeof(float);
+    const hyper_tile all = {.tokens = job->tokens, .lanes = job->parts + part * lanes_of(job, job->tokens)};
+    memset(all.lanes, 0, (size_t)lanes_of(job, job->tokens) * sizeof(float));
     for (int64_t j = 0; j < job->weights; j++) {
         const char *row = (const char *)(float_row(&job->args->fn, j) + copy * job->width + channel);
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
     }
-    add_chunk(job, &tile, copy, chunk);
+    add_piece(job, &all, copy, piece);
 }
 
-void hyper_add_parts(const stage_exec *exec, const hyper_job *job, const hyper_tile *tiles)
+void hyper_add_parts(const stage_exec *exec, hyper_job *job)
 {
-    parts_job parts = {job, tiles};
-    if (job->parts != NULL) parallel_for(exec, job->copies * job->chunks, add_part, &parts);
+    if (job->parts != NULL) parallel_for(exec, job->copies * job->pieces, add_part, job);
 }
 
-/* The chunks' sums, in order. */
+/* The pieces' sums, in order, as add_products() adds them. */
 static void take_parts(const hyper_job *job, const hyper_tile *tile)
 {
-    const int64_t floats = job->tokens * job->ld;
-    for (int64_t part = 0; part < job->copies * job->chunks; part++)
-        job->kernels->rows->add_scaled(tile->sums, job->parts + part * floats, 1.0f, floats);
+    for (int64_t part = 0; part < job->copies * job->pieces; part++)
+        job->kernels->rows->add_scaled(
+            tile->lanes, job->parts + part * lanes_of(job, job->tokens) + lanes_of(job, tile->token0), 1.0f,
+            lanes_of(job, tile->tokens));
 }
 
 void hyper_weigh(const hyper_job *job, const hyper_tile *tile)
 {
     if (!job->mixes) return;
-    memset(tile->sums, 0, (size_t)(tile->tokens * job->ld) * sizeof(float));
+    memset(tile->lanes, 0, (size_t)lanes_of(job, tile->tokens) * sizeof(float));
     if (job->parts != NULL) take_parts(job, tile);
     for (int64_t copy = 0; copy < job->copies && job->parts == NULL; copy++)
-        for (int64_t chunk = 0; chunk < job->chunks; chunk++) add_chunk(job, tile, copy, chunk);
+        for (int64_t piece = 0; piece < job->pieces; piece++) add_piece(job, tile, copy, piece);
+    job->kernels->hyper->fold(tile->lanes, tile->tokens, job->weights, tile->sums, job->ld);
     const hyper_weights w = hyper_weights_of(job, tile);
     job->kernels->hyper->weights(&w);
 }
@@ -195,18 +169,4 @@ const float *hyper_pre(const hyper_job *job, const hyper_tile *tile, int64_t tok
 {
     if (is_present(&job->args->pre_in)) return float_row(&job->args->pre_in, tile->token0 + token);
     return tile->weights + token * job->ld;
-}
-
-void hyper_collapse(const hyper_job *job, int64_t token, const float *pre, int64_t channel, int64_t n,
-                    float *out)
-{
-    hyper_rows rows = {.from = job->args->x.dtype,
-                       .ins = (int32_t)job->copies,
-                       .m = pre,
-                       .out = {out},
-                       .to = QUERN_F32,
-                       .outs = 1,
-                       .n = n};
-    for (int64_t i = 0; i < job->copies; i++) rows.in[i] = token_row(&job->args->x, token, i, channel);
-    job->kernels->hyper->combine(&rows);
 }

@@ -216,8 +216,6 @@ static void weights_backward(const hyper_weights *w)
     }
 }
 
-#define HYPER_KERNELS                                                                                        \
-    .dot_rows = DOT_ROWS, .dots = dots, .squares = squares, .combine = combine, .weights = weights,          \
-    .weights_backward = weights_backward
+#define HYPER_WEIGHTS .weights = weights, .weights_backward = weights_backward
 
 #endif

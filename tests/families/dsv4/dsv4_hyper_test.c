@@ -331,14 +331,12 @@ static void gradients_are_differences(void **state)
     }
 }
 
-static void threads_give_the_same_bits(void **state)
+static void same_bits_of(test_random *random, int64_t tokens, int64_t width)
 {
-    test_random random = {test_seed("hyper-connections' threads", 43)};
-    (void)state;
-    hyper_case c = {.params = QUERN_DSV4_HYPER_PARAMS_INIT, .tokens = 700, .copies = 4, .width = 70};
+    hyper_case c = {.params = QUERN_DSV4_HYPER_PARAMS_INIT, .tokens = tokens, .copies = 4, .width = width};
     c.dtype = QUERN_BF16;
     c.set = ~(uint64_t)0;
-    make(&c, &random, false);
+    make(&c, random, false);
     solve(&c);
     test_tensor kept[TENSORS] = {{.buffer = NULL}};
     for (int32_t threads = 1; threads <= 3; threads++) {
@@ -355,6 +353,16 @@ static void threads_give_the_same_bits(void **state)
     for (int i = 0; i < TENSORS; i++)
         if (kept[i].buffer != NULL) test_tensor_free(&kept[i]);
     release(&c);
+}
+
+/* Many tokens, and so few that all threads share fn's pieces. */
+static void threads_give_the_same_bits(void **state)
+{
+    test_random random = {test_seed("hyper-connections' threads", 43)};
+    (void)state;
+    same_bits_of(&random, 700, 70);
+    same_bits_of(&random, 1, 1100);
+    same_bits_of(&random, 23, 1100);
 }
 
 /* A NaN or Inf of one token reaches its own results alone, and the sums over tokens. */
@@ -452,12 +460,9 @@ static void bad_calls(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gradients_are_differences),
-        cmocka_unit_test(calls_against_float64),
-        cmocka_unit_test(many_tokens_of_four_copies),
-        cmocka_unit_test(threads_give_the_same_bits),
-        cmocka_unit_test(nonfinite_tokens_stay_apart),
-        cmocka_unit_test(bad_calls),
+        cmocka_unit_test(gradients_are_differences),   cmocka_unit_test(calls_against_float64),
+        cmocka_unit_test(many_tokens_of_four_copies),  cmocka_unit_test(threads_give_the_same_bits),
+        cmocka_unit_test(nonfinite_tokens_stay_apart), cmocka_unit_test(bad_calls),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
