@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # Short names for CMake's presets. `make` builds build/release/quern and installs nothing on the machine.
 # `make demo` trains and times two attentions, `make demo-all` every kind; they build what they run and nothing of the
-# GPU. `make test` runs CI's tests in build/test but those that need PyTorch, which `make test-python` runs.
+# GPU. `make test` runs CI's tests in build/test; `make test-cuda` compiles and inspects the GPU's kernels, `make
+# test-python` runs what needs PyTorch.
 # `make demo`, `make test` and setup* install packages that are missing.
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
@@ -37,6 +38,9 @@ check: packages-dev
 test: setup-dev
 	@cmake/setup.sh $(SETUP_CROSS) || true
 	tests/run.sh test
+
+test-cuda: packages
+	tests/run.sh cuda
 
 # The package is built from its own sources; the command makes and reads files beside it.
 test-python: packages
@@ -93,5 +97,5 @@ tidy: packages-dev all
 clean:
 	rm -rf build
 
-.PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-python test-gpu test-gpu-sanitize bench
-.PHONY: accept accept-package install package docs format tidy clean
+.PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-cuda test-python test-gpu test-gpu-sanitize
+.PHONY: bench accept accept-package install package docs format tidy clean

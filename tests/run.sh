@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # Runs the tests and ends with one line `N passed, N failed`, counting cmocka's cases and each other check as one.
 #   tests/run.sh check   the quick tests in the build of the preset "test" (under two minutes)
-#   tests/run.sh test    everything that CI runs (about 17 minutes on two cores, most of them compiling)
+#   tests/run.sh test    everything else but the GPU's kernels (about 13 minutes on two cores, half of them compiling)
+#   tests/run.sh cuda    the GPU's kernels, compiled and inspected where nvcc is (about 4 minutes)
 set -u
 cd "$(dirname "$0")/.." || exit 1
 jobs=$(nproc)
@@ -37,8 +38,7 @@ seconds() {
     awk '{ printf "%.1f s, CPU %.1f s", $1, $2 + $3 }' <<<"$1"
 }
 
-# build PRESET [TARGET...]: with the tests; all, or only the targets named. The preset "test" compiles the GPU's kernels
-# for one dtype and head dim, since nothing here runs them, and in a folder of its own: that of `make` holds them all.
+# build PRESET [TARGET...]: with the tests; all, or only the targets named.
 build() {
     local preset=$1
     shift
@@ -64,14 +64,18 @@ lacks_left_out() {
     local source object name left_out=() bad=0
     while read -r source; do
         object=${source#src/cuda/}
-        [[ -e build/test/cuda/${object//[\/.]/_}.o ]] || left_out+=("$source")
+        [[ -e build/cuda/cuda/${object//[\/.]/_}.o ]] || left_out+=("$source")
     done < <(find src/cuda -name '*.cu')
     while read -r name; do
         grep -qE "^[a-z].* $name(\\(| = )" /dev/null "${left_out[@]}" && continue
         echo "libquern_cuda lacks $name"
         bad=1
-    done < <(nm -D -C --undefined-only build/test/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' | sed 's/^ *U //; s/(.*//; s/^\(quern_status\|unsigned long\) //; s/__nv_bfloat16/bf16/')
+    done < <(nm -D -C --undefined-only build/cuda/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' | sed 's/^ *U //; s/(.*//; s/^\(quern_status\|unsigned long\) //; s/__nv_bfloat16/bf16/')
     return $bad
+}
+
+compile_kernels() {
+    cmake --preset cuda >/dev/null && cmake --build build/cuda -j"$jobs" --target quern_cuda
 }
 
 # without PATTERN...: the names of all test programs but those that match.
@@ -158,15 +162,20 @@ small() {
     else
         echo "no aarch64-linux-gnu-gcc: aarch64 is not compiled"
     fi
-    if compgen -G 'build/test/cuda/*.log' >/dev/null; then
-        count "registers of the GPU's kernels" tests/registers.sh build/test
-        count "machine code of the GPU's kernels" tests/sass.sh build/test
-        grep '^no cuobjdump' "$log" || true
-        # It was linked without --no-undefined: what it lacks is what was left out.
-        count "the GPU's library lacks what was left out alone" lacks_left_out
-    else
+}
+
+# kernels: the GPU's, compiled for one dtype and head dim, since nothing here runs them.
+kernels() {
+    count "build: cuda" compile_kernels
+    if ! compgen -G 'build/cuda/cuda/*.log' >/dev/null; then
         echo "no nvcc: the GPU's kernels are not compiled"
+        return
     fi
+    count "registers of the GPU's kernels" tests/registers.sh build/cuda
+    count "machine code of the GPU's kernels" tests/sass.sh build/cuda
+    grep '^no cuobjdump' "$log" || true
+    # It was linked without --no-undefined: what it lacks is what was left out.
+    count "the GPU's library lacks what was left out alone" lacks_left_out
 }
 
 # beside FUNCTION COMMAND...: a function's checks beside a command that takes both processors, and after it.
@@ -187,6 +196,19 @@ beside() {
     rm -f "$out" "$out.counts"
 }
 
+# finish: the last line, and the exit code.
+finish() {
+    times >"$log"
+    echo "$SECONDS s, CPU $(awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, "m"); s += 60 * t[1] + t[2] }; printf "%.0f", s }' "$log") s"
+    echo "$passed passed, $failed failed"
+    [[ $failed == 0 ]]
+    exit
+}
+
+if [[ ${1:-test} == cuda ]]; then
+    kernels
+    finish
+fi
 count "build: test" build test
 mapfile -t quick < <(without '*_full_test' 'mock_*')
 programs test "${quick[@]}"
@@ -216,7 +238,4 @@ if [[ ${1:-test} == test ]]; then
     export OMP_NUM_THREADS=3 TSAN_OPTIONS=ignore_noninstrumented_modules=1 # libomp's own locks are not the library's
     for program in "${threaded[@]}"; do QUERN_TEST_TRIALS=1/4 programs tsan "$program"; done
 fi
-times >"$log"
-echo "$SECONDS s, CPU $(awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, "m"); s += 60 * t[1] + t[2] }; printf "%.0f", s }' "$log") s"
-echo "$passed passed, $failed failed"
-[[ $failed == 0 ]]
+finish
