@@ -141,20 +141,17 @@ static void build(op_build *b)
                               .pe_v = op_view(b->call, DR(pe_v), false)};
 }
 
-/* Copies between pages of the pools. */
-static quern_status check_copies(const op_call *call, void *const *data)
+/* Copies between pages of a pool that the call has. */
+static quern_status check_copies(const copy_pages_args *args, const int32_t *copies)
 {
-    const copy_pages_args *args = OP_FIND(call, copy_pages);
-    const int64_t *s = call->symbol,
-                  pages[QUERN_LEDGER_POOLS + 1] = {s[ST_PAGES], s[ST_ENTRY_PAGES], s[ST_WIN_PAGES]};
-    for (int64_t i = 0; args != NULL && i < args->copies.shape[0]; i++) {
-        const int32_t *copy = (const int32_t *)data[DR(copies)] + i * args->copies.strides[0];
-        for (int64_t k = 1; copy[0] >= 0 && copy[0] <= QUERN_CACHE_WIN && k < 3; k++) {
+    const int64_t pages = args->pages.shape[0];
+    for (int64_t i = 0; i < args->copies.shape[0]; i++) {
+        const int32_t *copy = copies + i * args->copies.strides[0];
+        for (int64_t k = 1; copy[0] == args->pool && k < 3; k++) {
             const int32_t page = copy[k * args->copies.strides[1]];
-            if (page < 0 || page >= pages[copy[0]])
+            if (page < 0 || page >= pages)
                 return error_argument("copies[%lld][%lld] is %d: a page of pool %d, 0 to %lld, is accepted",
-                                      (long long)i, (long long)k, page, copy[0],
-                                      (long long)pages[copy[0]] - 1);
+                                      (long long)i, (long long)k, page, copy[0], (long long)pages - 1);
         }
     }
     return QUERN_OK;
@@ -175,8 +172,9 @@ static quern_status check_data(const op_call *call, void *const *data)
         const cache_copy_args *args = op_step_args(step);
         if (step->stage == OP_cache_copy && args->plane.ring > 0)
             status = step_check_table(&s, &args->plane, DR(win_table), false);
+        if (step->stage == OP_copy_pages) status = check_copies(op_step_args(step), data[DR(copies)]);
     }
-    return status == QUERN_OK ? check_copies(call, data) : status;
+    return status;
 }
 
 static const char *const operations[] = {"cache_append_step"};

@@ -136,7 +136,7 @@ quern_status step_check_numbers(const stage_step *step, const int32_t *cu, const
                                 int64_t batch, int64_t tokens)
 {
     int64_t last = 0;
-    for (int64_t b = 0; b <= batch; b++) {
+    for (int64_t b = 0; batch > 0 && b <= batch; b++) {
         const int64_t now = number(&step->rows, cu, b);
         if (now < last || (b == 0 && now != 0) || now > tokens)
             return error_argument("cu[%" PRId64 "] is %" PRId64

@@ -21,7 +21,7 @@ enum { MOST = 12, ROOM = SEQUENCES * MOST + 3 };
 
 #ifdef QUERN_TEST_GPU /* whose core and indexer have 16 bits */
 typedef uint16_t element;
-enum { DTYPE = QUERN_BF16 };
+static const quern_dtype DTYPE = QUERN_BF16;
 static element element_of(double x)
 {
     const float rounded = (float)test_round(QUERN_BF16, x);
@@ -38,7 +38,7 @@ static float value_of(element x)
 }
 #else
 typedef float element;
-enum { DTYPE = QUERN_F32 };
+static const quern_dtype DTYPE = QUERN_F32;
 static element element_of(double x)
 {
     return (float)x;
