@@ -8,8 +8,6 @@
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
 SETUP_DEV = $(SETUP) python3-venv libcmocka-dev clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev libomp-14-dev
-# Only to see that the library compiles there; not every machine offers it.
-SETUP_CROSS = gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 
 all: packages
 	cmake --preset release >/dev/null
@@ -36,11 +34,13 @@ check: packages-dev
 	tests/run.sh check
 
 test: setup-dev
-	@cmake/setup.sh $(SETUP_CROSS) || true
 	tests/run.sh test
 
-test-cuda: packages
+test-cuda: setup
 	tests/run.sh cuda
+
+test-adding: setup-dev
+	tests/adding/run.sh
 
 # The package is built from its own sources; the command makes and reads files beside it.
 test-python: packages
@@ -97,5 +97,5 @@ tidy: packages-dev all
 clean:
 	rm -rf build
 
-.PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-cuda test-python test-gpu test-gpu-sanitize
-.PHONY: bench accept accept-package install package docs format tidy clean
+.PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-cuda test-adding test-python test-gpu
+.PHONY: test-gpu-sanitize bench accept accept-package install package docs format tidy clean

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # Runs the tests and ends with one line `N passed, N failed`, counting cmocka's cases and each other check as one.
 #   tests/run.sh check   the quick tests in the build of the preset "test" (under two minutes)
-#   tests/run.sh test    everything else but the GPU's kernels (about 13 minutes on two cores, half of them compiling)
+#   tests/run.sh test    everything else but .ci/run's other stages (about 14 minutes on two cores, half compiling)
 #   tests/run.sh cuda    the GPU's kernels, compiled and inspected where nvcc is (about 4 minutes)
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -156,12 +156,6 @@ small() {
     count "the direction of includes" tests/layers.sh
     count "the length of functions" tests/lengths.sh
     count "links and pieces of C in the pages" tests/docs.sh
-    count "what one more tensor touches" tests/adding/run.sh
-    if command -v aarch64-linux-gnu-gcc >/dev/null; then
-        count "build: aarch64" compile aarch64
-    else
-        echo "no aarch64-linux-gnu-gcc: aarch64 is not compiled"
-    fi
 }
 
 # kernels: the GPU's, compiled for one dtype and head dim, since nothing here runs them.
