@@ -143,6 +143,8 @@ static quern_status derive_rows(op_call *call)
     const int32_t a = t[G(a)] != NULL ? G(a) : G(a_codes);
     int64_t *s = call->symbol;
     const int64_t columns = t[a]->shape[1], values = a == G(a) ? 1 : 2; /* of an element */
+    const quern_status status = op_check_kind(call, a, 2); /* before K, which codes of another type mistake */
+    if (status != QUERN_OK) return status;
     s[GS_E] = t[G(offsets)]->shape[0];
     s[GS_E1] = s[GS_E] + 1;
     if (columns > INT32_MAX / values || values * columns % QUERN_NVFP4_BLOCK != 0 || s[GS_T] > INT32_MAX)
@@ -173,7 +175,9 @@ static quern_status derive_columns(op_call *call)
             "b_codes hold K = 2 x %lld, N = %lld: K a multiple of 16, both below 2^31, is accepted",
             (long long)k / 2, (long long)n);
     if (k != s[GS_K])
-        return error_argument("a has K = %lld: b_codes' %lld is accepted", (long long)s[GS_K], (long long)k);
+        return error_argument("%s has K = %lld: b_codes' %lld is accepted",
+                              tensors[call->given[G(a)] != NULL ? G(a) : G(a_codes)].field,
+                              (long long)s[GS_K], (long long)k);
     if (s[GS_N] != 0 && s[GS_N] != n)
         return error_argument("n is %lld: b_codes' %lld columns, or 0, is accepted", (long long)s[GS_N],
                               (long long)n);
