@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # Runs the tests and ends with one line `N passed, N failed`, counting cmocka's cases and each other check as one.
 #   tests/run.sh check   the quick tests in the build of the preset "test" (under two minutes)
-#   tests/run.sh test    everything else but .ci/run's other stages (about 14 minutes on two cores, half compiling)
+#   tests/run.sh test    everything else but .ci/run's other stages (about 13 minutes on two cores, half compiling)
+#   tests/run.sh tsan    data races: what runs tasks in parallel, under the thread sanitizer (about 2 minutes)
 #   tests/run.sh cuda    the GPU's kernels, compiled and inspected where nvcc is (about 4 minutes)
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -172,6 +173,14 @@ kernels() {
     count "the GPU's library lacks what was left out alone" lacks_left_out
 }
 
+# races: data races, on three threads; libomp's Archer tells the sanitizer of its barriers.
+races() {
+    local program threaded=(core_test replays_test kept_calls_test attention_test attention_exact_test nsa_determinism_test)
+    count "build: tsan" build tsan "${threaded[@]}"
+    export OMP_NUM_THREADS=3 TSAN_OPTIONS=ignore_noninstrumented_modules=1 # libomp's own locks are not the library's
+    for program in "${threaded[@]}"; do QUERN_TEST_TRIALS=1/4 programs tsan "$program"; done
+}
+
 # beside FUNCTION COMMAND...: a function's checks beside a command that takes both processors, and after it.
 beside() {
     local out good=0 bad=1
@@ -199,10 +208,10 @@ finish() {
     exit
 }
 
-if [[ ${1:-test} == cuda ]]; then
-    kernels
-    finish
-fi
+case ${1:-test} in
+cuda) kernels; finish ;;
+tsan) races; finish ;;
+esac
 count "build: test" build test
 mapfile -t quick < <(without '*_full_test' 'mock_*')
 programs test "${quick[@]}"
@@ -226,10 +235,5 @@ if [[ ${1:-test} == test ]]; then
     count "build: portable" build portable "${portable[@]}"
     programs portable "${portable[@]}"
     count "clang-tidy" tests/tidy.sh 30000 build/test
-    # Data races: what runs tasks in parallel, on three threads; libomp's Archer tells the sanitizer of its barriers.
-    threaded=(core_test replays_test kept_calls_test attention_test attention_exact_test nsa_determinism_test)
-    count "build: tsan" build tsan "${threaded[@]}"
-    export OMP_NUM_THREADS=3 TSAN_OPTIONS=ignore_noninstrumented_modules=1 # libomp's own locks are not the library's
-    for program in "${threaded[@]}"; do QUERN_TEST_TRIALS=1/4 programs tsan "$program"; done
 fi
 finish
