@@ -144,9 +144,8 @@ static int64_t page_of(const op_call *call, int part)
     const part_names *of = &names[part];
     if (!op_uses(call, of->table)) return 0;
     const int64_t slots = call->given[of->out]->shape[1];
-    return format_of(call, part) == QUERN_DSV4_ROWS
-               ? slots
-               : slots / dsv4_row_bytes(format_of(call, part), call->symbol[of->width]);
+    const quern_dsv4_format format = format_of(call, part);
+    return format == QUERN_DSV4_ROWS ? slots : slots / dsv4_row_elements(format, call->symbol[of->width]);
 }
 
 static quern_status derive_index(op_call *call, int64_t ring)

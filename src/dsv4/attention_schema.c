@@ -5,7 +5,7 @@
 #include "core/view.h"
 #include "dsv4/call.h"
 
-enum { PAGE_MOST = 65536, ROW584_DIM = 512 };
+enum { PAGE_MOST = 65536 };
 
 static const op_tensor tensors[] = {
     {"q", "Q", OP_ACTIVATION, OP_NONE, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
@@ -61,8 +61,8 @@ static quern_status check_params(op_call *call)
 {
     quern_dsv4_attention_params *p = op_params(call);
     if (p->window == 0) p->window = DSV4_WINDOW;
-    if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
-        return error_argument("format is %s: rows and row584 are accepted", dsv4_formats[p->format]);
+    const quern_status status = dsv4_check_core_format(p->format);
+    if (status != QUERN_OK) return status;
     if (call->operation == DSV4_ATTENTION_BACKWARD && (p->format != QUERN_DSV4_ROWS || p->page > 0))
         return error_argument("format is %s and page is %lld: the backward takes rows and 0",
                               dsv4_formats[p->format], (long long)p->page);
@@ -185,10 +185,11 @@ static quern_status derive(op_call *call)
     if (varlen && (p->format != QUERN_DSV4_ROWS || p->page > 0))
         return error_argument("format is %s and page is %lld with cu_seqlens: rows and 0 are accepted",
                               dsv4_formats[p->format], (long long)p->page);
-    if (p->format == QUERN_DSV4_ROW584 && s[AS_D] != ROW584_DIM)
-        return error_argument("q has %lld channels: format row584 takes %d", (long long)s[AS_D], ROW584_DIM);
-    const int64_t bytes = dsv4_row_bytes(p->format, s[AS_D]);
-    s[AS_ROW] = bytes == 0 ? s[AS_D] : bytes * (p->page > 0 ? p->page : 1);
+    const row_format *f = row_format_of(dsv4_entry_format(p->format));
+    if (f->width > 0 && s[AS_D] != f->width)
+        return error_argument("q has %lld channels: format %s takes %d", (long long)s[AS_D], f->name,
+                              f->width);
+    s[AS_ROW] = dsv4_page_elements(p->format, s[AS_D], p->page);
     if ((status = derive_rows(call, DA(kv), 0)) != QUERN_OK) return status;
     if (t[DA(kv_cmp)] != NULL && (status = derive_rows(call, DA(kv_cmp), 1)) != QUERN_OK) return status;
     s[AS_N] = p->page > 0 ? 0 : t[DA(kv)]->shape[at];

@@ -6,7 +6,7 @@
 
 #include <quern/dsv4.h>
 
-#include "stages/pool.h"
+#include "stages/row_formats.h"
 
 enum { DSV4_WIDTH_MOST = 65536, DSV4_RATIO_MOST = 65536, DSV4_HEADS_MOST = 65536 };
 enum { DSV4_INDEX_WIDTH_MOST = 256, DSV4_TOP_K_MOST = 2048, DSV4_RING_MOST = 8 };
@@ -20,17 +20,26 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p);
 /* Whether a format and the transform take entries of `width` channels, `rope_dim` of them rotated (0:
  * none). */
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim);
-/* Bytes of a stored entry; 0 for QUERN_DSV4_ROWS. */
-int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width);
+/* That the attention core reads a format. */
+quern_status dsv4_check_core_format(quern_dsv4_format format);
+/* The stages' format for a public one: they have the same numbers. */
+static inline entry_format dsv4_entry_format(quern_dsv4_format format)
+{
+    return (entry_format)format;
+}
+_Static_assert((int)QUERN_DSV4_FP8 == (int)ENTRY_FP8 && (int)QUERN_DSV4_FP8_POWER == (int)ENTRY_FP8_POWER &&
+                   (int)QUERN_DSV4_FP4 == (int)ENTRY_FP4 && (int)QUERN_DSV4_ROW584 == (int)ENTRY_ROW584,
+               "a public format has its number in the stages");
 /* Elements of a row in a format: channels, or bytes. */
 static inline int64_t dsv4_row_elements(quern_dsv4_format format, int64_t width)
 {
-    return format == QUERN_DSV4_ROWS ? width : dsv4_row_bytes(format, width);
+    return row_bytes(dsv4_entry_format(format), width, QUERN_U8);
 }
-/* Bytes of these before the scales. */
-int64_t dsv4_row_data_bytes(quern_dsv4_format format, int64_t width);
-/* The stages' format for a public one. */
-entry_format dsv4_entry_format(quern_dsv4_format format);
+/* Of a view's last extent: a row, or in bytes a page of them (page 0: contiguous rows). */
+static inline int64_t dsv4_page_elements(quern_dsv4_format format, int64_t width, int64_t page)
+{
+    return dsv4_row_elements(format, width) * (format != QUERN_DSV4_ROWS && page > 0 ? page : 1);
+}
 /* The stages' description of norm, rotation and format; norm_weight and cos_sin may be NULL. */
 entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,
                       const quern_tensor *cos_sin);

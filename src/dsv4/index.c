@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-enum { INDEX_FP4_BLOCK = 32, INDEX_PAGE_MOST = 65536 };
+enum { INDEX_PAGE_MOST = 65536 };
 enum { IS_B = 1, IS_T, IS_H, IS_C, IS_S, IS_ROW, IS_K, IS_COLUMNS };
 
 static const op_tensor tensors[] = {
@@ -80,7 +80,7 @@ static quern_status derive_keys(op_call *call)
         return error_argument("k has %lld pages and k_table %lld columns: at most %d are accepted",
                               (long long)k->shape[0], (long long)table->shape[1], INT32_MAX);
     s[IS_S] = pages ? s[IS_COLUMNS] * p->page : k->shape[1];
-    s[IS_ROW] = bytes ? dsv4_row_bytes(p->key_format, s[IS_C]) * (pages ? p->page : 1) : s[IS_C];
+    s[IS_ROW] = dsv4_page_elements(p->key_format, s[IS_C], p->page);
     call->lead[0] = (op_extents){ndim - 1, {pages ? k->shape[0] : s[IS_B], pages ? p->page : s[IS_S]}};
     return QUERN_OK;
 }
@@ -91,7 +91,8 @@ static quern_status derive(op_call *call)
     int64_t *s = call->symbol;
     quern_status status;
     s[IS_K] = p->top_k;
-    const int64_t width_step = p->key_format == QUERN_DSV4_FP4 ? INDEX_FP4_BLOCK : 8;
+    const int32_t group = row_format_of(dsv4_entry_format(p->key_format))->group;
+    const int64_t width_step = group > 8 ? group : 8;
     if (s[IS_C] < width_step || s[IS_C] > DSV4_INDEX_WIDTH_MOST || s[IS_C] % width_step != 0)
         return error_argument("q has %lld channels: a multiple of %lld up to %d is accepted",
                               (long long)s[IS_C], (long long)width_step, DSV4_INDEX_WIDTH_MOST);

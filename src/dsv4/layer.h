@@ -128,8 +128,6 @@ quern_status layer_derive_pool(op_call *call, int32_t tensor, quern_dsv4_format 
 void layer_set_pool(op_extents *extents, int64_t pages, int64_t page, quern_dsv4_format format,
                     int64_t width);
 int64_t layer_page_of(const op_extents *extents, quern_dsv4_format format, int64_t width);
-/* Elements of a stored row. */
-int64_t layer_row_of(quern_dsv4_format format, int64_t width);
 /* Tokens of a sequence that positions, table and scores have room for. */
 int64_t layer_step_room(const op_call *call);
 /* Entries that the step's tokens complete, at most. */

@@ -9,7 +9,7 @@
 
 #include <inttypes.h>
 
-enum { PACK, UNPACK, PARTS = 7, FP4_BLOCK = 32, ROW584_WIDTH = 512 };
+enum { PACK, UNPACK, PARTS = 7 };
 /* Extents; the pools' are lists. */
 enum { PS_ONE = 1, PS_COLUMNS, PS_SLOTS, PS_FLOATS, PS_INDEX_FLOATS, PS_PACKED };
 
@@ -52,9 +52,7 @@ static const char *const leads[] = {
 
 static quern_status check_params(op_call *call)
 {
-    const quern_dsv4_format format = PARAMS(call)->format;
-    if (format == QUERN_DSV4_ROWS || format == QUERN_DSV4_ROW584) return QUERN_OK;
-    return error_argument("format is %s: rows or row584 is accepted", dsv4_formats[format]);
+    return dsv4_check_core_format(PARAMS(call)->format);
 }
 
 static void roles(op_call *call)
@@ -79,12 +77,8 @@ static void roles(op_call *call)
 /* Channels of keys in pages of `page` rows. */
 static int64_t key_width(const quern_tensor *keys, quern_dsv4_format format, int64_t page)
 {
-    const int64_t columns = keys->shape[keys->ndim - 1], row = columns / page;
-    switch (format) {
-    case QUERN_DSV4_ROWS: return columns;
-    case QUERN_DSV4_FP4: return row / (FP4_BLOCK / 2 + 1) * FP4_BLOCK;
-    default: return row - 4;
-    }
+    const int64_t columns = keys->shape[keys->ndim - 1];
+    return format == QUERN_DSV4_ROWS ? columns : row_width(dsv4_entry_format(format), columns / page);
 }
 
 static quern_status derive_entries(op_call *call, int64_t width)
@@ -112,15 +106,11 @@ typedef struct part {
     int64_t first, count, ring;
 } part;
 
-static int64_t bytes_of(const op_call *call, int32_t tensor, int64_t elements)
-{
-    return elements * (int64_t)quern_dtype_size(call->given[tensor]->dtype);
-}
-
 /* Channels of raw rows and entries. */
 static int64_t width_of(const op_call *call)
 {
-    return PARAMS(call)->format == QUERN_DSV4_ROWS ? call->given[DLP(raw)]->shape[2] : ROW584_WIDTH;
+    const row_format *f = row_format_of(dsv4_entry_format(PARAMS(call)->format));
+    return f->width > 0 ? f->width : call->given[DLP(raw)]->shape[2];
 }
 
 /* Part i of the packed bytes; count 0: there is none. */
@@ -140,18 +130,16 @@ static part part_of(const op_call *call, int i)
         of = (part){.pool = DLP(raw), .table = DLP(raw_table), .page = raw[1], .ring = 1};
         of.count = p->tokens < raw[1] ? p->tokens : raw[1];
         of.first = p->tokens - of.count;
-        of.data = bytes_of(call, of.pool, raw[2]);
+        of.data = raw[2] * (int64_t)quern_dtype_size(call->given[of.pool]->dtype);
     } else if (i <= 2) {
-        const op_extents *e = &call->lead[LEAD_OF(i == 1 ? LL_ENTRIES : LL_KEYS)];
         const quern_dsv4_format format = i == 1 ? p->format : p->key_format;
-        const int64_t row = e->count == 3 ? e->extent[2] : e->extent[1] / page,
-                      width = i == 1 ? width_of(call) : key_width(call->given[of.pool], format, page);
+        const quern_tensor *pool = call->given[of.pool];
+        const int64_t width = i == 1 ? width_of(call) : key_width(pool, format, page);
         of.table = DLP(entries_table);
         of.page = page;
         of.count = p->tokens / ratio;
-        of.data =
-            format == QUERN_DSV4_ROWS ? bytes_of(call, of.pool, row) : dsv4_row_data_bytes(format, width);
-        of.scales = bytes_of(call, of.pool, row) - of.data;
+        of.data = row_data_bytes(dsv4_entry_format(format), width, pool->dtype);
+        of.scales = row_scale_bytes(dsv4_entry_format(format), width);
     } else {
         const int64_t columns = i == 3 ? s[PS_FLOATS] : i == 5 ? s[PS_INDEX_FLOATS] : 1;
         of.data = columns * (int64_t)sizeof(float);

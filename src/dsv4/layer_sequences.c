@@ -12,7 +12,7 @@
 
 #include <string.h>
 
-enum { DIM_MOST = 512, PAGE_MOST = 65536, PAGE = 64, FP4_BLOCK = 32 };
+enum { DIM_MOST = 512, PAGE_MOST = 65536, PAGE = 64 };
 static const uint64_t cache_magic = 0x3472657961654c51; /* "QLeaYer4" */
 static const uint64_t saved_magic = 0x34726579616c5651; /* "QVlayer4" */
 
@@ -71,9 +71,10 @@ static quern_status check_params(quern_dsv4_layer_cache_params *p)
     if (p->format != QUERN_DSV4_ROWS && (p->format != QUERN_DSV4_ROW584 || p->dim != DIM_MOST))
         return error_argument("format is %d with dim %lld: 0 (rows), or %d (row584) with dim %d, is accepted",
                               (int)p->format, (long long)p->dim, QUERN_DSV4_ROW584, DIM_MOST);
-    if (p->key_format == QUERN_DSV4_FP4 && p->index_dim % FP4_BLOCK != 0)
-        return error_argument("index_dim is %lld: key_format fp4 takes multiples of %d",
-                              (long long)p->index_dim, FP4_BLOCK);
+    const row_format *keys = row_format_of(dsv4_entry_format(p->key_format));
+    if (keys->group > 0 && p->index_dim % keys->group != 0)
+        return error_argument("index_dim is %lld: key_format %s takes multiples of %d",
+                              (long long)p->index_dim, keys->name, keys->group);
     if (swa) p->ratio = 0;
     return QUERN_OK;
 }
@@ -114,7 +115,7 @@ static quern_tensor pool_of(const quern_dsv4_layer_cache_params *p, quern_dsv4_f
                             int64_t page, int64_t width)
 {
     if (format == QUERN_DSV4_ROWS) return area_of(p->dtype, 3, pages, page, width);
-    return area_of(QUERN_U8, 2, pages, page * dsv4_row_bytes(format, width), 0);
+    return area_of(QUERN_U8, 2, pages, page * dsv4_row_elements(format, width), 0);
 }
 
 static void set_areas(cache_layout *l, const quern_ledger *ledger)
@@ -125,7 +126,7 @@ static void set_areas(cache_layout *l, const quern_ledger *ledger)
                   slots = pools[LEDGER_STATES].params.pages;
     const bool csa = p->kind == QUERN_DSV4_LAYER_CSA, bytes = p->format != QUERN_DSV4_ROWS;
     l->area[RAW] = area_of(bytes ? QUERN_U8 : p->dtype, 3, pools[QUERN_DSV4_RAW].params.pages, kept,
-                           layer_row_of(p->format, p->dim));
+                           dsv4_row_elements(p->format, p->dim));
     if (p->ratio == 0) return;
     l->area[ENTRIES] = pool_of(p, p->format, pages, p->page, p->dim);
     l->area[STATES] = area_of(QUERN_F32, 2, slots, pool_state_floats(csa, p->dim, p->ring), 0);
@@ -423,19 +424,15 @@ typedef struct pack {
     size_t bytes; /* with the header */
 } pack;
 
-static int64_t row_bytes(quern_dsv4_format format, quern_dtype dtype, int64_t width)
-{
-    return layer_row_of(format, width) * (int64_t)(format == QUERN_DSV4_ROWS ? quern_dtype_size(dtype) : 1);
-}
-
 /* Bytes of a sequence of so many tokens, without the header. */
 static int64_t packed_bytes(const quern_dsv4_layer_cache *cache, int64_t tokens)
 {
     const quern_dsv4_layer_cache_params *p = &cache->params;
     const int64_t ring = cache->area[RAW].shape[1], raw = tokens < ring ? tokens : ring,
                   entries = p->ratio > 0 ? tokens / p->ratio : 0;
-    int64_t bytes = (raw + entries) * row_bytes(p->format, p->dtype, p->dim);
-    if (p->index_dim > 0) bytes += entries * row_bytes(p->key_format, p->dtype, p->index_dim);
+    int64_t bytes = (raw + entries) * row_bytes(dsv4_entry_format(p->format), p->dim, p->dtype);
+    if (p->index_dim > 0)
+        bytes += entries * row_bytes(dsv4_entry_format(p->key_format), p->index_dim, p->dtype);
     for (int i = STATES; i < AREAS && tokens > 0; i++)
         if (cache->area[i].ndim > 0)
             bytes += (cache->area[i].ndim == 2 ? cache->area[i].shape[1] : 1) * (int64_t)sizeof(float);

@@ -57,8 +57,8 @@ static quern_status check_params(op_call *call)
 {
     quern_dsv4_layer_step_params *p = op_params(call);
     layer_resolve(p);
-    if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
-        return error_argument("format is %s: rows or row584 is accepted", dsv4_formats[p->format]);
+    const quern_status status = dsv4_check_core_format(p->format);
+    if (status != QUERN_OK) return status;
     if (p->key_format == QUERN_DSV4_ROWS || p->kind == QUERN_DSV4_LAYER_CSA) return QUERN_OK;
     return error_argument("key_format is %s: a layer of kind %s has no indexer", dsv4_formats[p->key_format],
                           layer_kinds[p->kind]);
@@ -80,11 +80,6 @@ static void roles(op_call *call)
     r[DLS(fault)] = call->given[DLS(fault)] != NULL ? OP_UPDATED : OP_OPTIONAL;
 }
 
-int64_t layer_row_of(quern_dsv4_format format, int64_t width)
-{
-    return format == QUERN_DSV4_ROWS ? width : dsv4_row_bytes(format, width);
-}
-
 int64_t layer_ring_of(bool csa, int64_t width, int64_t floats)
 {
     const int64_t ring = (floats - pool_sums_floats(csa, width)) / pool_row_columns(csa, width);
@@ -103,7 +98,7 @@ quern_status layer_derive_raw(op_call *call, int32_t tensor, quern_dsv4_format f
     const quern_status status = check_stored(call, tensor, 3, format);
     if (status != QUERN_OK) return status;
     const int64_t *shape = call->given[tensor]->shape;
-    call->lead[LEAD_OF(LL_RAW)] = (op_extents){3, {shape[0], shape[1], layer_row_of(format, width)}};
+    call->lead[LEAD_OF(LL_RAW)] = (op_extents){3, {shape[0], shape[1], dsv4_row_elements(format, width)}};
     if (shape[0] > 1 && call->given[tensor]->strides[0] != shape[1] * call->given[tensor]->strides[1])
         return error_argument("raw.strides[0] is %" PRId64 ": %" PRId64 ", pages without gaps, is accepted",
                               call->given[tensor]->strides[0], shape[1] * call->given[tensor]->strides[1]);
@@ -121,7 +116,7 @@ quern_status layer_derive_pool(op_call *call, int32_t tensor, quern_dsv4_format 
     const quern_status status = check_stored(call, tensor, bytes ? 2 : 3, format);
     if (status != QUERN_OK) return status;
     const int64_t *shape = call->given[tensor]->shape,
-                  page = bytes ? shape[1] / layer_row_of(format, width) : shape[1];
+                  page = bytes ? shape[1] / dsv4_row_elements(format, width) : shape[1];
     layer_set_pool(extents, shape[0], page, format, width);
     if (shape[0] > INT32_MAX || page < 1 || page > PAGE_MOST)
         return error_argument("%s has %" PRId64 " pages of %" PRId64
@@ -132,14 +127,14 @@ quern_status layer_derive_pool(op_call *call, int32_t tensor, quern_dsv4_format 
 
 void layer_set_pool(op_extents *extents, int64_t pages, int64_t page, quern_dsv4_format format, int64_t width)
 {
-    const int64_t row = layer_row_of(format, width);
+    const int64_t row = dsv4_row_elements(format, width);
     *extents = format != QUERN_DSV4_ROWS ? (op_extents){2, {pages, page * row}}
                                          : (op_extents){3, {pages, page, row}};
 }
 
 int64_t layer_page_of(const op_extents *extents, quern_dsv4_format format, int64_t width)
 {
-    return extents->count == 3 ? extents->extent[1] : extents->extent[1] / layer_row_of(format, width);
+    return extents->count == 3 ? extents->extent[1] : extents->extent[1] / dsv4_row_elements(format, width);
 }
 
 /* The compressors' states: all have as many slots and rings as long. */

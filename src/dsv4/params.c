@@ -5,10 +5,9 @@
 
 #include "core/error.h"
 
-enum { FP4_BLOCK = 32, ROW584_WIDTH = 512, ROW584_ROPE = 64 };
-
-const char *const dsv4_formats[] = {"rows", "fp8", "fp8-power", "fp4", "row584", NULL},
-                  *const dsv4_key_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
+#define NAME_OF(name, ...) name,
+const char *const dsv4_formats[] = {ROW_FORMATS(NAME_OF) NULL};
+const char *const dsv4_key_formats[] = {"rows", "fp8", "fp8-power", "fp4", NULL};
 
 quern_status dsv4_resolve(quern_dsv4_compress_params *p)
 {
@@ -31,45 +30,20 @@ quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width
                               (long long)rope_dim, (long long)width);
     if (p->hadamard && (width & (width - 1)) != 0)
         return error_argument("entries have %lld channels: hadamard takes powers of two", (long long)width);
-    if (p->format == QUERN_DSV4_FP4 && width % FP4_BLOCK != 0)
-        return error_argument("entries have %lld channels: format fp4 takes multiples of %d",
-                              (long long)width, FP4_BLOCK);
-    if (p->format == QUERN_DSV4_ROW584 &&
-        (width != ROW584_WIDTH || (rope_dim != 0 && rope_dim != ROW584_ROPE)))
-        return error_argument(
-            "entries have %lld channels, %lld of them rotated: format row584 takes %d and %d",
-            (long long)width, (long long)rope_dim, ROW584_WIDTH, ROW584_ROPE);
+    const row_format *f = row_format_of(dsv4_entry_format(p->format));
+    if (f->width > 0 && (width != f->width || (rope_dim != 0 && rope_dim != f->rope)))
+        return error_argument("entries have %lld channels, %lld of them rotated: format %s takes %d and %d",
+                              (long long)width, (long long)rope_dim, f->name, f->width, f->rope);
+    if (f->group > 0 && width % f->group != 0)
+        return error_argument("entries have %lld channels: format %s takes multiples of %d", (long long)width,
+                              f->name, f->group);
     return QUERN_OK;
 }
 
-int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width)
+quern_status dsv4_check_core_format(quern_dsv4_format format)
 {
-    switch (format) {
-    case QUERN_DSV4_FP8:
-    case QUERN_DSV4_FP8_POWER: return width + 4;
-    case QUERN_DSV4_FP4: return width / 2 + width / FP4_BLOCK;
-    case QUERN_DSV4_ROW584: return 584;
-    case QUERN_DSV4_ROWS: break;
-    }
-    return 0;
-}
-
-int64_t dsv4_row_data_bytes(quern_dsv4_format format, int64_t width)
-{
-    switch (format) {
-    case QUERN_DSV4_FP8:
-    case QUERN_DSV4_FP8_POWER: return width;
-    case QUERN_DSV4_FP4: return width / 2;
-    case QUERN_DSV4_ROW584: return 576;
-    case QUERN_DSV4_ROWS: break;
-    }
-    return 0;
-}
-
-entry_format dsv4_entry_format(quern_dsv4_format format)
-{
-    static const entry_format formats[] = {ENTRY_ROWS, ENTRY_FP8, ENTRY_FP8_POWER, ENTRY_FP4, ENTRY_ROW584};
-    return formats[format];
+    if (format == QUERN_DSV4_ROWS || format == QUERN_DSV4_ROW584) return QUERN_OK;
+    return error_argument("format is %s: rows and row584 are accepted", dsv4_formats[format]);
 }
 
 entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,

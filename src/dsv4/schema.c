@@ -227,7 +227,7 @@ static quern_status derive_index(op_call *call)
     s[DS_2CI] = 2 * s[DS_CI];
     s[DS_ICOLUMNS] = 4 * s[DS_CI];
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
-    s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
+    s[DS_IROW] = dsv4_row_elements(own.format, s[DS_CI]);
     const quern_status status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE]);
     return status == QUERN_OK ? check_dtypes(call, own.format, DC(index_out), DC(index_d_out)) : status;
 }
@@ -287,7 +287,7 @@ static quern_status derive(op_call *call)
     s[DS_R] = p->ratio;
     s[DS_2C] = 2 * s[DS_C];
     s[DS_COLUMNS] = (p->kind == QUERN_DSV4_CSA ? 4 : 2) * s[DS_C];
-    s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
+    s[DS_ROW] = dsv4_row_elements(p->format, s[DS_C]);
     if (s[DS_T] > INT32_MAX)
         return error_argument("%s has %lld tokens: at most %d are accepted", tensors[first].field,
                               (long long)s[DS_T], INT32_MAX);

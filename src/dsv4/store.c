@@ -48,7 +48,7 @@ static quern_status derive(op_call *call)
     if (cache->ndim != ndim)
         return error_argument("cache has %d dimensions: %d are accepted", cache->ndim, ndim);
     if ((status = dsv4_check_stored(call, DT(cache), p->format)) != QUERN_OK) return status;
-    s[SS_ROW] = bytes ? dsv4_row_bytes(p->format, s[SS_D]) * (p->page > 0 ? p->page : 1) : s[SS_D];
+    s[SS_ROW] = dsv4_page_elements(p->format, s[SS_D], p->page);
     call->lead[0].count = ndim - 1;
     call->lead[0].extent[0] = cache->shape[0];
     call->lead[0].extent[1] = p->page;

@@ -23,42 +23,22 @@ void mqa_tile_carve(const mqa_plan *plan, arena *a, mqa_tile *tile)
         arena_take(a, plan->bf16 ? panels * MQA_TILE / 2 * (size_t)plan->panel * sizeof *tile->pairs : 0);
 }
 
-/* The layout of consecutive rows. A row has 576 bytes of data. Its 8 bytes of scales follow it or, in a page,
- * follow the data of all slots. */
-typedef struct row_place {
-    const char *data, *scales;
-    int64_t step, scale_step; /* bytes from row to row */
-    int64_t rows;             /* rows with this layout, from this one on */
-} row_place;
-
 /* Row `row` of a sequence's raw rows, or of its entries. */
 static row_place place_of(const mqa_plan *plan, const mqa_sequence *s, bool entries, int64_t row)
 {
     const attend_mqa_args *a = plan->args;
     const quern_tensor *t = entries ? &a->entries : &a->kv,
                        *table = entries ? &a->entries_table : &a->kv_table;
-    const int64_t size = (int64_t)quern_dtype_size(t->dtype), step = t->strides[1] * size;
-    if (!is_present(table)) {
-        const char *data = mqa_row(t, s->view_b, row + (entries ? s->entry0 : s->raw0));
-        return (row_place){data, data + ROW584_DATA, step, step, INT64_MAX};
-    }
-    const int64_t slot = row % a->page,
-                  page = ((const int32_t *)table->data)[s->b * table->strides[0] + row / a->page];
-    const char *base = (const char *)t->data + page * t->strides[0] * size;
-    if (t->ndim == 3) {
-        const char *data = base + slot * step;
-        return (row_place){data, data + ROW584_DATA, step, step, a->page - slot};
-    }
-    return (row_place){base + slot * ROW584_DATA, base + a->page * ROW584_DATA + slot * ROW584_SCALES,
-                       ROW584_DATA, ROW584_SCALES, a->page - slot};
+    const int64_t b = is_present(table) ? s->b : s->view_b;
+    return row_place_of(t, table, a->page, plan->row, b, row + (entries ? s->entry0 : s->raw0));
 }
 
 /* Decodes a row into words of a tile. */
-static void widen_row584(const mqa_plan *plan, const char *data, const char *scales, float *to)
+static void widen(const mqa_plan *plan, const char *data, const char *scales, float *to)
 {
-    float row[ROW584_WIDTH];
-    decode_row584(plan->level, data, scales, row);
-    plan->level->rows->convert(row, QUERN_F32, to, plan->bf16 ? QUERN_BF16 : QUERN_F32, ROW584_WIDTH);
+    float row[MQA_DIM_MOST];
+    (void)decode_row(plan->level, plan->args->format, data, scales, plan->dim, row);
+    plan->level->rows->convert(row, QUERN_F32, to, plan->bf16 ? QUERN_BF16 : QUERN_F32, plan->dim);
 }
 
 /* Copies rows first ... first + n - 1 to rows at, at + 1, ... of the tile. */
@@ -71,26 +51,19 @@ static void copy_rows(const mqa_plan *plan, const mqa_sequence *s, bool entries,
         float *to = tile->rows + (at + done) * plan->pitch;
         rows = n - done < place.rows ? n - done : place.rows;
         const row_source src = {place.data, t->dtype, t->strides[1], rows, plan->dim};
-        for (int64_t i = 0; plan->args->format == ENTRY_ROW584 && i < rows; i++)
-            widen_row584(plan, place.data + i * place.step, place.scales + i * place.scale_step,
-                         to + i * plan->pitch);
+        for (int64_t i = 0; plan->args->format != ENTRY_ROWS && i < rows; i++)
+            widen(plan, place.data + i * place.step, place.scales + i * place.scale_step,
+                  to + i * plan->pitch);
         if (plan->args->format != ENTRY_ROWS) continue;
         if (plan->bf16) plan->kernels->pack_rows_bf16(&src, (uint16_t *)to, 2 * plan->pitch);
         else plan->kernels->pack_rows_f32(&src, 1.0f, to, plan->pitch);
     }
 }
 
-static int64_t bytes_of_key(const mqa_plan *plan)
-{
-    return plan->args->format == ENTRY_ROWS ? plan->dim * (int64_t)quern_dtype_size(plan->args->kv.dtype)
-                                            : ROW584_DATA;
-}
-
 static void prefetch_entry(const mqa_plan *plan, const mqa_sequence *s, int64_t row)
 {
     const char *data = place_of(plan, s, true, row).data;
-    const int64_t bytes = bytes_of_key(plan);
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
+    for (int64_t at = 0; at < plan->row.data; at += 64) __builtin_prefetch(data + at);
 }
 
 /* The rows of keys [first, end) of a query. */
@@ -115,7 +88,7 @@ void mqa_ahead_keys(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys 
     const int64_t room = MQA_AHEAD - ahead->rows, n = end - first < room ? end - first : room;
     find_rows(plan, s, keys, first, first + n, ahead->row + ahead->rows);
     ahead->rows += n;
-    if (bytes_of_key(plan) > ahead->bytes) ahead->bytes = bytes_of_key(plan);
+    if (plan->row.data > ahead->bytes) ahead->bytes = plan->row.data;
 }
 
 void mqa_ahead_heads(const row_source *heads, mqa_ahead *ahead)

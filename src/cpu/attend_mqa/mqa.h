@@ -29,7 +29,7 @@ enum {
 typedef struct mqa_sequence {
     int64_t b, view_b; /* its number, and that in the views: 0 in varlen batches */
     int64_t query0, queries, raw0, raw, entry0, entries, position;
-} mqa_sequence; /* raw0, entry0 are 0 with pages */
+} mqa_sequence; /* raw0, entry0 are 0 with page tables */
 
 /* The first entry and task of each sequence: [batch + 1]. Rows of a fixed-length batch start at 0. */
 typedef struct mqa_starts {
@@ -49,6 +49,7 @@ typedef struct mqa_plan {
     int64_t pitch;   /* words from row to row of a tile */
     int64_t width;   /* floats of an O row: D rounded up to 16 */
     int64_t panel;   /* columns of a panel */
+    row_size row;    /* of a key as it is stored */
     int64_t list;    /* length of a query's list; -1: none */
     float scale2;
     int32_t *status; /* the caller's, or NULL */

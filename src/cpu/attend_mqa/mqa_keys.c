@@ -37,6 +37,7 @@ mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
     p.width = round_up16(p.dim);
     p.pitch = (p.bf16 ? p.width / 2 : p.width) + MQA_PAD;
     p.panel = p.kernels->panel;
+    p.row = row_size_of(args->format, p.dim, args->kv.dtype);
     p.list = is_present(&args->list) ? args->list.shape[2] : -1;
     p.scale2 = args->scale * log2_e;
     return p;
@@ -82,8 +83,14 @@ mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int
         s.raw0 = cu_kv[b];
         s.raw = cu_kv[b + 1] - cu_kv[b];
     }
-    if (is_present(&a->kv_table)) s.raw = s.position + s.queries;
-    if (is_present(&a->entries_table)) s.entries = (s.position + s.queries) / a->ratio;
+    if (is_present(&a->kv_table)) {
+        s.raw0 = 0;
+        s.raw = s.position + s.queries;
+    }
+    if (is_present(&a->entries_table)) {
+        s.entry0 = 0;
+        s.entries = (s.position + s.queries) / a->ratio;
+    }
     return s;
 }
 

@@ -17,36 +17,10 @@
 
 #include <string.h>
 
-/* Bytes of a key before its scales. */
-static int64_t data_bytes(const key_panel *p)
-{
-    return row_data_bytes(p->args->format, p->width, p->args->keys.dtype);
-}
-
-/* A key's codes and scales. `left`: the keys from it on that follow each other in memory. */
-typedef struct key_place {
-    const char *data, *scales;
-    int64_t left;
-} key_place;
-
-static key_place place_of(const key_panel *p, int64_t b, int64_t key)
+static row_place place_of(const key_panel *p, int64_t b, int64_t key)
 {
     const indexer_args *a = p->args;
-    const quern_tensor *t = &a->keys;
-    const int64_t size = (int64_t)quern_dtype_size(t->dtype), data = data_bytes(p);
-    if (a->page == 0) {
-        const char *row = (const char *)t->data + (b * t->strides[0] + key * t->strides[1]) * size;
-        return (key_place){row, row + data, INT64_MAX};
-    }
-    const int64_t slot = key % a->page,
-                  page = ((const int32_t *)a->table.data)[b * a->table.strides[0] + key / a->page];
-    const char *base = (const char *)t->data + page * t->strides[0] * size;
-    if (t->ndim == 3) {
-        const char *row = base + slot * t->strides[1] * size;
-        return (key_place){row, row + data, a->page - slot};
-    }
-    const int64_t scales = t->shape[1] / a->page - data;
-    return (key_place){base + slot * data, base + a->page * data + slot * scales, a->page - slot};
+    return row_place_of(&a->keys, &a->table, a->page, p->row, b, key);
 }
 
 void key_panel_carve(key_panel *p, arena *a)
@@ -54,7 +28,7 @@ void key_panel_carve(key_panel *p, arena *a)
     const size_t panel = (size_t)p->kernels->panel, width = (size_t)p->width;
     p->words = arena_take(a, (size_t)key_panel_words(p) * panel * sizeof(float));
     if (p->args->format == ENTRY_ROWS) {
-        p->gathered = arena_take(a, p->args->page > 0 ? panel * (size_t)data_bytes(p) : 0);
+        p->gathered = arena_take(a, p->args->page > 0 ? panel * (size_t)p->row.data : 0);
         return;
     }
     p->rows = arena_take(a, panel * width * sizeof *p->rows);
@@ -68,8 +42,8 @@ int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key)
     const quern_tensor *t = &a->keys;
     const uint8_t *exponent = (const uint8_t *)place_of(p, b, key).scales;
     int64_t bad = 0;
-    while (bad < p->width / FP4_BLOCK && exponent[bad] != E8M0_NAN) bad++;
-    if (bad == p->width / FP4_BLOCK) return -1;
+    while (bad < p->row.scales && exponent[bad] != E8M0_NAN) bad++;
+    if (bad == p->row.scales) return -1;
     const bool pages = a->page > 0,
                inside = t->ndim == 3; /* a row is an element of the pages or of all keys */
     const int64_t page =
@@ -85,11 +59,9 @@ int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key)
 static void widen_rows(key_panel *p, int64_t b, int64_t first, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
-        const key_place at = place_of(p, b, first + i);
+        const row_place at = place_of(p, b, first + i);
         float *row = p->rows + i * p->width;
-        p->scale[i] = p->args->format == ENTRY_FP4
-                          ? decode_fp4_codes(p->level, at.data, at.scales, p->width, row)
-                          : decode_fp8_codes(p->level, at.data, at.scales, p->width, row);
+        p->scale[i] = decode_row(p->level, p->args->format, at.data, at.scales, p->width, row);
     }
     if (p->bf16) p->packing->rows->convert(p->rows, QUERN_F32, p->halves, QUERN_BF16, n * p->width);
 }
@@ -98,9 +70,9 @@ static void widen_rows(key_panel *p, int64_t b, int64_t first, int64_t n)
 static row_source plain_rows(const key_panel *p, int64_t b, int64_t first, int64_t n)
 {
     const quern_tensor *t = &p->args->keys;
-    const key_place whole = place_of(p, b, first);
-    if (whole.left >= n) return (row_source){whole.data, t->dtype, t->strides[1], n, p->width};
-    const size_t bytes = (size_t)data_bytes(p);
+    const row_place whole = place_of(p, b, first);
+    if (whole.rows >= n) return (row_source){whole.data, t->dtype, t->strides[1], n, p->width};
+    const size_t bytes = (size_t)p->row.data;
     for (int64_t i = 0; i < n; i++)
         memcpy(p->gathered + (size_t)i * bytes, place_of(p, b, first + i).data, bytes);
     return (row_source){p->gathered, t->dtype, p->width, n, p->width};
@@ -125,9 +97,9 @@ void key_panel_fill(key_panel *p, int64_t b, int64_t first, int64_t n)
 key_bytes key_panel_bytes(const key_panel *p, int64_t b, int64_t first, int64_t n)
 {
     const quern_tensor *t = &p->args->keys;
-    const int64_t row = data_bytes(p),
+    const int64_t row = p->row.data,
                   step = t->ndim == 3 ? t->strides[1] * (int64_t)quern_dtype_size(t->dtype) : row;
     if (n <= 0 || step > 2 * row) return (key_bytes){NULL, 0};
-    const key_place place = place_of(p, b, first);
-    return (key_bytes){place.data, (n < place.left ? n : place.left) * step};
+    const row_place place = place_of(p, b, first);
+    return (key_bytes){place.data, (n < place.rows ? n : place.rows) * step};
 }

@@ -8,6 +8,7 @@
 #include "core/arena.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "cpu/kernels/formats/row_formats.h"
 #include "cpu/levels.h"
 #include "stages/indexer.h"
 
@@ -17,6 +18,7 @@ typedef struct key_panel {
     const cpu_kernels *level;
     const indexer_args *args;
     int64_t width;
+    row_size row;        /* of a key as it is stored */
     bool bf16;           /* words are pairs of bf16 values, else floats */
     void *words;         /* [words][panel] */
     float *rows, *scale; /* of byte formats: the widened rows, and the factor of a key's score */
@@ -29,7 +31,7 @@ static inline int64_t key_panel_words(const key_panel *p)
     return p->bf16 ? p->width / 2 : p->width;
 }
 
-/* Of an FP4 key, the first of its scale bytes that is NaN, or -1. */
+/* Of a key with bytes of powers of two as scales, the first of them that is NaN, or -1. */
 int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key);
 void key_panel_carve(key_panel *p, arena *a);
 /* Keys first ... first + n - 1 of sequence b, n <= panel; the other columns are 0. */

@@ -59,6 +59,7 @@ static void carve_scratch(const indexer_job *job, arena *a, indexer_scratch *s)
                            .packing = job->packing,
                            .args = job->args,
                            .width = job->width,
+                           .row = row_size_of(job->args->format, job->width, job->args->keys.dtype),
                            .bf16 = job->bf16};
     key_panel_carve(&s->panel, a);
     const size_t queries = (size_t)(job->queries < TASK_QUERIES ? job->queries : TASK_QUERIES),
@@ -153,7 +154,7 @@ static float round_head(const indexer_job *job, const row_source *head, float *t
     uint8_t row[WIDTH_MOST + sizeof(float)];
     job->packing->pack_rows_f32(head, 1.0f, to, job->width);
     encode_row(job->level, ENTRY_FP8, to, job->width, row, QUERN_U8);
-    return decode_fp8_codes(job->level, row, row + job->width, job->width, to);
+    return decode_row(job->level, ENTRY_FP8, row, row + job->width, job->width, to);
 }
 
 /* Rounds the heads of a query, whose weights take their scales. */
@@ -335,7 +336,7 @@ static quern_status check_scales(const stage_exec *exec, const indexer_job *job)
 {
     first_fault bad = NO_FAULT;
     const check_job c = {job, (job->entries + CHECKED - 1) / CHECKED, &bad};
-    if (job->args->format != ENTRY_FP4) return QUERN_OK;
+    if (row_format_of(job->args->format)->scales != SCALES_E8M0) return QUERN_OK;
     parallel_for(exec, job->batch * c.chunks, check_entries, (void *)(uintptr_t)&c);
     const int64_t at = atomic_load(&bad);
     if (at == NO_FAULT) return QUERN_OK;

@@ -11,33 +11,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { ROW584_TILE = 64, ROW584_TILES = 7, ROW584_CODES = ROW584_TILE * ROW584_TILES, ROW584_PLAIN = 64 };
-enum { FP4_BLOCKS_MOST = MAX_DIM / FP4_BLOCK };
-
-int64_t row_bytes(entry_format format, int64_t width, quern_dtype dtype)
-{
-    const int64_t data = row_data_bytes(format, width, dtype);
-    switch (format) {
-    case ENTRY_FP8:
-    case ENTRY_FP8_POWER: return data + (int64_t)sizeof(float);
-    case ENTRY_FP4: return data + width / FP4_BLOCK;
-    case ENTRY_ROW584: return data + ROW584_SCALES;
-    case ENTRY_ROWS: break;
-    }
-    return data;
-}
-
-int64_t row_data_bytes(entry_format format, int64_t width, quern_dtype dtype)
-{
-    switch (format) {
-    case ENTRY_FP8:
-    case ENTRY_FP8_POWER: return width;
-    case ENTRY_FP4: return width / 2;
-    case ENTRY_ROW584: return ROW584_DATA;
-    case ENTRY_ROWS: break;
-    }
-    return width * (int64_t)quern_dtype_size(dtype);
-}
+enum { GROUPS_MOST = MAX_DIM / 32, PLAIN_MOST = 64 };
 
 bool row_is_encodable(const cpu_kernels *kernels, entry_format format, const float *row, int64_t width)
 {
@@ -51,51 +25,43 @@ static float largest_of(const cpu_kernels *kernels, const float *row, int64_t n,
     return largest > least ? largest : least;
 }
 
-static void encode_fp8(const cpu_kernels *kernels, bool power, const float *row, int64_t width, uint8_t *to)
+/* Stores a scale; returns where the next one goes. */
+static uint8_t *put_scale(row_scales scales, float scale, uint8_t *to)
 {
-    const float quotient = largest_of(kernels, row, width, 1e-4f) / 448.0f,
-                scale = power ? power_above(quotient) : quotient;
-    kernels->formats->quantise_e4m3(row, scale, width, to);
     const uint32_t bits = bits_from_float(scale);
-    for (int i = 0; i < 4; i++) to[width + i] = (uint8_t)(bits >> (8 * i));
-}
-
-static void encode_fp4(const cpu_kernels *kernels, const float *row, int64_t width, uint8_t *to)
-{
-    for (int64_t i = 0; i < width; i += FP4_BLOCK) {
-        const float scale = power_above(largest_of(kernels, row + i, FP4_BLOCK, 6 * 0x1p-126f) / 6.0f);
-        kernels->formats->quantise_e2m1(row + i, scale, FP4_BLOCK, to + i / 2);
-        to[width / 2 + i / FP4_BLOCK] = e8m0_of(scale);
+    if (scales == SCALES_E8M0) {
+        *to = e8m0_of(scale);
+        return to + 1;
     }
-}
-
-static void encode_row584(const cpu_kernels *kernels, const float *row, uint8_t *to)
-{
-    for (int i = 0; i < ROW584_TILES; i++) {
-        const float *tile = row + ROW584_TILE * i;
-        const float scale = power_above(largest_of(kernels, tile, ROW584_TILE, 1e-4f) / 448.0f);
-        kernels->formats->quantise_e4m3(tile, scale, ROW584_TILE, to + ROW584_TILE * i);
-        to[ROW584_DATA + i] = e8m0_of(scale);
-    }
-    kernels->rows->convert(row + ROW584_CODES, QUERN_F32, to + ROW584_CODES, QUERN_BF16, ROW584_PLAIN);
-    to[ROW584_DATA + ROW584_TILES] = 0;
+    for (int i = 0; i < 4; i++) to[i] = (uint8_t)(bits >> (8 * i));
+    return to + 4;
 }
 
 void encode_row(const cpu_kernels *kernels, entry_format format, const float *row, int64_t width, void *to,
                 quern_dtype dtype)
 {
-    switch (format) {
-    case ENTRY_FP8:
-    case ENTRY_FP8_POWER: encode_fp8(kernels, format == ENTRY_FP8_POWER, row, width, to); return;
-    case ENTRY_FP4: encode_fp4(kernels, row, width, to); return;
-    case ENTRY_ROW584: encode_row584(kernels, row, to); return;
-    case ENTRY_ROWS: break;
+    const row_format *f = row_format_of(format);
+    const int64_t coded = width - f->plain, group = f->group > 0 ? f->group : coded;
+    const bool e2m1 = f->codes == CODES_E2M1;
+    uint8_t *codes = to, *scales = codes + row_data_bytes(format, width, dtype);
+    if (f->codes == CODES_NONE) {
+        kernels->rows->convert(row, QUERN_F32, to, dtype, width);
+        return;
     }
-    kernels->rows->convert(row, QUERN_F32, to, dtype, width);
+    for (int64_t i = 0; i < coded; i += group) {
+        const float quotient = largest_of(kernels, row + i, group, f->least) / (e2m1 ? 6.0f : 448.0f),
+                    scale = f->scales == SCALES_F32 ? quotient : power_above(quotient);
+        if (e2m1) kernels->formats->quantise_e2m1(row + i, scale, group, codes + i / 2);
+        else kernels->formats->quantise_e4m3(row + i, scale, group, codes + i);
+        scales = put_scale(f->scales, scale, scales);
+    }
+    memset(scales, 0, (size_t)f->tail);
+    kernels->rows->convert(row + coded, QUERN_F32, codes + coded, QUERN_BF16, f->plain);
 }
 
-float decode_fp8_codes(const cpu_kernels *kernels, const void *data, const void *scales, int64_t width,
-                       float *row)
+/* e4m3 by one f32 scale. */
+static float decode_whole(const cpu_kernels *kernels, const void *data, const void *scales, int64_t width,
+                          float *row)
 {
     float scale;
     memcpy(&scale, scales, sizeof scale);
@@ -105,25 +71,30 @@ float decode_fp8_codes(const cpu_kernels *kernels, const void *data, const void 
     return -scale;
 }
 
-float decode_fp4_codes(const cpu_kernels *kernels, const void *data, const void *scales, int64_t width,
-                       float *row)
+/* e2m1: a code is multiplied by the ratio of its scale to the row's largest. */
+static float decode_ratios(const cpu_kernels *kernels, const void *data, const uint8_t *exponent,
+                           int64_t groups, int64_t width, float *row)
 {
-    const uint8_t *exponent = scales;
-    float ratio[FP4_BLOCKS_MOST];
+    float ratio[GROUPS_MOST];
     int most = 0;
-    for (int64_t i = 0; i < width / FP4_BLOCK; i++) most = exponent[i] > most ? exponent[i] : most;
-    for (int64_t i = 0; i < width / FP4_BLOCK; i++) ratio[i] = ldexpf(1.0f, exponent[i] - most);
+    for (int64_t i = 0; i < groups; i++) most = exponent[i] > most ? exponent[i] : most;
+    for (int64_t i = 0; i < groups; i++) ratio[i] = ldexpf(1.0f, exponent[i] - most);
     kernels->formats->widen_e2m1(data, ratio, width, row);
     return ldexpf(1.0f, most - 127);
 }
 
-void decode_row584(const cpu_kernels *kernels, const void *data, const void *scales, float row[ROW584_WIDTH])
+float decode_row(const cpu_kernels *kernels, entry_format format, const void *data, const void *scales,
+                 int64_t width, float *row)
 {
-    const uint8_t *codes = data, *exponent = scales;
-    uint16_t plain[ROW584_PLAIN];
-    kernels->formats->widen_e4m3(codes, ROW584_CODES, row);
-    for (int64_t i = 0; i < ROW584_TILES; i++)
-        kernels->attention->scale_row(row + i * ROW584_TILE, e8m0_value(exponent[i]), ROW584_TILE);
-    memcpy(plain, codes + ROW584_CODES, sizeof plain);
-    kernels->rows->convert(plain, QUERN_BF16, row + ROW584_CODES, QUERN_F32, ROW584_PLAIN);
+    const row_format *f = row_format_of(format);
+    const int64_t coded = width - f->plain;
+    if (f->scales != SCALES_E8M0) return decode_whole(kernels, data, scales, width, row);
+    if (f->codes == CODES_E2M1) return decode_ratios(kernels, data, scales, width / f->group, width, row);
+    kernels->formats->widen_e4m3(data, coded, row);
+    for (int64_t i = 0; i < coded; i += f->group)
+        kernels->attention->scale_row(row + i, e8m0_value(((const uint8_t *)scales)[i / f->group]), f->group);
+    uint16_t plain[PLAIN_MOST];
+    memcpy(plain, (const uint8_t *)data + coded, (size_t)f->plain * sizeof *plain);
+    kernels->rows->convert(plain, QUERN_BF16, row + coded, QUERN_F32, f->plain);
+    return 1.0f;
 }
