@@ -195,10 +195,70 @@ static void missing_pages_are_counted(void **state)
     world_free(&w);
 }
 
+/* A fork is taken back into a page that it shares, and its next append is refused for want of a page. Once
+ * there is one, the column names that page, which must hold the rows of the shared one before the new. */
+static void a_page_taken_after_a_refused_append_holds_the_shared_rows(void **state)
+{
+    (void)state;
+    test_random random = {80};
+    for (int trial = 0; trial < 8; trial++) {
+        world w;
+        do w = world_make(&random);
+        while ((w.cache.params.page == 0 || w.cache.params.separate_win) && (world_free(&w), true));
+        quern_cache_params p = w.cache.params;
+        uint8_t token[130];
+        for (int i = 0; i < 130; i++) token[i] = (uint8_t)test_random_int(&random, 0, BANK - 1);
+        p.pages = 4;
+        cache_case_free(&w.cache);
+        cache_case_make(&w.cache, &p);
+        quern_cache *c = w.cache.cache;
+        for (int at = 0; at < 130; at += 26) /* three pages */
+            assert_int_equal(world_append(&w, c, 0, token + at, 26), QUERN_OK);
+        assert_int_equal(world_append(&w, c, 2, token, 1), QUERN_OK); /* the fourth */
+        assert_int_equal(quern_cache_fork(c, 0, 1), QUERN_OK);
+        assert_int_equal(quern_cache_rollback(c, 1, 4), QUERN_OK);
+        w.length[0] = 130, w.length[1] = 126, w.length[2] = 1;
+        for (int i = 0; i < 3; i++) memcpy(w.token[i], token, sizeof token);
+        REFUSED(world_append(&w, c, 1, token, 1), INVALID, "pool 0 lacks 1 pages");
+        world_check_all(&w);
+        world_empty(&w, 2);
+        assert_int_equal(world_append(&w, c, 1, token, 1), QUERN_OK);
+        w.token[1][w.length[1]++] = token[0];
+        world_check_all(&w);
+        world_free(&w);
+    }
+}
+
+/* *bytes goes in as the room, whatever it is where there is none, and comes out as the length. */
+static void save_takes_bytes_as_its_room_and_gives_the_length(void **state)
+{
+    (void)state;
+    test_random random = {81};
+    world w = world_make(&random);
+    for (int i = 0; i < 3; i++) world_grow(&w, 0, &random);
+    size_t bytes = 1, room;
+    assert_int_equal(quern_cache_save(w.ctx, w.cache.cache, 0, NULL, &bytes), QUERN_OK);
+    char *to = calloc(bytes + 1, 1);
+    room = bytes - 1;
+    assert_int_equal(quern_cache_save(w.ctx, w.cache.cache, 0, to, &room), QUERN_ERR_WORKSPACE);
+    assert_int_equal(room, bytes - 1);
+    for (size_t i = 0; i < bytes; i++) assert_int_equal(to[i], 0);
+    room = bytes + 1;
+    assert_int_equal(quern_cache_save(w.ctx, w.cache.cache, 0, to, &room), QUERN_OK);
+    assert_int_equal(room, bytes);
+    assert_int_equal(to[bytes], 0);
+    free(to);
+    world_free(&w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(copies_are_independent), cmocka_unit_test(damaged_bytes_are_refused),
-        cmocka_unit_test(copies_are_checked), cmocka_unit_test(missing_pages_are_counted)};
+        cmocka_unit_test(copies_are_independent),
+        cmocka_unit_test(damaged_bytes_are_refused),
+        cmocka_unit_test(copies_are_checked),
+        cmocka_unit_test(missing_pages_are_counted),
+        cmocka_unit_test(a_page_taken_after_a_refused_append_holds_the_shared_rows),
+        cmocka_unit_test(save_takes_bytes_as_its_room_and_gives_the_length)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -353,6 +353,33 @@ static void rows_that_cannot_be_stored(void **state)
     }
 }
 
+/* *bytes goes in as the room, whatever it is where there is none, and comes out as the length. */
+static void save_takes_bytes_as_its_room_and_gives_the_length(void **state)
+{
+    (void)state;
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+    test_random random = {4};
+    layer_case c = layer_storage_case(&random, ORACLE_CSA, QUERN_F32);
+    const quern_dsv4_layer_cache_params p = layer_storage_params(&c, &layer_storages[0], 2);
+    layer_store s = layer_store_open(&p);
+    for (int64_t at = 0; at < 9; at++) layer_case_append(&c, ctx, &s, 0, 0, at, 1);
+    size_t bytes = 1, room;
+    assert_int_equal(quern_dsv4_layer_cache_save(ctx, s.cache, 0, NULL, &bytes), QUERN_OK);
+    char *to = calloc(bytes + 1, 1);
+    room = bytes - 1;
+    assert_int_equal(quern_dsv4_layer_cache_save(ctx, s.cache, 0, to, &room), QUERN_ERR_WORKSPACE);
+    assert_int_equal(room, bytes - 1);
+    for (size_t i = 0; i < bytes; i++) assert_int_equal(to[i], 0);
+    room = bytes + 1;
+    assert_int_equal(quern_dsv4_layer_cache_save(ctx, s.cache, 0, to, &room), QUERN_OK);
+    assert_int_equal(room, bytes);
+    assert_int_equal(to[bytes], 0);
+    free(to);
+    layer_store_close(&s);
+    layer_case_free(&c);
+    quern_context_destroy(ctx);
+}
+
 /* What a decoding call of one token needs, of the layer's output alone. */
 static size_t workspace_of_one(const layer_case *c, quern_context *ctx, const layer_store *s)
 {
@@ -373,7 +400,7 @@ static size_t workspace_of_one(const layer_case *c, quern_context *ctx, const la
 }
 
 /* The workspace of a decoding call depends on the cache's capacity, not on what its sequences hold. */
-static void a_workspace_is_of_one_size(void **state)
+static void the_decode_workspace_does_not_grow_with_a_sequence(void **state)
 {
     (void)state;
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
@@ -397,7 +424,8 @@ static void a_workspace_is_of_one_size(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(a_workspace_is_of_one_size),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(the_decode_workspace_does_not_grow_with_a_sequence),
+                                       cmocka_unit_test(save_takes_bytes_as_its_room_and_gives_the_length),
                                        cmocka_unit_test(pages_and_saved_sequences_change_no_bit),
                                        cmocka_unit_test(damaged_bytes),
                                        cmocka_unit_test(forged_bytes),
