@@ -20,6 +20,14 @@ void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, vo
 typedef void parallel_ahead_body(void *arg, int64_t index, int64_t next, int32_t thread);
 void parallel_for_ahead(const stage_exec *exec, int64_t count, parallel_ahead_body *body, void *arg);
 
+/* Which of `count` tasks index `index` takes, so that each of `runs` threads, which most likely take turns,
+ * gets tasks that follow each other. */
+static inline int64_t parallel_in_runs(int64_t count, int64_t runs, int64_t index)
+{
+    const int64_t each = count / runs, longer = count % runs, run = index % runs;
+    return run * each + (run < longer ? run : longer) + index / runs;
+}
+
 /* How many forks lie between this process and the one that loaded the library. An executor from before the
  * last of them (exec->forks) has lost its threads and is not used. */
 int32_t parallel_forks(void);

@@ -290,11 +290,10 @@ static in_place_scratch *in_place_scratch_of(const gemm_job *job, int32_t thread
 static void product_outputs(void *arg, int64_t index, int32_t thread)
 {
     const gemm_job *job = arg;
-    /* Tasks start in the order of their indices, so one run of them goes to one thread, most likely: it has
-     * requested the weights that follow, and no other thread writes the columns beside its own meanwhile. */
-    const int64_t each = job->tasks / job->runs, longer = job->tasks % job->runs, run = index % job->runs,
-                  task = run * each + (run < longer ? run : longer) + index / job->runs;
-    const int64_t first = task * job->outputs, left = job->n - first, panel = job->kernels->panel,
+    /* A run of tasks: its thread has requested the weights that follow, and no other thread writes the
+     * columns beside its own meanwhile. */
+    const int64_t first = parallel_in_runs(job->tasks, job->runs, index) * job->outputs,
+                  left = job->n - first, panel = job->kernels->panel,
                   n = left < job->outputs ? left : job->outputs;
     in_place_scratch *s = in_place_scratch_of(job, thread);
     if (!s->packed) in_place_pack(&job->product, s->columns);

@@ -247,9 +247,7 @@ static void request_first(const e4m3_rows *rows)
  * they would get three quarters of the bandwidth, since what is read ahead of one is the other's. */
 static int64_t panel_of_task(const e4m3_job *job, int64_t task)
 {
-    const int64_t panels = job->args->groups * job->panels, share = panels / job->threads,
-                  more = panels % job->threads, first = task % job->threads;
-    return first * share + (first < more ? first : more) + task / job->threads;
+    return parallel_in_runs(job->args->groups * job->panels, job->threads, task);
 }
 
 /* The runs in one call, or as many as s->panel has room for scales of. */
