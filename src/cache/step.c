@@ -78,7 +78,7 @@ quern_status step_derive_decode(op_call *call)
     quern_status status = view_check_order(q, o);
     if (status == QUERN_OK) status = step_derive_rows(call, DD(q));
     if (status == QUERN_OK) status = view_check_head_dim("q", s[ST_D]);
-    if (status == QUERN_OK && o != NULL) status = op_check_activation(call, DD(o), 3);
+    if (status == QUERN_OK && o != NULL) status = op_check_ndim(call, DD(o), 3);
     if (status != QUERN_OK) return status;
     s[ST_DV] = o != NULL ? o->shape[2] : s[ST_PAGE] / CACHE_BLOCK - s[ST_D];
     s[ST_3] = 3;

@@ -226,8 +226,9 @@ typedef struct op_family {
     void (*roles)(op_call *call);
     /* Why a tensor is OP_REFUSED, as the sentence goes on behind "... is given": a constant, or in `text`. */
     const char *(*refuse)(const op_call *call, int32_t tensor, char text[OP_REASON]);
-    /* Checks extents, and sets those that no tensor has: `like` is set, needed tensors are there, and symbols
-     * have the extents of tensors that come in, but for those in shapes with lists. NULL: nothing follows. */
+    /* Checks extents, and sets those that no tensor has: `like` is set, needed tensors are there, dtypes and
+     * devices are right, and symbols have the extents of tensors that come in, but for those in shapes with
+     * lists. NULL: nothing follows. */
     quern_status (*derive)(op_call *call);
     /* Writes an index tensor that follows from the others; NULL: none does. */
     quern_status (*complete)(const op_call *call, int32_t tensor, int32_t *data);
@@ -332,11 +333,8 @@ quern_status op_check_ranges(const op_family *family, const void *params);
 int32_t op_first_used(const op_call *call, const int32_t *list, int32_t count);
 /* Bytes of a matrix [K, N] in the layout of the device's prepack stage. */
 quern_status op_repacked_bytes(const op_call *call, int64_t n, int64_t k, int64_t *bytes);
-/* Whether a tensor's ndim and dtype are those of an activation, its device that of call->like; extents are
- * free. */
-quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t ndim);
-/* The same for a tensor of any class. */
-quern_status op_check_kind(const op_call *call, int32_t tensor, int32_t ndim);
+/* That a tensor is there, and has so many dimensions. */
+quern_status op_check_ndim(const op_call *call, int32_t tensor, int32_t ndim);
 /* The batch: of `lead` where lengths are fixed, else by the extent of the offsets in tensor `cu`, which is
  * checked. */
 quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *lead, int64_t *batch);

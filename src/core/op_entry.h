@@ -21,4 +21,15 @@ size_t op_symbol_name(const op_family *family, int32_t symbol, const char **name
 int64_t op_param_value(const op_param *p, const void *params);
 void op_param_store(const op_param *p, void *params, int64_t value);
 
+/* ---- in op_tensors.c ---- */
+
+bool op_is_result(const op_call *call, int32_t tensor);
+/* Each tensor alone. */
+quern_status op_check_tensors(op_call *call, op_looks looks, op_used *used);
+/* That no tensor that is written shares memory with another, and that addresses are of the device. */
+quern_status op_check_memory(const op_call *call, const quern_tensor *const *given, const op_used *used);
+/* The status word (NULL: none), and that it shares no memory with the tensors (NULL: skips this). */
+quern_status op_check_status(const op_call *call, const quern_tensor *status,
+                             const quern_tensor *const *given, const op_used *used);
+
 #endif

@@ -201,20 +201,27 @@ quern_status view_check_data(const char *name, const quern_tensor *t, const view
     return QUERN_OK;
 }
 
-quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
-                            view_span *span)
+quern_status view_check_kind(const char *name, uint32_t dtypes, const quern_tensor *t,
+                             const quern_tensor *like)
 {
-    const char *name = want->name;
     char text[64];
     if (t->device != QUERN_CPU && t->device != QUERN_CUDA)
         return error_argument("%s: device %d: 0 (cpu) or 1 (cuda) is accepted", name, (int)t->device);
     if (like != NULL && (t->device != like->device || t->device_id != like->device_id))
         return error_argument("%s is on device %d:%d: all tensors of a call share one device, here %d:%d",
                               name, (int)t->device, t->device_id, (int)like->device, like->device_id);
-    if ((want->dtypes & view_dtype_bit(t->dtype)) == 0)
+    if ((dtypes & view_dtype_bit(t->dtype)) == 0)
         return error_argument("%s: dtype %s: %s is accepted", name, quern_dtype_name(t->dtype),
-                              dtype_list(want->dtypes, text));
-    const quern_status status = check_shape(want, t);
+                              dtype_list(dtypes, text));
+    return QUERN_OK;
+}
+
+quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
+                            view_span *span)
+{
+    const char *name = want->name;
+    quern_status status = view_check_kind(name, want->dtypes, t, like);
+    if (status == QUERN_OK) status = check_shape(want, t);
     if (status != QUERN_OK) return status;
     if (!find_span(t, span))
         return error_argument(

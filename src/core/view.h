@@ -42,7 +42,10 @@ typedef struct view_span {
     int64_t low, high;
 } view_span;
 
-/* Checks one tensor; the device as of `like` (NULL: any). *span is set. */
+/* Checks dtype and device, the latter as of `like` (NULL: any). */
+quern_status view_check_kind(const char *name, uint32_t dtypes, const quern_tensor *t,
+                             const quern_tensor *like);
+/* Checks one tensor; the kind as above. *span is set. */
 quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
                             view_span *span);
 /* Checks the address of a tensor that has elements and is otherwise as it should be. */

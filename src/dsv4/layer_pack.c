@@ -88,7 +88,7 @@ static quern_status derive_entries(op_call *call, int64_t width)
     quern_status status = layer_derive_pool(call, DLP(entries), p->format, width, entries);
     if (status != QUERN_OK || !op_uses(call, DLP(keys))) return status;
     const int64_t page = layer_page_of(entries, p->format, width);
-    if ((status = op_check_kind(call, DLP(keys), p->key_format == QUERN_DSV4_ROWS ? 3 : 2)) != QUERN_OK ||
+    if ((status = op_check_ndim(call, DLP(keys), p->key_format == QUERN_DSV4_ROWS ? 3 : 2)) != QUERN_OK ||
         (status = dsv4_check_stored(call, DLP(keys), p->key_format)) != QUERN_OK)
         return status;
     const int64_t of_key = key_width(call->given[DLP(keys)], p->key_format, page);
@@ -167,7 +167,7 @@ static quern_status derive(op_call *call)
     int64_t *s = call->symbol;
     s[PS_ONE] = 1;
     s[PS_PACKED] = 0;
-    if (raw->ndim != 3) return op_check_kind(call, DLP(raw), 3);
+    if (raw->ndim != 3) return op_check_ndim(call, DLP(raw), 3);
     const int64_t width = width_of(call);
     quern_status status = layer_derive_raw(call, DLP(raw), p->format, width);
     if (status == QUERN_OK && op_uses(call, DLP(entries))) status = derive_entries(call, width);

@@ -175,7 +175,7 @@ static quern_status derive_entries(op_call *call)
 
 quern_status layer_derive(op_call *call)
 {
-    quern_status status = op_check_activation(call, DL(x), call->family == &dsv4_layer_family ? 3 : 2);
+    quern_status status = op_check_ndim(call, DL(x), call->family == &dsv4_layer_family ? 3 : 2);
     if (status == QUERN_OK) status = derive_heads(call);
     if (status == QUERN_OK) status = derive_entries(call);
     for (int i = 0; i < 2 && status == QUERN_OK; i++)

@@ -89,7 +89,7 @@ int64_t layer_ring_of(bool csa, int64_t width, int64_t floats)
 /* That a tensor is there, of so many dimensions, in the dtype of its format. */
 static quern_status check_stored(op_call *call, int32_t tensor, int32_t ndim, quern_dsv4_format format)
 {
-    const quern_status status = op_check_kind(call, tensor, ndim);
+    const quern_status status = op_check_ndim(call, tensor, ndim);
     return status == QUERN_OK ? dsv4_check_stored(call, tensor, format) : status;
 }
 
@@ -97,11 +97,14 @@ quern_status layer_derive_raw(op_call *call, int32_t tensor, quern_dsv4_format f
 {
     const quern_status status = check_stored(call, tensor, 3, format);
     if (status != QUERN_OK) return status;
-    const int64_t *shape = call->given[tensor]->shape;
+    const int64_t *shape = call->given[tensor]->shape, *strides = call->given[tensor]->strides;
+    int64_t page; /* strides may be any numbers yet */
+    const bool overflows = __builtin_mul_overflow(shape[1], strides[1], &page);
     call->lead[LEAD_OF(LL_RAW)] = (op_extents){3, {shape[0], shape[1], dsv4_row_elements(format, width)}};
-    if (shape[0] > 1 && call->given[tensor]->strides[0] != shape[1] * call->given[tensor]->strides[1])
-        return error_argument("raw.strides[0] is %" PRId64 ": %" PRId64 ", pages without gaps, is accepted",
-                              call->given[tensor]->strides[0], shape[1] * call->given[tensor]->strides[1]);
+    if (shape[0] > 1 && (overflows || strides[0] != page))
+        return error_argument("raw.strides[0] is %" PRId64 ": %" PRId64 " times strides[1], %" PRId64
+                              ", pages without gaps, is accepted",
+                              strides[0], shape[1], strides[1]);
     if (shape[0] > INT32_MAX || shape[1] < 1 || shape[1] > INT32_MAX)
         return error_argument("raw has %" PRId64 " pages of %" PRId64
                               " rows: up to %d of 1 to %d are accepted",
@@ -196,7 +199,7 @@ int64_t layer_step_entries(const op_call *call)
 static quern_status derive_step(op_call *call)
 {
     int64_t *s = call->symbol;
-    const quern_status status = op_uses(call, DLS(copies)) ? op_check_kind(call, DLS(copies), 2) : QUERN_OK;
+    const quern_status status = op_uses(call, DLS(copies)) ? op_check_ndim(call, DLS(copies), 2) : QUERN_OK;
     if (status != QUERN_OK) return status;
     s[LS_1] = 1;
     s[LS_T] = call->like.shape[0];

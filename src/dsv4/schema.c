@@ -273,7 +273,7 @@ static quern_status derive(op_call *call)
     const quern_tensor *main = t[first];
     int64_t *s = call->symbol;
     const int32_t ndim = !call->varlen && main->ndim == 3 ? 3 : 2;
-    quern_status status = op_check_activation(call, first, ndim);
+    quern_status status = op_check_ndim(call, first, ndim);
     s[DS_B] = 1;
     if (status == QUERN_OK && (call->varlen || ndim == 3))
         status = op_find_batch(call, DC(cu_seqlens), main, &s[DS_B]);

@@ -202,8 +202,8 @@ static quern_status derive_tokens(op_call *call)
     int64_t *s = call->symbol;
     quern_status status;
     const int32_t ndim = hidden->ndim < 2 ? 2 : hidden->ndim < QUERN_MAX_DIMS ? hidden->ndim : QUERN_MAX_DIMS;
-    if ((status = op_check_activation(call, M(hidden), ndim)) != QUERN_OK ||
-        (status = op_check_kind(call, router,
+    if ((status = op_check_ndim(call, M(hidden), ndim)) != QUERN_OK ||
+        (status = op_check_ndim(call, router,
                                 router == M(logits)                                  ? ndim
                                 : router == M(gate_up) || router == M(gate_up_codes) ? 3
                                                                                      : 2)) != QUERN_OK)
@@ -231,7 +231,7 @@ static quern_status derive_width(const op_call *call, int64_t given, int32_t cod
     if (given > 0) return QUERN_OK;
     if (call->given[tensor] == NULL)
         return error_argument("%s is NULL and %s is 0: one of them is needed", tensors[tensor].field, field);
-    if ((status = op_check_kind(call, tensor, dims)) != QUERN_OK) return status;
+    if ((status = op_check_ndim(call, tensor, dims)) != QUERN_OK) return status;
     const int64_t *shape = call->given[tensor]->shape;
     *width = !in_floats ? shape[ndim - 1] / 2 : floats == M(shared_gate) ? shape[0] : shape[1] / 2;
     return QUERN_OK;

@@ -75,7 +75,7 @@ quern_status nsa_index_derive(op_call *call)
     const int32_t ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1;
     const quern_tensor *q = call->given[I(q_index)], *k = call->given[I(k_index)];
     const bool shared = k->ndim == ndim - 1;
-    quern_status status = op_check_activation(call, I(k_index), shared ? ndim - 1 : ndim);
+    quern_status status = op_check_ndim(call, I(k_index), shared ? ndim - 1 : ndim);
     if (status == QUERN_OK) status = view_check_head_dim("q_index", q->shape[at + 2]);
     int64_t *s = call->symbol;
     if (status == QUERN_OK) status = op_find_batch(call, call->family->varlen_by, q, &s[S_B]);

@@ -212,8 +212,7 @@ static quern_status derive_indexer(op_call *call)
     const int32_t ndim = call->varlen ? 3 : 4;
     int64_t *s = call->symbol;
     if (!op_uses(call, T(q_index))) return QUERN_OK;
-    quern_status status = op_check_activation(call, T(q_index), ndim);
-    if (status == QUERN_OK) status = view_check_head_dim("q_index", q->shape[ndim - 1]);
+    const quern_status status = view_check_head_dim("q_index", q->shape[ndim - 1]);
     if (status != QUERN_OK) return status;
     s[S_DI] = q->shape[ndim - 1];
     const bool shared = k != NULL && k->ndim == ndim - 1;
@@ -223,6 +222,8 @@ static quern_status derive_indexer(op_call *call)
         shared ? (op_extents){2, {s[S_T], s[S_DI]}} : (op_extents){3, {s[S_T], s[S_HS], s[S_DI]}};
     return QUERN_OK;
 }
+
+static const int8_t like[] = {T(q), T(o_cmp), T(o_slc), T(o_win), T(o), T(d_o), T(k), OP_NONE};
 
 /* Queries, keys and values give the extents: of each, the first that the operation uses. */
 static quern_status derive(op_call *call)
@@ -240,10 +241,9 @@ static quern_status derive(op_call *call)
         return error_argument("%s is NULL: a tensor is needed", compress_alone                  ? "k"
                                                                 : call->role[T(q)] == OP_NEEDED ? "q"
                                                                                                 : "o_cmp");
-    call->like = *call->given[lead];
     quern_status status = QUERN_OK;
     for (int i = 0; i < 3 && status == QUERN_OK; i++)
-        if (all[i] != OP_NONE) status = op_check_activation(call, all[i], ndim);
+        if (all[i] != OP_NONE) status = op_check_ndim(call, all[i], ndim);
     if (status != QUERN_OK) return status;
     const quern_tensor *const *t = call->given;
     int64_t *s = call->symbol;
@@ -316,6 +316,7 @@ const op_family nsa_family = {
     .tensors_init = "QUERN_NSA_TENSORS_INIT",
     .preset = preset,
     .leads = leads,
+    .like = like,
     .modes = modes,
     .mode_count = sizeof modes / sizeof *modes,
     .complete = complete,

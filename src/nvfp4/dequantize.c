@@ -76,9 +76,7 @@ static quern_status find_shape(op_call *call, op_extents *shape)
     const quern_tensor *codes = call->given[T(codes)], *x = call->given[T(x)], *of = x != NULL ? x : codes;
     const bool weight = PARAMS(call)->weight;
     const char *name = tensors[x != NULL ? T(x) : T(codes)].field;
-    quern_status status = nvfp4_check_dims(of, name, weight);
-    if (status != QUERN_OK) return status;
-    status = op_check_kind(call, x != NULL ? T(x) : T(codes), of->ndim);
+    const quern_status status = nvfp4_check_dims(of, name, weight);
     if (status != QUERN_OK) return status;
     const int32_t along = weight ? of->ndim - 2 : of->ndim - 1;
     shape->count = of->ndim;

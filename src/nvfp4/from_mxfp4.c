@@ -44,8 +44,6 @@ static quern_status derive(op_call *call)
     op_extents *rows = &call->lead[L_ROWS - OP_LEAD];
     if (codes->ndim < 1 || codes->ndim > QUERN_MAX_DIMS)
         return error_argument("mx_codes has %d dimensions: at least 1 is accepted", codes->ndim);
-    const quern_status status = op_check_kind(call, T(mx_codes), codes->ndim);
-    if (status != QUERN_OK) return status;
     rows->count = codes->ndim - 1;
     for (int32_t i = 0; i < rows->count; i++) rows->extent[i] = codes->shape[i];
     const int64_t bytes = codes->shape[codes->ndim - 1];

@@ -143,8 +143,6 @@ static quern_status derive_rows(op_call *call)
     const int32_t a = t[G(a)] != NULL ? G(a) : G(a_codes);
     int64_t *s = call->symbol;
     const int64_t columns = t[a]->shape[1], values = a == G(a) ? 1 : 2; /* of an element */
-    const quern_status status = op_check_kind(call, a, 2); /* before K, which codes of another type mistake */
-    if (status != QUERN_OK) return status;
     s[GS_E] = t[G(offsets)]->shape[0];
     s[GS_E1] = s[GS_E] + 1;
     if (columns > INT32_MAX / values || values * columns % QUERN_NVFP4_BLOCK != 0 || s[GS_T] > INT32_MAX)

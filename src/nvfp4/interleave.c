@@ -70,7 +70,7 @@ static quern_status derive_columns(op_call *call, int32_t pair)
     const int64_t q = PARAMS(call)->granularity;
     int64_t halves = from->shape[last], runs;
     if (whole != 2 * pair) {
-        const quern_status status = op_check_kind(call, whole, from->ndim);
+        const quern_status status = op_check_ndim(call, whole, from->ndim);
         if (status != QUERN_OK) return status;
         halves = to->shape[last];
     }
@@ -101,8 +101,7 @@ static quern_status derive(op_call *call)
         if (from->ndim < 1 || from->ndim > QUERN_MAX_DIMS)
             return error_argument("%s has %d dimensions: 1 to %d are accepted", tensors[2 * pair].field,
                                   from->ndim, QUERN_MAX_DIMS);
-        quern_status status = op_check_kind(call, 2 * pair, from->ndim);
-        if (status == QUERN_OK) status = derive_columns(call, pair);
+        const quern_status status = derive_columns(call, pair);
         if (status != QUERN_OK) return status;
         rows->count = from->ndim - 1;
         for (int32_t i = 0; i < rows->count; i++) rows->extent[i] = from->shape[i];

@@ -80,7 +80,7 @@ static quern_status find_extents(op_call *call)
     const quern_tensor *codes = call->given[T(b_codes)], *repacked = call->given[T(b_repacked)];
     const int32_t first = codes != NULL ? T(b_codes) : T(b_repacked);
     int64_t pairs = call->asked[ASKED_K] / 2;
-    const quern_status status = op_check_kind(call, first, codes != NULL ? 3 : 2);
+    const quern_status status = op_check_ndim(call, first, codes != NULL ? 3 : 2);
     if (status != QUERN_OK) return status;
     c->n = call->asked[ASKED_N];
     if (codes != NULL) {

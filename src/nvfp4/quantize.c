@@ -83,7 +83,6 @@ static quern_status derive(op_call *call)
     op_extents *shape = &call->lead[L_X - OP_LEAD];
     quern_status status;
     if ((status = nvfp4_check_dims(x, "x", p->weight)) != QUERN_OK ||
-        (status = op_check_kind(call, T(x), x->ndim)) != QUERN_OK ||
         (status = nvfp4_check_kind(call->given[T(given_global)], p->global_per, "given_global")) != QUERN_OK)
         return status;
     shape->count = x->ndim;

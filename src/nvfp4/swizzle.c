@@ -108,7 +108,7 @@ static quern_status find_matrix(op_call *call, int64_t *rows, int64_t *columns)
     const quern_tensor *linear = call->given[T(linear)], *swizzled = call->given[T(swizzled)];
     const int32_t first = linear != NULL ? T(linear) : T(swizzled), ndim = weight ? 3 : 2;
     op_extents *shape = &call->lead[L_LINEAR - OP_LEAD];
-    const quern_status status = op_check_kind(call, first, linear != NULL ? ndim : ndim - 1);
+    const quern_status status = op_check_ndim(call, first, linear != NULL ? ndim : ndim - 1);
     if (status != QUERN_OK) return status;
     *rows = linear != NULL ? linear->shape[weight ? 2 : 0] : call->asked[ASKED_ROWS];
     *columns = linear != NULL ? linear->shape[1] : call->asked[ASKED_COLUMNS];
