@@ -9,10 +9,11 @@
  * b is packed once into panels of 64 columns. A task is 192 rows by 256 columns: its tile of c (204 KiB)
  * and 256 columns of a (of bf16 512; 192 KiB) stay in L2 while the panels pass, 64 KiB of each at a time.
  * With fewer rows the panels, which come from L3 or memory, would pass too often. a is converted to f32 by
- * task, or multiplied as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each
- * panel once: a task is then one panel, which it packs piece by piece (32 KiB) as it multiplies, requesting
- * the next, so that b is read from memory once and nothing is written there. So many rows read a transposed
- * b of f32, or one of bf16 like theirs, in place (in_place.h), and few rows an f32 b with contiguous rows.
+ * task, up to 96 rows once for all tasks, or multiplied as bf16 where b is bf16 too and the level has the
+ * instruction. Up to 96 rows use each panel once: a task is then one panel, which it packs piece by piece
+ * (32 KiB) as it multiplies, requesting the next, so that b is read from memory once and nothing is written
+ * there. So many rows read a transposed b of f32, or one of bf16 like theirs, in place (in_place.h), and few
+ * rows an f32 b with contiguous rows.
  * Limit: FMA, or with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
@@ -43,6 +44,8 @@ typedef struct gemm_job {
     bool pairs;     /* bf16 products */
     bool once;      /* one tile of rows: panels are packed by the tasks */
     bool across;    /* b is read in place by mm_across_bf16 */
+    float *rows;    /* a in f32, for the tasks of all panels; NULL: each converts what it reads */
+    int64_t ld_rows;
     const float *b; /* panels, or the caller's rows */
     float *packed;  /* NULL: b is the caller's */
     int64_t ldb, panel_stride;
@@ -117,6 +120,9 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, bool repeat
     if (job.m <= ONCE_ROWS) {
         job.once = true;
         job.ldb = job.tile_columns = job.kernels->panel;
+        job.ld_rows = round_up16(job.k) + 16; /* so that rows do not share the cache's sets */
+        if (!job.pairs && !repeated && args->a.dtype != QUERN_F32 && !args->a_transposed)
+            job.rows = arena_take(a, (size_t)(job.m * job.ld_rows) * sizeof(float));
     } else {
         job.ldb = job.kernels->panel;
         job.panel_stride = round_up(job.pairs ? job.k / 2 : job.k, 64) * job.kernels->panel;
@@ -181,6 +187,7 @@ static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t
     const quern_tensor *a = &job->args->a;
     const bool across = job->args->a_transposed;
     const char *first = across ? element(a, p, row) : element(a, row, p);
+    if (job->rows != NULL) return (operand){job->rows + row * job->ld_rows + p, job->ld_rows, 1};
     if (job->pairs && job->once && a->strides[0] % 2 == 0 && (uintptr_t)first % sizeof(float) == 0)
         return (operand){first, a->strides[0] / 2, 1}; /* one panel gains less than a copy costs */
     if (job->pairs) {
@@ -196,6 +203,15 @@ static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t
     for (int64_t i = 0; i < lines; i++)
         job->kernels->rows->convert(first + i * step, a->dtype, copy + i * ld, QUERN_F32, n);
     return (operand){copy, across ? 1 : ld, across ? ld : 1};
+}
+
+static void convert_row(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const gemm_job *job = arg;
+    const quern_tensor *a = &job->args->a;
+    job->kernels->rows->convert(element(a, index, 0), a->dtype, job->rows + index * job->ld_rows, QUERN_F32,
+                                job->k);
 }
 
 static void store_tile(const gemm_job *job, const float *tile, int64_t ld, int64_t row, int64_t rows,
@@ -318,6 +334,7 @@ static void multiply(const stage_exec *exec, gemm_job *job, bool *packed)
         parallel_for(exec, panels * ((job->k + job->depth - 1) / job->depth), pack_part, job);
         *packed = true;
     }
+    if (job->rows != NULL) parallel_for(exec, job->m, convert_row, job);
     parallel_for(exec, (job->m + TILE_ROWS - 1) / TILE_ROWS * job->tiles_n, product_tile, job);
 }
 
