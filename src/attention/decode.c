@@ -63,10 +63,10 @@ static const op_entry ops[] = {
 };
 
 const op_family attention_decode_family = {
-    OP_TABLES(operations, step_decode_tensors, attention_param_rows, step_symbols, ops),
+    OP_TABLES(operations, attention_param_rows, step_symbols, ops),
+    OP_ROWS(step_decode_tensors, quern_decode_tensors, QUERN_DECODE_TENSORS_INIT),
     OP_CALL(quern_attention_params, QUERN_ATTENTION_PARAMS_INIT, OP_STEP_BYTES(decode)),
     .first = QUERN_OP_ATTENTION_DECODE_STEP,
-    .tensors_init = "QUERN_DECODE_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = step_derive_decode,

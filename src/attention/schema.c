@@ -35,7 +35,6 @@ static const op_tensor tensors[] = {
     {"kv_count", "kv_count", OP_I32, OP_NONE, {B}, {0}},
     {"d_sink", "dsink", OP_F32, A(sink), {H}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == ATTENTION_TENSORS, "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_attention_params, member)
 const op_param attention_param_rows[ATTENTION_PARAMS] = {
@@ -132,12 +131,12 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family attention_family = {
-    OP_TABLES(operations, tensors, attention_param_rows, symbols, ops),
+    OP_TABLES(operations, attention_param_rows, symbols, ops),
+    OP_ROWS(tensors, quern_attention_tensors, QUERN_ATTENTION_TENSORS_INIT),
     OP_CALL(quern_attention_params, QUERN_ATTENTION_PARAMS_INIT,
             OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(rowdot) + OP_STEP_BYTES(attend)),
     .first = QUERN_OP_ATTENTION_FORWARD,
     .varlen_by = A(cu_seqlens_q),
-    .tensors_init = "QUERN_ATTENTION_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

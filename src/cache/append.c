@@ -26,7 +26,6 @@ static const op_tensor tensors[] = {
     {"k_index", "k_I", OP_ACTIVATION, OP_NONE, {ST_T, ST_HI, ST_DI}, {0}},
     STEP_INDEX,
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_tensors), "a row a tensor");
 
 static const char *const compressions[] = {"mean", "linear", NULL};
 #define FIELD(member) OP_FIELD(quern_cache_step_params, member)
@@ -141,22 +140,6 @@ static void build(op_build *b)
                               .pe_v = op_view(b->call, DR(pe_v), false)};
 }
 
-/* Copies between pages of a pool that the call has. */
-static quern_status check_copies(const copy_pages_args *args, const int32_t *copies)
-{
-    const int64_t pages = args->pages.shape[0];
-    for (int64_t i = 0; i < args->copies.shape[0]; i++) {
-        const int32_t *copy = copies + i * args->copies.strides[0];
-        for (int64_t k = 1; copy[0] == args->pool && k < 3; k++) {
-            const int32_t page = copy[k * args->copies.strides[1]];
-            if (page < 0 || page >= pages)
-                return error_argument("copies[%lld][%lld] is %d: a page of pool %d, 0 to %lld, is accepted",
-                                      (long long)i, (long long)k, page, copy[0], (long long)pages - 1);
-        }
-    }
-    return QUERN_OK;
-}
-
 static quern_status check_data(const op_call *call, void *const *data)
 {
     const quern_cache_step_params *p = op_params(call);
@@ -172,7 +155,7 @@ static quern_status check_data(const op_call *call, void *const *data)
         const cache_copy_args *args = op_step_args(step);
         if (step->stage == OP_cache_copy && args->plane.ring > 0)
             status = step_check_table(&s, &args->plane, DR(win_table), false);
-        if (step->stage == OP_copy_pages) status = check_copies(op_step_args(step), data[DR(copies)]);
+        if (step->stage == OP_copy_pages) status = step_check_copies(op_step_args(step), data[DR(copies)]);
     }
     return status;
 }
@@ -184,11 +167,11 @@ static const op_entry ops[] = {
 };
 
 const op_family cache_append_family = {
-    OP_TABLES(operations, tensors, params, step_symbols, ops),
+    OP_TABLES(operations, params, step_symbols, ops),
+    OP_ROWS(tensors, quern_cache_tensors, QUERN_CACHE_TENSORS_INIT),
     OP_CALL(quern_cache_step_params, QUERN_CACHE_STEP_PARAMS_INIT,
             5 * OP_STEP_BYTES(copy_pages) + 4 * OP_STEP_BYTES(cache_copy) + OP_STEP_BYTES(cache_compress)),
     .first = QUERN_OP_CACHE_APPEND_STEP,
-    .tensors_init = "QUERN_CACHE_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

@@ -13,17 +13,10 @@
 static const uint64_t cache_magic = 0x65686361436e5551; /* "QUnCache" */
 static const uint64_t saved_magic = 0x717553636e657551; /* "QuencSuq" */
 
-static quern_status check_range(const char *name, int64_t given, int64_t least, int64_t most)
-{
-    if (given >= least && given <= most) return QUERN_OK;
-    return error_argument("params.%s is %lld: %lld to %lld is accepted", name, (long long)given,
-                          (long long)least, (long long)most);
-}
-
 /* The compression's fields; resolves the stride. */
 static quern_status check_compression(quern_cache_params *p)
 {
-    quern_status status = check_range("block_size", p->block_size, 1, INT32_MAX);
+    quern_status status = error_in_range("params.block_size", p->block_size, 1, INT32_MAX);
     if (status == QUERN_OK) status = cache_check_stride("params.", p->block_size, &p->stride);
     if (status != QUERN_OK) return status;
     if (p->compress == QUERN_NSA_COMPRESS_MEAN || p->compress == QUERN_NSA_COMPRESS_LINEAR) return QUERN_OK;
@@ -35,15 +28,15 @@ static quern_status check_sparse(quern_cache_params *p)
 {
     quern_status status = QUERN_OK;
     if (p->index_heads == 0) p->index_dim = 0;
-    else if ((status = check_range("index_heads", p->index_heads, 1, INT32_MAX)) == QUERN_OK)
+    else if ((status = error_in_range("params.index_heads", p->index_heads, 1, INT32_MAX)) == QUERN_OK)
         status = view_check_head_dim("params.index_dim", p->index_dim);
     if (status == QUERN_OK && p->block_size != 0) status = check_compression(p);
     if (p->block_size == 0) p->stride = 0;
     if (p->block_size == 0 && p->index_heads == 0) p->separate_slc = p->separate_win = false;
     if (!p->separate_win) p->window = p->step = 0;
     if (status != QUERN_OK || !p->separate_win) return status;
-    status = check_range("window", p->window, 1, INT32_MAX);
-    return status == QUERN_OK ? check_range("step", p->step, 1, INT32_MAX) : status;
+    status = error_in_range("params.window", p->window, 1, INT32_MAX);
+    return status == QUERN_OK ? error_in_range("params.step", p->step, 1, INT32_MAX) : status;
 }
 
 static quern_status check_params(const quern_cache_params *given, quern_cache_params *p)
@@ -53,23 +46,15 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
     if (status != QUERN_OK) return status;
     if ((VIEW_ACTIVATION & view_dtype_bit(p->dtype)) == 0)
         return error_argument("params.dtype is %s: f32, f16 or bf16 is accepted", quern_dtype_name(p->dtype));
-    const struct {
-        const char *name;
-        int64_t given, least, most;
-    } ranges[] = {{"sequences", p->sequences, 1, INT32_MAX},
-                  {"kv_heads", p->kv_heads, 1, INT32_MAX},
-                  {"capacity", p->capacity, 1, INT32_MAX}};
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
-        if ((status = check_range(ranges[i].name, ranges[i].given, ranges[i].least, ranges[i].most)) !=
-            QUERN_OK)
-            return status;
-    if ((status = view_check_head_dim("params.dim", p->dim)) != QUERN_OK ||
-        (status = view_check_head_dim("params.dim_v", p->dim_v)) != QUERN_OK)
-        return status;
-    if (p->page != 0 && p->page != QUERN_CACHE_PAGE)
-        return error_argument("params.page is %lld: 0 (contiguous) or 64 is accepted", (long long)p->page);
-    if (p->page != 0 && (status = check_range("pages", p->pages, 1, INT32_MAX)) != QUERN_OK) return status;
-    return check_sparse(p);
+    status = error_in_range("params.sequences", p->sequences, 1, INT32_MAX);
+    if (status == QUERN_OK) status = error_in_range("params.kv_heads", p->kv_heads, 1, INT32_MAX);
+    if (status == QUERN_OK) status = error_in_range("params.capacity", p->capacity, 1, INT32_MAX);
+    if (status == QUERN_OK) status = view_check_head_dim("params.dim", p->dim);
+    if (status == QUERN_OK) status = view_check_head_dim("params.dim_v", p->dim_v);
+    if (status == QUERN_OK && p->page != 0 && p->page != QUERN_CACHE_PAGE)
+        status = error_argument("params.page is %lld: 0 (contiguous) or 64 is accepted", (long long)p->page);
+    if (status == QUERN_OK && p->page != 0) status = error_in_range("params.pages", p->pages, 1, INT32_MAX);
+    return status == QUERN_OK ? check_sparse(p) : status;
 }
 
 /* What follows from the parameters. */

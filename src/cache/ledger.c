@@ -15,13 +15,6 @@
 
 static const uint64_t ledger_magic = 0x72656467656c7551; /* "Quledger" */
 
-static quern_status in_range(const char *name, int64_t given, int64_t least, int64_t most)
-{
-    if (given >= least && given <= most) return QUERN_OK;
-    return error_argument("params.%s is %lld: %lld to %lld is accepted", name, (long long)given,
-                          (long long)least, (long long)most);
-}
-
 int64_t ledger_rows(const ledger_pool *pool, int64_t tokens)
 {
     const quern_ledger_pool *p = &pool->params;
@@ -44,11 +37,11 @@ static quern_status check_pool(quern_ledger_pool *pool)
     }
     if (pool->block == 0) pool->block = 1;
     if (pool->stride == 0) pool->stride = pool->block;
-    quern_status status = in_range("pools[].page", pool->page, 1, INT32_MAX);
-    if (status == QUERN_OK) status = in_range("pools[].pages", pool->pages, 0, INT32_MAX);
-    if (status == QUERN_OK) status = in_range("pools[].block", pool->block, 1, INT32_MAX);
-    if (status == QUERN_OK) status = in_range("pools[].stride", pool->stride, 1, INT32_MAX);
-    return status == QUERN_OK ? in_range("pools[].ring", pool->ring, 0, INT32_MAX) : status;
+    quern_status status = error_in_range("params.pools[].page", pool->page, 1, INT32_MAX);
+    if (status == QUERN_OK) status = error_in_range("params.pools[].pages", pool->pages, 0, INT32_MAX);
+    if (status == QUERN_OK) status = error_in_range("params.pools[].block", pool->block, 1, INT32_MAX);
+    if (status == QUERN_OK) status = error_in_range("params.pools[].stride", pool->stride, 1, INT32_MAX);
+    return status == QUERN_OK ? error_in_range("params.pools[].ring", pool->ring, 0, INT32_MAX) : status;
 }
 
 /* A pool's columns and pages. */
@@ -108,10 +101,11 @@ quern_status ledger_layout(const quern_ledger_params *given, quern_ledger *l, si
     *l = (quern_ledger){.magic = ledger_magic, .params = QUERN_LEDGER_PARAMS_INIT, .batch = -1};
     quern_ledger_params *p = &l->params;
     quern_status status = op_struct(p, given, "params", "QUERN_LEDGER_PARAMS_INIT");
-    if (status == QUERN_OK) status = in_range("sequences", p->sequences, 1, INT32_MAX);
-    if (status == QUERN_OK) status = in_range("capacity", p->capacity, 1, INT32_MAX);
-    if (status == QUERN_OK) status = in_range("rollback", p->rollback, 0, QUERN_LEDGER_ROLLBACK_MOST);
-    if (status == QUERN_OK) status = in_range("step", p->step, 0, INT32_MAX);
+    if (status == QUERN_OK) status = error_in_range("params.sequences", p->sequences, 1, INT32_MAX);
+    if (status == QUERN_OK) status = error_in_range("params.capacity", p->capacity, 1, INT32_MAX);
+    if (status == QUERN_OK)
+        status = error_in_range("params.rollback", p->rollback, 0, QUERN_LEDGER_ROLLBACK_MOST);
+    if (status == QUERN_OK) status = error_in_range("params.step", p->step, 0, INT32_MAX);
     for (int i = 0; i < QUERN_LEDGER_POOLS && status == QUERN_OK; i++) {
         status = check_pool(&p->pools[i]);
         l->pool[i].params = p->pools[i];
@@ -185,10 +179,7 @@ quern_status ledger_check_sequence(const quern_ledger *ledger, int64_t sequence,
 {
     const quern_status status = ledger_check(ledger);
     if (status != QUERN_OK) return status;
-    if (sequence < 0 || sequence >= ledger->params.sequences)
-        return error_argument("%s is %lld: 0 to %lld is accepted", name, (long long)sequence,
-                              (long long)ledger->params.sequences - 1);
-    return QUERN_OK;
+    return error_in_range(name, sequence, 0, ledger->params.sequences - 1);
 }
 
 /* The same, for a call that changes the sequence, which no step may have. */
@@ -200,19 +191,13 @@ static quern_status check_change(const quern_ledger *ledger, int64_t sequence, c
                           (long long)sequence);
 }
 
-static quern_status check_pool_number(int64_t pool)
-{
-    if (pool >= 0 && pool < LEDGER_POOLS) return QUERN_OK;
-    return error_argument("pool is %lld: 0 to %d is accepted", (long long)pool, LEDGER_STATES);
-}
-
 quern_status quern_ledger_pages(const quern_ledger_params *params, int64_t pool, int64_t tokens,
                                 int64_t *pages, int64_t *whole)
 {
     quern_ledger l;
     size_t bytes;
     quern_status status = ledger_layout(params, &l, &bytes);
-    if (status == QUERN_OK) status = check_pool_number(pool);
+    if (status == QUERN_OK) status = error_in_range("pool", pool, 0, LEDGER_STATES);
     if (status != QUERN_OK) return status;
     if (tokens < 0 || tokens > l.params.capacity)
         return error_argument("tokens is %lld: 0 to the capacity %lld is accepted", (long long)tokens,
@@ -225,7 +210,7 @@ quern_status quern_ledger_pages(const quern_ledger_params *params, int64_t pool,
 quern_status quern_ledger_free_pages(const quern_ledger *ledger, int64_t pool, int64_t *pages)
 {
     quern_status status = ledger_check(ledger);
-    if (status == QUERN_OK) status = check_pool_number(pool);
+    if (status == QUERN_OK) status = error_in_range("pool", pool, 0, LEDGER_STATES);
     if (status != QUERN_OK) return status;
     if (pages == NULL) return error_argument("pages is NULL: a place for the count is needed");
     *pages = ledger->pool[pool].left;

@@ -25,8 +25,6 @@ static const op_tensor tensors[] = {
     {"packed", "packed", OP_U8, OP_NONE, {ST_PACKED}, {0}},
     STEP_INDEX,
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_cache_pack_tensors),
-               "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_cache_pack_params, member)
 static const op_param params[] = {
@@ -149,10 +147,10 @@ static const op_entry ops[] = {
 };
 
 const op_family cache_pack_family = {
-    OP_TABLES(operations, tensors, params, step_symbols, ops),
+    OP_TABLES(operations, params, step_symbols, ops),
+    OP_ROWS(tensors, quern_cache_pack_tensors, QUERN_CACHE_PACK_TENSORS_INIT),
     OP_CALL(quern_cache_pack_params, QUERN_CACHE_PACK_PARAMS_INIT, CACHE_POOLS *OP_STEP_BYTES(pack_rows)),
     .first = QUERN_OP_CACHE_PACK,
-    .tensors_init = "QUERN_CACHE_PACK_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

@@ -24,8 +24,6 @@ const op_tensor step_decode_tensors[] = {
     {"q_index", "q_I", OP_ACTIVATION, OP_NONE, {ST_T, ST_HS, ST_DI}, {0}},
     STEP_INDEX,
 };
-_Static_assert(sizeof step_decode_tensors / sizeof *step_decode_tensors == STEP_DECODE_TENSORS,
-               "a row a tensor");
 
 void step_pool_roles(op_call *call, int32_t tokens, bool entries, op_role of_pools)
 {
@@ -130,6 +128,22 @@ static int64_t end_of(const step_data *s, int64_t b, int64_t *count)
     const int64_t slot = number(&s->step->slots, s->data[s->slots], b);
     *count = slot < 0 ? 0 : number(&s->step->rows, cu, b + 1) - number(&s->step->rows, cu, b);
     return *count + (slot < 0 ? 0 : number(&s->step->positions, s->data[s->slots + STEP_POSITIONS], b));
+}
+
+quern_status step_check_copies(const copy_pages_args *args, const int32_t *copies)
+{
+    const int64_t pages = args->pages.shape[0];
+    for (int64_t i = 0; i < args->copies.shape[0]; i++) {
+        const int32_t *copy = copies + i * args->copies.strides[0];
+        for (int64_t k = 1; copy[0] == args->pool && k < 3; k++) {
+            const int32_t page = copy[k * args->copies.strides[1]];
+            if (page < 0 || page >= pages)
+                return error_argument("copies[%" PRId64 "][%" PRId64
+                                      "] is %d: a page or slot of pool %d, 0 to %" PRId64 ", is accepted",
+                                      i, k, page, copy[0], pages - 1);
+        }
+    }
+    return QUERN_OK;
 }
 
 quern_status step_check_numbers(const stage_step *step, const int32_t *cu, const int32_t *positions,

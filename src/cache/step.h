@@ -122,6 +122,8 @@ quern_status step_check(const step_data *s);
 /* The offsets and positions of a step of any operation: rows is a view of ranges in cu. */
 quern_status step_check_numbers(const stage_step *step, const int32_t *cu, const int32_t *positions,
                                 int64_t batch, int64_t tokens);
+/* The copies of a step: those in the pool of `args` are between its pages, or slots of states. */
+quern_status step_check_copies(const copy_pages_args *args, const int32_t *copies);
 /* A table of the step: that the pages of each sequence's rows of a kind are the pool's. */
 quern_status step_check_table(const step_data *s, const cache_plane *plane, int32_t table, bool entries);
 /* Of a call of pack_rows steps alone: that the tables name pages of the pools, before any is written. */

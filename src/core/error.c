@@ -37,6 +37,13 @@ quern_status error_argument(const char *format, ...)
     return QUERN_ERR_INVALID_ARGUMENT;
 }
 
+quern_status error_in_range(const char *name, int64_t given, int64_t least, int64_t most)
+{
+    if (given >= least && given <= most) return QUERN_OK;
+    return error_argument("%s is %lld: %lld to %lld is accepted", name, (long long)given, (long long)least,
+                          (long long)most);
+}
+
 quern_status error_status(void)
 {
     return last_status;

@@ -14,6 +14,8 @@
 quern_status error_set(quern_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The same with QUERN_ERR_INVALID_ARGUMENT, as nearly all refusals have it. */
 quern_status error_argument(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* Refuses a number that is out of its range. */
+quern_status error_in_range(const char *name, int64_t given, int64_t least, int64_t most);
 /* The status that the calling thread's last sentence was stored with. */
 quern_status error_status(void);
 

@@ -45,10 +45,9 @@ quern_status op_check_ranges(const op_family *family, const void *params)
             if (!isfinite(x))
                 return error_argument("%s is %g: a finite number is accepted", p->field, (double)x);
         } else {
-            const int64_t x = op_param_value(p, params);
-            if (x < p->least || x > p->most)
-                return error_argument("%s is %lld: %lld to %lld is accepted", p->field, (long long)x,
-                                      (long long)p->least, (long long)p->most);
+            const quern_status status =
+                error_in_range(p->field, op_param_value(p, params), p->least, p->most);
+            if (status != QUERN_OK) return status;
         }
     }
     return QUERN_OK;

@@ -238,14 +238,20 @@ typedef struct op_family {
 } op_family;
 
 /* The tables of a family: arrays whose extents are known; of parameters maybe the first of a longer list. */
-#define OP_TABLES(its_operations, its_tensors, its_params, its_symbols, its_entries)                         \
-    OP_TABLES_WITH(its_operations, its_tensors, its_params, sizeof(its_params) / sizeof *(its_params),       \
-                   its_symbols, its_entries)
-#define OP_TABLES_WITH(its_operations, its_tensors, its_params, count, its_symbols, its_entries)             \
+#define OP_TABLES(its_operations, its_params, its_symbols, its_entries)                                      \
+    OP_TABLES_WITH(its_operations, its_params, sizeof(its_params) / sizeof *(its_params), its_symbols,       \
+                   its_entries)
+#define OP_TABLES_WITH(its_operations, its_params, count, its_symbols, its_entries)                          \
     .operations = (its_operations), .operation_count = sizeof(its_operations) / sizeof *(its_operations),    \
-    .tensors = (its_tensors), .tensor_count = sizeof(its_tensors) / sizeof *(its_tensors),                   \
     .params = (its_params), .param_count = (count), .symbols = (its_symbols), .entries = (its_entries),      \
     .entry_count = sizeof(its_entries) / sizeof *(its_entries)
+/* The table of its tensors: a row for each field of their struct, which `init` begins. */
+#define OP_ROWS(rows, type, init)                                                                            \
+    .tensors = (rows), .tensors_init = #init,                                                                \
+    .tensor_count = sizeof(struct {                                                                          \
+        _Static_assert(sizeof(rows) / sizeof *(rows) == OP_TENSOR_COUNT(type), "a row a tensor");            \
+        char each[OP_TENSOR_COUNT(type)];                                                                    \
+    })
 
 /* Its struct: an op_call, parameters with their _INIT macro, and steps. */
 #define OP_CALL(its_params, init, program_bytes)                                                             \

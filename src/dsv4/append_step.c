@@ -103,12 +103,10 @@ static const char *refuse(const op_call *call, int32_t tensor, char text[OP_REAS
 }
 
 /* Rows of the states' rings, from the floats of a state. */
-static int64_t ring_of(const op_call *call, int64_t floats)
+static int64_t ring_of(const op_call *call)
 {
-    const bool overlap = PARAMS(call)->kind == QUERN_DSV4_CSA;
-    const int64_t width = call->symbol[DS_C],
-                  ring = (floats - pool_sums_floats(overlap, width)) / pool_row_columns(overlap, width);
-    return ring < 0 ? 0 : ring > DSV4_RING_MOST ? DSV4_RING_MOST : ring;
+    const int64_t *s = call->symbol;
+    return dsv4_ring_of(PARAMS(call)->kind == QUERN_DSV4_CSA, s[DS_C], s[DS_FLOATS]);
 }
 
 /* The extents of a compressor's entries: rows, or with a table pages, whose slots are a number that
@@ -176,7 +174,7 @@ static quern_status derive(op_call *call)
                               s[DS_B], INT32_MAX);
     s[DS_B1] = s[DS_B] + 1;
     s[DS_N] = s[DS_T] / s[DS_R] + s[DS_B];
-    const int64_t ring = ring_of(call, s[DS_FLOATS]);
+    const int64_t ring = ring_of(call);
     s[DS_FLOATS] = pool_state_floats(PARAMS(call)->kind == QUERN_DSV4_CSA, s[DS_C], ring);
     s[DS_COPY] = 3;
     status = derive_out(call, MAIN);
@@ -225,7 +223,7 @@ static void build(op_build *b)
     for (int i = 0; i < parts; i++) proj[i] = dsv4_append_projection(b, i == INDEX, &c->weights[i]);
     pool_append_args *args = OP_ADD(b, pool_append);
     args->ratio = c->params.ratio;
-    args->ring = ring_of(b->call, b->call->symbol[DS_FLOATS]);
+    args->ring = ring_of(b->call);
     args->overlap = c->params.kind == QUERN_DSV4_CSA;
     args->step = (stage_step){view(b, DP(slots)), view(b, DP(positions)), view_ranges(&cu)};
     args->fault = view(b, DP(fault));
@@ -237,23 +235,6 @@ static void build(op_build *b)
 static int32_t number(const quern_tensor *t, const void *data, int64_t i)
 {
     return ((const int32_t *)data)[i * t->strides[0]];
-}
-
-/* Copies of states are of slots. */
-static quern_status check_copies(const op_call *call, void *const *data)
-{
-    const copy_pages_args *args = OP_FIND(call, copy_pages);
-    for (int64_t i = 0; args != NULL && i < args->copies.shape[0]; i++) {
-        const int32_t *copy = (const int32_t *)data[DP(copies)] + i * args->copies.strides[0];
-        for (int64_t k = 1; copy[0] == QUERN_LEDGER_STATES && k < 3; k++) {
-            const int32_t slot = copy[k * args->copies.strides[1]];
-            if (slot < 0 || slot >= call->symbol[DS_SLOTS])
-                return error_argument("copies[%" PRId64 "][%" PRId64
-                                      "] is %d: a slot of states, 0 to %" PRId64 ", is accepted",
-                                      i, k, slot, call->symbol[DS_SLOTS] - 1);
-        }
-    }
-    return QUERN_OK;
 }
 
 /* The slot whose state a slot has once the copies are made. */
@@ -333,7 +314,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     for (int i = 0; i < POOL_PARTS && status == QUERN_OK; i++)
         if (args->part[i].width > 0)
             status = dsv4_weight_check_data(call, &dsv4_append_weights[i], &c->weights[i], data);
-    if (status == QUERN_OK) status = check_copies(call, data);
+    const copy_pages_args *copies = OP_FIND(call, copy_pages);
+    if (status == QUERN_OK && copies != NULL) status = step_check_copies(copies, data[DP(copies)]);
     if (args->fault.ndim > 0) return status; /* faults of sequences are no errors */
     if (status == QUERN_OK)
         status = step_check_numbers(&args->step, data[DP(cu)], data[DP(positions)], call->symbol[DS_B],
@@ -351,11 +333,10 @@ static const op_entry ops[] = {
          "a step's tokens into the states of DeepSeek-V4's compressors, and the entries that become whole"},
 };
 const op_family dsv4_append_step_family = {
-    OP_TABLES_WITH(operations, dsv4_append_rows, dsv4_compress_param_rows, DSV4_APPEND_PARAMS,
-                   dsv4_compress_symbols, ops),
+    OP_TABLES_WITH(operations, dsv4_compress_param_rows, DSV4_APPEND_PARAMS, dsv4_compress_symbols, ops),
+    OP_ROWS(dsv4_append_rows, quern_dsv4_append_tensors, QUERN_DSV4_APPEND_TENSORS_INIT),
     OP_OWN_CALL(step_call, QUERN_DSV4_COMPRESS_PARAMS_INIT),
     .first = QUERN_OP_DSV4_APPEND_STEP,
-    .tensors_init = "QUERN_DSV4_APPEND_TENSORS_INIT",
     .like = like,
     .check_params = check_params,
     .roles = roles,

@@ -28,8 +28,6 @@ static const op_tensor tensors[] = {
     {"kv_table", "kv_table", OP_I32, OP_NONE, {AS_B, AS_KV_COLUMNS}, {0}},
     {"kv_cmp_table", "kv_cmp_table", OP_I32, OP_NONE, {AS_B, AS_CMP_COLUMNS}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_attention_tensors),
-               "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_dsv4_attention_params, member)
 static const op_param params[] = {
@@ -240,11 +238,11 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family dsv4_attention_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_attention_tensors, QUERN_DSV4_ATTENTION_TENSORS_INIT),
     OP_CALL(quern_dsv4_attention_params, QUERN_DSV4_ATTENTION_PARAMS_INIT, OP_STEP_BYTES(attend_mqa)),
     .first = QUERN_OP_DSV4_ATTENTION,
     .varlen_by = DA(cu_seqlens),
-    .tensors_init = "QUERN_DSV4_ATTENTION_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

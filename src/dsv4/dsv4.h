@@ -40,6 +40,8 @@ static inline int64_t dsv4_page_elements(quern_dsv4_format format, int64_t width
 {
     return dsv4_row_elements(format, width) * (format != QUERN_DSV4_ROWS && page > 0 ? page : 1);
 }
+/* Rows of the ring of a state of so many floats. */
+int64_t dsv4_ring_of(bool overlap, int64_t width, int64_t floats);
 /* The stages' description of norm, rotation and format; norm_weight and cos_sin may be NULL. */
 entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,
                       const quern_tensor *cos_sin);

@@ -40,8 +40,6 @@ static const op_tensor tensors[] = {
     {"d_f", "df", OP_ACTIVATION, H(f), {HS_T, HS_D}, {0}},
     {"d_pre_in", "dpre_in", OP_F32, H(pre_in), {HS_T, HS_N}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_hyper_tensors),
-               "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_dsv4_hyper_params, member)
 static const op_param params[] = {
@@ -154,10 +152,10 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_hyper_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_hyper_tensors, QUERN_DSV4_HYPER_TENSORS_INIT),
     OP_CALL(quern_dsv4_hyper_params, QUERN_DSV4_HYPER_PARAMS_INIT, OP_STEP_BYTES(hyper)),
     .first = QUERN_OP_DSV4_HYPER,
-    .tensors_init = "QUERN_DSV4_HYPER_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

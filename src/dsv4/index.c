@@ -20,8 +20,6 @@ static const op_tensor tensors[] = {
     {"start_positions", "start_positions", OP_I32, OP_NONE, {IS_B}, {0}},
     {"k_table", "k_table", OP_I32, OP_NONE, {IS_B, IS_COLUMNS}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_index_tensors),
-               "a row a tensor");
 
 static const char *const product_words[] = {"exact", "fp8", NULL};
 #define FIELD(member) OP_FIELD(quern_dsv4_index_params, member)
@@ -156,10 +154,10 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_index_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_index_tensors, QUERN_DSV4_INDEX_TENSORS_INIT),
     OP_CALL(quern_dsv4_index_params, QUERN_DSV4_INDEX_PARAMS_INIT, OP_STEP_BYTES(indexer)),
     .first = QUERN_OP_DSV4_INDEX,
-    .tensors_init = "QUERN_DSV4_INDEX_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

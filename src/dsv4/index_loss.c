@@ -26,8 +26,6 @@ static const op_tensor tensors[] = {
     {"d_k_index", "dk_I", OP_ACTIVATION, OP_NONE, {LS_B, LS_S, LS_C}, {0}},
     {"d_w", "dw", OP_SOURCE, L(w), {LS_B, LS_T, LS_HI}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_index_loss_tensors),
-               "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_dsv4_index_loss_params, member)
 static const op_param params[] = {
@@ -108,10 +106,10 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_index_loss_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_index_loss_tensors, QUERN_DSV4_INDEX_LOSS_TENSORS_INIT),
     OP_CALL(quern_dsv4_index_loss_params, QUERN_DSV4_INDEX_LOSS_PARAMS_INIT, OP_STEP_BYTES(indexer_loss)),
     .first = QUERN_OP_DSV4_INDEX_LOSS,
-    .tensors_init = "QUERN_DSV4_INDEX_LOSS_TENSORS_INIT",
     .check_params = check_params,
     .roles = roles,
     .derive = derive,

@@ -132,8 +132,6 @@ int64_t layer_page_of(const op_extents *extents, quern_dsv4_format format, int64
 int64_t layer_step_room(const op_call *call);
 /* Entries that the step's tokens complete, at most. */
 int64_t layer_step_entries(const op_call *call);
-/* Rows of the ring of a state of so many floats. */
-int64_t layer_ring_of(bool csa, int64_t width, int64_t floats);
 
 /* ---- views ---- */
 

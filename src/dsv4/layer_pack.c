@@ -26,8 +26,6 @@ static const op_tensor tensors[] = {
     {"slot", "slot", OP_I32, OP_NONE, {PS_ONE}, {0}},
     {"packed", "packed", OP_U8, OP_NONE, {PS_PACKED}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_pack_tensors),
-               "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_dsv4_layer_pack_params, member)
 static const op_param params[] = {
@@ -209,10 +207,10 @@ static void build(op_build *b)
 }
 
 const op_family dsv4_layer_pack_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_layer_pack_tensors, QUERN_DSV4_LAYER_PACK_TENSORS_INIT),
     OP_CALL(quern_dsv4_layer_pack_params, QUERN_DSV4_LAYER_PACK_PARAMS_INIT, PARTS *OP_STEP_BYTES(pack_rows)),
     .first = QUERN_OP_DSV4_LAYER_PACK,
-    .tensors_init = "QUERN_DSV4_LAYER_PACK_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,
     .roles = roles,

@@ -18,8 +18,6 @@ static const op_tensor tensors[] = {
     LAYER_TRAINED(GRADIENT) /* d_sinks ... d_compressor_norm */
     DSV4_WEIGHT_TENSORS("compressor", "w.compressor.", LS_IN, LS_PROJ)
         DSV4_WEIGHT_TENSORS("indexer", "w.compressor.indexer.", LS_IN, LS_4CI)};
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_tensors),
-               "a row a tensor");
 
 static const dsv4_weight_row weights[2] = {{{DL(compressor_kv), DL(compressor_gate)}, DL(compressor_fp8)},
                                            {{DL(indexer_kv), DL(indexer_gate)}, DL(indexer_fp8)}};
@@ -210,11 +208,11 @@ quern_status layer_check_data(const op_call *call, void *const *data)
 }
 
 const op_family dsv4_layer_family = {
-    OP_TABLES_WITH(operations, tensors, layer_param_rows, LAYER_PARAMS, symbols, ops),
+    OP_TABLES_WITH(operations, layer_param_rows, LAYER_PARAMS, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_layer_tensors, QUERN_DSV4_LAYER_TENSORS_INIT),
     .first = QUERN_OP_DSV4_LAYER,
     .defaults = &(const quern_dsv4_layer_params)QUERN_DSV4_LAYER_PARAMS_INIT,
     .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT",
-    .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",
     .leads = leads,
     .call_size = sizeof(layer_whole_call),
     .params_at = offsetof(dsv4_layer_call, params),

@@ -32,13 +32,6 @@ struct quern_dsv4_layer_cache {
     size_t block_bytes;
 };
 
-static quern_status in_range(const char *name, int64_t value, int64_t least, int64_t most)
-{
-    if (value >= least && value <= most) return QUERN_OK;
-    return error_argument("%s is %lld: %lld to %lld are accepted", name, (long long)value, (long long)least,
-                          (long long)most);
-}
-
 static quern_status check_params(quern_dsv4_layer_cache_params *p)
 {
     const bool csa = p->kind == QUERN_DSV4_LAYER_CSA, swa = p->kind == QUERN_DSV4_LAYER_SWA;
@@ -63,7 +56,7 @@ static quern_status check_params(quern_dsv4_layer_cache_params *p)
                   {"pages", p->pages, 0, swa ? 0 : INT32_MAX}};
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         const quern_status status =
-            in_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);
+            error_in_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);
         if (status != QUERN_OK) return status;
     }
     if ((VIEW_ACTIVATION & view_dtype_bit(p->dtype)) == 0)
@@ -271,7 +264,7 @@ quern_status quern_dsv4_layer_cache_pages(const quern_dsv4_layer_cache *cache, i
                                           int64_t *needed, int64_t *free)
 {
     quern_status status = check_cache(cache);
-    if (status == QUERN_OK) status = in_range("tokens", tokens, 0, cache->params.capacity);
+    if (status == QUERN_OK) status = error_in_range("tokens", tokens, 0, cache->params.capacity);
     if (status != QUERN_OK) return status;
     const ledger_pool *pool = &cache->ledger->pool[QUERN_DSV4_ENTRIES];
     if (needed != NULL) *needed = ledger_pages(pool, tokens);

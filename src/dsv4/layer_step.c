@@ -57,7 +57,7 @@ static int64_t held_of(const op_build *b)
     const int64_t *s = b->call->symbol;
     return ratio_of(b) == 0
                ? 0
-               : layer_ring_of(layer_params(b)->kind == QUERN_DSV4_LAYER_CSA, s[LS_D], s[LS_FLOATS]);
+               : dsv4_ring_of(layer_params(b)->kind == QUERN_DSV4_LAYER_CSA, s[LS_D], s[LS_FLOATS]);
 }
 
 /* Whether a row may be refused once states have changed. */
@@ -258,16 +258,8 @@ static void store(op_build *b, quern_dsv4_format format, int32_t made_for, const
 /* Clears rows of a result, or of `core`, that belong to no sequence that runs. */
 static void clear(op_build *b, const step_rooms *r, const quern_tensor *t, int64_t ratio)
 {
-    quern_tensor rows = *t; /* [rows, C] or [rows, heads, C] */
-    if (t->ndim == 0) return;
-    if (t->ndim == 2) {
-        rows.ndim = 3;
-        rows.shape[2] = t->shape[1];
-        rows.strides[2] = 1;
-        rows.shape[1] = 1;
-        rows.strides[1] = t->shape[1];
-    }
-    *OP_ADD(b, clear_rows) = (clear_rows_args){.ratio = ratio, .step = r->live, .out = rows};
+    if (t->ndim > 0) /* [rows, C] or [rows, heads, C] */
+        *OP_ADD(b, clear_rows) = (clear_rows_args){.ratio = ratio, .step = r->live, .out = view_as_pages(t)};
 }
 
 /* The choice of entries, idx [T, k] and count [T, 1]. */

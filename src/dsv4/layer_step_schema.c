@@ -30,8 +30,6 @@ static const op_tensor tensors[] = {
     {"copies", "copies", OP_I32, OP_NONE, {LL_COPIES}, {0}},
     {"fault", "fault", OP_I32, OP_NONE, {LS_SLOTS}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_layer_step_tensors),
-               "a row a tensor");
 /* The layer's parts find these by DL(..). */
 _Static_assert(DLS(out) == DL(out) && DLS(o_a_out) == DL(o_a_out) && DLS(indexer_heads) == DL(indexer_heads),
                "x, weights and results come first");
@@ -78,12 +76,6 @@ static void roles(op_call *call)
     r[DLS(keys)] = r[DLS(indexer_states)] = r[DLS(indexer_merged)] = of_keys;
     r[DLS(copies)] = OP_OPTIONAL;
     r[DLS(fault)] = call->given[DLS(fault)] != NULL ? OP_UPDATED : OP_OPTIONAL;
-}
-
-int64_t layer_ring_of(bool csa, int64_t width, int64_t floats)
-{
-    const int64_t ring = (floats - pool_sums_floats(csa, width)) / pool_row_columns(csa, width);
-    return ring < 0 ? 0 : ring > DSV4_RING_MOST ? DSV4_RING_MOST : ring;
 }
 
 /* That a tensor is there, of so many dimensions, in the dtype of its format. */
@@ -145,7 +137,7 @@ static void derive_states(op_call *call)
 {
     const bool csa = PARAMS(call)->kind == QUERN_DSV4_LAYER_CSA;
     int64_t *s = call->symbol;
-    const int64_t ring = layer_ring_of(csa, s[LS_D], s[LS_FLOATS]);
+    const int64_t ring = dsv4_ring_of(csa, s[LS_D], s[LS_FLOATS]);
     s[LS_FLOATS] = pool_state_floats(csa, s[LS_D], ring);
     s[LS_INDEX_FLOATS] = pool_state_floats(true, s[LS_CI], ring);
 }
@@ -178,7 +170,7 @@ int64_t layer_step_room(const op_call *call)
 {
     const bool csa = PARAMS(call)->kind == QUERN_DSV4_LAYER_CSA;
     const int64_t *s = call->symbol, r = s[LS_R], ring = call->lead[LEAD_OF(LL_RAW)].extent[1],
-                  held = r > 0 ? layer_ring_of(csa, s[LS_D], s[LS_FLOATS]) : 0;
+                  held = r > 0 ? dsv4_ring_of(csa, s[LS_D], s[LS_FLOATS]) : 0;
     int64_t most = s[LS_P] < INT32_MAX ? s[LS_P] : INT32_MAX;
     /* A ring that is shorter than a window, and what can be taken back, keeps all rows. */
     if (ring < PARAMS(call)->window - 1 + held && ring < most) most = ring;
@@ -241,14 +233,14 @@ static quern_status derive(op_call *call)
 }
 
 const op_family dsv4_layer_step_family = {
-    OP_TABLES(operations, tensors, layer_param_rows, symbols, ops),
+    OP_TABLES(operations, layer_param_rows, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_layer_step_tensors, QUERN_DSV4_LAYER_STEP_TENSORS_INIT),
     .defaults = &(const quern_dsv4_layer_step_params)QUERN_DSV4_LAYER_STEP_PARAMS_INIT,
     .params_init = "QUERN_DSV4_LAYER_STEP_PARAMS_INIT",
     .call_size = sizeof(layer_step_call),
     .params_at = offsetof(dsv4_layer_call, params),
     .program_at = offsetof(layer_step_call, program),
     .first = QUERN_OP_DSV4_LAYER_STEP,
-    .tensors_init = "QUERN_DSV4_LAYER_STEP_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,
     .roles = roles,

@@ -46,6 +46,12 @@ quern_status dsv4_check_core_format(quern_dsv4_format format)
     return error_argument("format is %s: rows and row584 are accepted", dsv4_formats[format]);
 }
 
+int64_t dsv4_ring_of(bool overlap, int64_t width, int64_t floats)
+{
+    const int64_t ring = (floats - pool_sums_floats(overlap, width)) / pool_row_columns(overlap, width);
+    return ring < 0 ? 0 : ring > DSV4_RING_MOST ? DSV4_RING_MOST : ring;
+}
+
 entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,
                       const quern_tensor *cos_sin)
 {

@@ -58,8 +58,6 @@ static const op_tensor tensors[] = {
     {"index_d_norm_weight", "dindex_norm_weight", OP_F32, DC(index_norm_weight), {DS_CI}, {0}},
     DSV4_WEIGHT_TENSORS("w", "W_", DS_IN, DS_COLUMNS)
         DSV4_WEIGHT_TENSORS("index_w", "index_W_", DS_IN, DS_ICOLUMNS)};
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_compress_tensors),
-               "a row a tensor");
 
 const dsv4_weight_row dsv4_compress_weights[2] = {{{DC(w), OP_NONE}, DC(w_fp8)},
                                                   {{DC(index_w), OP_NONE}, DC(index_w_fp8)}};
@@ -318,11 +316,11 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family dsv4_compress_family = {
-    OP_TABLES(operations, tensors, dsv4_compress_param_rows, dsv4_compress_symbols, ops),
+    OP_TABLES(operations, dsv4_compress_param_rows, dsv4_compress_symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_compress_tensors, QUERN_DSV4_COMPRESS_TENSORS_INIT),
     OP_OWN_CALL(dsv4_compress_call, QUERN_DSV4_COMPRESS_PARAMS_INIT),
     .first = QUERN_OP_DSV4_COMPRESS,
     .varlen_by = DC(cu_seqlens),
-    .tensors_init = "QUERN_DSV4_COMPRESS_TENSORS_INIT",
     .group = "compressors",
     .like = like,
     .check_params = check_params,

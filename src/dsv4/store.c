@@ -14,8 +14,6 @@ static const op_tensor tensors[] = {
     {"slots", "slots", OP_I32, OP_NONE, {SS_N}, {0}},
     {"cache", "cache", OP_STORED, OP_NONE, {OP_LEAD, SS_ROW}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_dsv4_store_tensors),
-               "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_dsv4_store_params, member)
 static const op_param params[] = {
@@ -102,10 +100,10 @@ quern_status dsv4_check_pages(const op_tensor *name, const quern_tensor *table, 
 }
 
 const op_family dsv4_store_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_dsv4_store_tensors, QUERN_DSV4_STORE_TENSORS_INIT),
     OP_CALL(quern_dsv4_store_params, QUERN_DSV4_STORE_PARAMS_INIT, OP_STEP_BYTES(store_rows)),
     .first = QUERN_OP_DSV4_STORE,
-    .tensors_init = "QUERN_DSV4_STORE_TENSORS_INIT",
     .roles = roles,
     .derive = derive,
     .check_data = check_data,

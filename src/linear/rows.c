@@ -38,8 +38,6 @@ static const op_tensor norm_tensors[] = {
     {"d_x", "dx", OP_ACTIVATION, N(x), {S_T, S_D}, {0}},
     {"d_weight", "dweight", OP_F32, N(weight), {S_D}, {0}},
 };
-_Static_assert(sizeof norm_tensors / sizeof *norm_tensors == OP_TENSOR_COUNT(quern_rms_norm_tensors),
-               "a row a tensor");
 static const op_param norm_params[] = {
     {"eps", offsetof(quern_rms_norm_params, eps), OP_POSITIVE, 0, 0, NULL,
      "added to the mean square; 0: 1e-6"},
@@ -88,10 +86,10 @@ static void norm_build(op_build *b)
 }
 
 const op_family rms_norm_family = {
-    OP_TABLES(norm_operations, norm_tensors, norm_params, symbols, norm_ops),
+    OP_TABLES(norm_operations, norm_params, symbols, norm_ops),
+    OP_ROWS(norm_tensors, quern_rms_norm_tensors, QUERN_RMS_NORM_TENSORS_INIT),
     OP_CALL(quern_rms_norm_params, QUERN_RMS_NORM_PARAMS_INIT, OP_STEP_BYTES(norm_rope)),
     .first = QUERN_OP_RMS_NORM_FORWARD,
-    .tensors_init = "QUERN_RMS_NORM_TENSORS_INIT",
     .check_params = norm_check_params,
     .roles = norm_roles,
     .build = norm_build,
@@ -136,8 +134,6 @@ static const op_tensor rope_tensors[] = {
     {"d_y", "d_out", OP_ACTIVATION, R(y), {S_T, S_H, S_D}, {0}},
     {"d_x", "dx", OP_ACTIVATION, R(x), {S_T, S_H, S_D}, {0}},
 };
-_Static_assert(sizeof rope_tensors / sizeof *rope_tensors == OP_TENSOR_COUNT(quern_rope_tensors),
-               "a row a tensor");
 static const op_param rope_params[] = {
     {"start_abs_pos", offsetof(quern_rope_params, start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL,
      "position of token 0"},
@@ -217,10 +213,10 @@ static void rope_build(op_build *b)
 }
 
 const op_family rope_family = {
-    OP_TABLES(rope_operations, rope_tensors, rope_params, symbols, rope_ops),
+    OP_TABLES(rope_operations, rope_params, symbols, rope_ops),
+    OP_ROWS(rope_tensors, quern_rope_tensors, QUERN_ROPE_TENSORS_INIT),
     OP_CALL(quern_rope_params, QUERN_ROPE_PARAMS_INIT, OP_STEP_BYTES(norm_rope)),
     .first = QUERN_OP_ROPE_FORWARD,
-    .tensors_init = "QUERN_ROPE_TENSORS_INIT",
     .roles = rope_roles,
     .refuse = rope_refuse,
     .derive = rope_derive,

@@ -20,7 +20,6 @@ static const op_tensor tensors[] = {
     {"d_w", "dW", OP_F32, L(w), {LIN_GN, LIN_K}, {0}},
     {"d_bias", "dbias", OP_F32, L(bias), {LIN_GN}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == LINEAR_TENSORS, "a row a tensor");
 
 static const char *const a8_words[] = {"none", "fp8", NULL};
 #define FIELD(member) OP_FIELD(quern_linear_params, member)
@@ -158,10 +157,10 @@ static quern_status derive(op_call *call)
 }
 
 const op_family linear_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_linear_tensors, QUERN_LINEAR_TENSORS_INIT),
     OP_OWN_CALL(linear_call, QUERN_LINEAR_PARAMS_INIT),
     .first = QUERN_OP_LINEAR_FORWARD,
-    .tensors_init = "QUERN_LINEAR_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,
     .roles = roles,

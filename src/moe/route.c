@@ -30,7 +30,6 @@ static const op_tensor tensors[] = {
     {"d_hidden", "d_hidden", OP_SOURCE, R(hidden), {RS_T, RS_D}, {0}},
     {"d_weight", "d_weight", OP_F32, R(weight), {RS_E, RS_D}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == ROUTE_TENSORS, "a row a tensor");
 
 static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
 #define FIELD(member) OP_FIELD(quern_moe_route_params, member)
@@ -116,10 +115,10 @@ static void build(op_build *b)
 }
 
 const op_family moe_route_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_moe_route_tensors, QUERN_MOE_ROUTE_TENSORS_INIT),
     OP_CALL(quern_moe_route_params, QUERN_MOE_ROUTE_PARAMS_INIT, OP_STEP_BYTES(route)),
     .first = QUERN_OP_MOE_ROUTE,
-    .tensors_init = "QUERN_MOE_ROUTE_TENSORS_INIT",
     .group = "routing",
     .like = like,
     .roles = roles,

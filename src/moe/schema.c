@@ -56,7 +56,6 @@ static const op_tensor tensors[] = {
     {"d_gate_up", "d_gate_up", OP_SOURCE_OR_F32, M(gate_up), {MS_E, MS_2I, MS_D}, {0}},
     {"d_down", "d_down", OP_SOURCE_OR_F32, M(down), {MS_E, MS_D, MS_I}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == MOE_TENSORS, "a row a tensor");
 
 static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
 #define FIELD(member) OP_FIELD(quern_moe_params, member)
@@ -326,10 +325,10 @@ static quern_status derive(op_call *call)
 }
 
 const op_family moe_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_moe_tensors, QUERN_MOE_TENSORS_INIT),
     OP_OWN_CALL(moe_call, QUERN_MOE_PARAMS_INIT),
     .first = QUERN_OP_MOE_FORWARD,
-    .tensors_init = "QUERN_MOE_TENSORS_INIT",
     .leads = leads,
     .group = "mixture of experts",
     .check_params = check_params,

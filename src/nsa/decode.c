@@ -202,10 +202,10 @@ static const op_entry ops[] = {
 static const op_mode modes[] = {{NSA_GATE_PARAM, {OP_NONE, DD(w_gate), DD(gates)}}};
 
 const op_family nsa_decode_family = {
-    OP_TABLES(operations, step_decode_tensors, nsa_param_rows, step_symbols, ops),
+    OP_TABLES(operations, nsa_param_rows, step_symbols, ops),
+    OP_ROWS(step_decode_tensors, quern_decode_tensors, QUERN_DECODE_TENSORS_INIT),
     OP_CALL(quern_nsa_params, QUERN_NSA_PARAMS_INIT, OP_STEP_BYTES(index_decode) + OP_STEP_BYTES(nsa_decode)),
     .first = QUERN_OP_NSA_DECODE_STEP,
-    .tensors_init = "QUERN_DECODE_TENSORS_INIT",
     .modes = modes,
     .mode_count = sizeof modes / sizeof *modes,
     .check_params = check_params,

@@ -18,8 +18,6 @@ static const op_tensor tensors[] = {
     {"block_count", "block_count", OP_I32, OP_NONE, {S_B, S_HS, S_N}, {S_HS, S_ROWS}},
     {"block_score", "block_score", OP_F32, OP_NONE, {S_B, S_HS, S_N, S_BLOCKS}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_nsa_index_tensors),
-               "a row a tensor");
 _Static_assert(I(q_index) == 0 && I(k_index) == 1 && I(cu_seqlens_kv) == I(cu_seqlens_q) + 1,
                "as index.h says");
 
@@ -158,12 +156,12 @@ static void build(op_build *b)
 }
 
 const op_family nsa_index_family = {
-    OP_TABLES(operations, tensors, params, nsa_symbols, ops),
+    OP_TABLES(operations, params, nsa_symbols, ops),
+    OP_ROWS(tensors, quern_nsa_index_tensors, QUERN_NSA_INDEX_TENSORS_INIT),
     OP_CALL(quern_nsa_index_params, QUERN_NSA_INDEX_PARAMS_INIT,
             OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(block_index)),
     .first = QUERN_OP_NSA_INDEX,
     .varlen_by = I(cu_seqlens_q),
-    .tensors_init = "QUERN_NSA_INDEX_TENSORS_INIT",
     .leads = nsa_index_leads,
     .check_params = check_params,
     .roles = roles,

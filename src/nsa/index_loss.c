@@ -24,8 +24,6 @@ static const op_tensor tensors[] = {
     {"d_q_index", "dq_I", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HS, S_DI}, {S_T, S_HS, S_DI}},
     {"d_k_index", "dk_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + LEAD_KEYS}, {OP_LEAD + LEAD_KEY_ROWS}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == OP_TENSOR_COUNT(quern_nsa_index_loss_tensors),
-               "a row a tensor");
 _Static_assert(L(q_index) == 0 && L(k_index) == 1 && L(cu_seqlens_kv) == L(cu_seqlens_q) + 1,
                "as index.h says");
 
@@ -95,12 +93,12 @@ static void build(op_build *b)
 }
 
 const op_family nsa_index_loss_family = {
-    OP_TABLES(operations, tensors, params, nsa_symbols, ops),
+    OP_TABLES(operations, params, nsa_symbols, ops),
+    OP_ROWS(tensors, quern_nsa_index_loss_tensors, QUERN_NSA_INDEX_LOSS_TENSORS_INIT),
     OP_CALL(quern_nsa_index_loss_params, QUERN_NSA_INDEX_LOSS_PARAMS_INIT,
             OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(index_loss)),
     .first = QUERN_OP_NSA_INDEX_LOSS,
     .varlen_by = L(cu_seqlens_q),
-    .tensors_init = "QUERN_NSA_INDEX_LOSS_TENSORS_INIT",
     .leads = nsa_index_leads,
     .roles = roles,
     .derive = derive,

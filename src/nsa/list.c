@@ -25,7 +25,6 @@ static const op_tensor tensors[] = {
     {"out", "converted_idx", OP_I32, OP_NONE, {OP_LEAD, S_K_OUT}, {0}},
     {"count", "converted_count", OP_I32, OP_NONE, {OP_LEAD}, {0}},
 };
-_Static_assert(sizeof(quern_nsa_list_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
 
 #define FIELD(member) OP_FIELD(quern_nsa_list_params, member)
 static const op_param params[] = {
@@ -163,12 +162,12 @@ static void build(op_build *b)
 }
 
 const op_family nsa_list_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_nsa_list_tensors, QUERN_NSA_LIST_TENSORS_INIT),
     OP_CALL(quern_nsa_list_params, QUERN_NSA_LIST_PARAMS_INIT,
             OP_STEP_BYTES(validate_lists) + OP_STEP_BYTES(list_convert) +
                 8 * QUERN_MAX_DIMS * sizeof(int64_t)),
     .first = QUERN_OP_NSA_LIST_CONVERT,
-    .tensors_init = "QUERN_NSA_LIST_TENSORS_INIT",
     .group = "list",
     .check_params = check_params,
     .roles = roles,

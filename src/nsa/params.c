@@ -7,12 +7,6 @@
 
 #include <string.h>
 
-static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
-{
-    return error_argument("%s is %lld: %lld to %lld is accepted", name, (long long)given, (long long)least,
-                          (long long)most);
-}
-
 static int64_t gcd(int64_t a, int64_t b)
 {
     while (b != 0) {
@@ -62,9 +56,7 @@ static quern_status check_groups(const quern_nsa_params *p)
     const int64_t least = p->causal ? 1 + (p->tile - 1 + STAGE_GROUP_ENTRIES * p->stride - 1) /
                                               (STAGE_GROUP_ENTRIES * p->stride)
                                     : 1;
-    if (p->max_compressed_groups < least)
-        return out_of_range("max_compressed_groups", p->max_compressed_groups, least, INT32_MAX);
-    return QUERN_OK;
+    return error_in_range("max_compressed_groups", p->max_compressed_groups, least, INT32_MAX);
 }
 
 /* The block indexer, and the selected branch alone without a gate. */
@@ -101,12 +93,11 @@ quern_status nsa_check_params(op_call *call)
     quern_status status = whole ? check_indexed(p, op == NSA_FORWARD) : QUERN_OK;
     if (status != QUERN_OK) return status;
     if (p->select_block == 0) p->select_block = p->block_size;
-    if (p->select_block < 1 || p->select_block > INT32_MAX)
-        return out_of_range("select_block", p->select_block, 1, INT32_MAX);
+    if ((status = error_in_range("select_block", p->select_block, 1, INT32_MAX)) != QUERN_OK) return status;
     if (reads_no_entries(p, op)) p->block_size = p->stride = p->select_block;
     if (p->stride == 0) p->stride = p->block_size;
     if (p->stride < 1 || p->stride > p->block_size)
-        return out_of_range("stride", p->stride, 1, p->block_size);
+        return error_in_range("stride", p->stride, 1, p->block_size);
     if (p->block_size % p->stride != 0)
         return error_argument("stride is %lld: a divisor of block_size %lld is accepted",
                               (long long)p->stride, (long long)p->block_size);

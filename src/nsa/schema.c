@@ -67,7 +67,6 @@ static const op_tensor tensors[] = {
     [T(k_index)] =
         {"k_index", "k_I", OP_ACTIVATION, OP_NONE, {OP_LEAD + LEAD_KEYS}, {OP_LEAD + LEAD_KEY_ROWS}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == NSA_TENSORS, "a row a tensor");
 
 static const char *const compress_choices[] = {"mean", "linear", "given", NULL};
 static const char *const scope_choices[] = {"group", "head", NULL};
@@ -309,11 +308,11 @@ static quern_status check_data(const op_call *call, void *const *data)
 }
 
 const op_family nsa_family = {
-    OP_TABLES(operations, tensors, nsa_param_rows, nsa_symbols, ops),
+    OP_TABLES(operations, nsa_param_rows, nsa_symbols, ops),
+    OP_ROWS(tensors, quern_nsa_tensors, QUERN_NSA_TENSORS_INIT),
     OP_OWN_CALL(nsa_call, QUERN_NSA_PARAMS_INIT),
     .first = QUERN_OP_NSA_FORWARD,
     .varlen_by = T(cu_seqlens),
-    .tensors_init = "QUERN_NSA_TENSORS_INIT",
     .preset = preset,
     .leads = leads,
     .like = like,

@@ -22,7 +22,6 @@ static const op_tensor tensors[] = {
     {"offsets", "offsets", OP_I32, OP_NONE, {S_E}, {0}},
     {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_nvfp4_dequantize_params, member)
 static const op_param params[] = {
@@ -112,10 +111,10 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_dequantize_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_nvfp4_dequantize_tensors, QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT),
     OP_CALL(quern_nvfp4_dequantize_params, QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT, OP_STEP_BYTES(dequantise)),
     .first = QUERN_OP_NVFP4_DEQUANTIZE,
-    .tensors_init = "QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT",
     .leads = leads,
     .like = like,
     .check_params = check_params,

@@ -21,7 +21,6 @@ static const op_tensor tensors[] = {
     {"global", "global", OP_GLOBAL, OP_NONE, {0}, {0}},
     {"rounded_blocks", "rounded_blocks", OP_I64, OP_NONE, {0}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 static const char *const operations[] = {"nvfp4_from_mxfp4"};
 static const char symbols[] = "K K/32";
@@ -68,9 +67,9 @@ static void build(op_build *b)
 
 const op_family nvfp4_from_mxfp4_family = {
     OP_CALL(quern_nvfp4_from_mxfp4_params, QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT, OP_STEP_BYTES(from_mxfp4)),
-    OP_TABLES_WITH(operations, tensors, NULL, 0, symbols, ops),
+    OP_TABLES_WITH(operations, NULL, 0, symbols, ops),
+    OP_ROWS(tensors, quern_nvfp4_from_mxfp4_tensors, QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT),
     .first = QUERN_OP_NVFP4_FROM_MXFP4,
-    .tensors_init = "QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT",
     .roles = roles,
     .derive = derive,
     .build = build,

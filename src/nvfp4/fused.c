@@ -21,7 +21,6 @@ static const op_tensor tensors[] = {
     {"up_codes", "up_codes", OP_CODES, OP_NONE, {S_M, S_BYTES}, {0}},
     {"up_scales", "up_scales", OP_SCALE, OP_NONE, {S_M, S_BLOCKS}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 static const char *const activations[] = {"none", "swiglu", NULL};
 #define FIELD(member) OP_FIELD(quern_nvfp4_fused_quantize_params, member)
@@ -108,11 +107,11 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_fused_quantize_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_nvfp4_fused_quantize_tensors, QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT),
     OP_CALL(quern_nvfp4_fused_quantize_params, QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT,
             OP_STEP_BYTES(fused_quantise)),
     .first = QUERN_OP_NVFP4_FUSED_QUANTIZE,
-    .tensors_init = "QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT",
     .roles = roles,
     .derive = derive,
     .build = build,

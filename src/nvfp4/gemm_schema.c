@@ -29,7 +29,6 @@ static const op_tensor tensors[] = {
     {"d_c", "d_out", OP_FLOAT, OP_NONE, {GS_T, GS_OUT}, {0}},
     {"d_a", "dA", OP_FLOAT, OP_NONE, {GS_T, GS_K}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == GEMM_TENSORS, "a row a tensor");
 
 static const char *const a8_words[] = {"none", "int8", "fp8", NULL};
 static const char *const a_layouts[] = {"linear", "swizzled", NULL};
@@ -276,10 +275,10 @@ static quern_status derive(op_call *call)
 }
 
 const op_family nvfp4_gemm_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_nvfp4_gemm_tensors, QUERN_NVFP4_GEMM_TENSORS_INIT),
     OP_OWN_CALL(gemm_call, QUERN_NVFP4_GEMM_PARAMS_INIT),
     .first = QUERN_OP_NVFP4_GEMM,
-    .tensors_init = "QUERN_NVFP4_GEMM_TENSORS_INIT",
     .leads = leads,
     .like = like,
     .check_params = check_params,

@@ -26,7 +26,6 @@ static const op_tensor tensors[] = {
     {"bias", "bias", OP_ANY, OP_NONE, {L_ROWS(3), S_IN(3)}, {0}},
     {"bias_out", "bias", OP_LIKE, OP_NONE, {L_ROWS(3), S_OUT(3)}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_nvfp4_interleave_params, member)
 static const op_param params[] = {
@@ -120,11 +119,11 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_interleave_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_nvfp4_interleave_tensors, QUERN_NVFP4_INTERLEAVE_TENSORS_INIT),
     OP_CALL(quern_nvfp4_interleave_params, QUERN_NVFP4_INTERLEAVE_PARAMS_INIT,
             PAIRS *OP_STEP_BYTES(interleave)),
     .first = QUERN_OP_NVFP4_INTERLEAVE,
-    .tensors_init = "QUERN_NVFP4_INTERLEAVE_TENSORS_INIT",
     .like = like,
     .roles = roles,
     .refuse = refuse,

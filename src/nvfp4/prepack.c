@@ -30,7 +30,6 @@ static const op_tensor tensors[] = {
     {"b_scales", "B_scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
     {"b_repacked", "B_repacked", OP_U8, OP_NONE, {S_E, S_BYTES}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_moe_prepack_params, member)
 static const op_param params[] = {
@@ -127,10 +126,10 @@ static void build(op_build *b)
 }
 
 const op_family moe_prepack_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_moe_prepack_tensors, QUERN_MOE_PREPACK_TENSORS_INIT),
     OP_OWN_CALL(prepack_call, QUERN_MOE_PREPACK_PARAMS_INIT),
     .first = QUERN_OP_MOE_PREPACK,
-    .tensors_init = "QUERN_MOE_PREPACK_TENSORS_INIT",
     .leads = leads,
     .like = like,
     .check_params = check_params,

@@ -22,7 +22,6 @@ static const op_tensor tensors[] = {
     {"scales", "scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
     {"global", "global", OP_GLOBAL, OP_NONE, {L_GLOBAL}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 static const char *const choices[] = {"rne", "four-over-six", "search", NULL};
 #define FIELD(member) OP_FIELD(quern_nvfp4_quantize_params, member)
@@ -109,10 +108,10 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_quantize_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_nvfp4_quantize_tensors, QUERN_NVFP4_QUANTIZE_TENSORS_INIT),
     OP_CALL(quern_nvfp4_quantize_params, QUERN_NVFP4_QUANTIZE_PARAMS_INIT, OP_STEP_BYTES(quantise)),
     .first = QUERN_OP_NVFP4_QUANTIZE,
-    .tensors_init = "QUERN_NVFP4_QUANTIZE_TENSORS_INIT",
     .leads = leads,
     .check_params = check_params,
     .adapt = adapt,

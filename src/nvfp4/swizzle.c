@@ -20,7 +20,6 @@ static const op_tensor tensors[] = {
     {"tokens_per_expert", "tokens_per_expert", OP_I32, OP_NONE, {S_E}, {0}},
     {"pad_row_offsets", "pad_row_offsets", OP_I32, OP_NONE, {S_E1}, {0}},
 };
-_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
 #define FIELD(member) OP_FIELD(quern_nvfp4_swizzle_params, member)
 static const op_param params[] = {
@@ -184,10 +183,10 @@ static void build(op_build *b)
 }
 
 const op_family nvfp4_swizzle_family = {
-    OP_TABLES(operations, tensors, params, symbols, ops),
+    OP_TABLES(operations, params, symbols, ops),
+    OP_ROWS(tensors, quern_nvfp4_swizzle_tensors, QUERN_NVFP4_SWIZZLE_TENSORS_INIT),
     OP_CALL(quern_nvfp4_swizzle_params, QUERN_NVFP4_SWIZZLE_PARAMS_INIT, OP_STEP_BYTES(swizzle)),
     .first = QUERN_OP_NVFP4_SWIZZLE,
-    .tensors_init = "QUERN_NVFP4_SWIZZLE_TENSORS_INIT",
     .leads = leads,
     .like = like,
     .check_params = check_params,

@@ -234,7 +234,7 @@ static void few_pages(void **state)
     assert_int_equal(quern_dsv4_layer_cache_restore(ctx, s.cache, 0, before.data, bytes), QUERN_OK);
     assert_int_equal(quern_dsv4_layer_cache_fork(s.cache, 0, 1), QUERN_OK); /* takes none */
     layer_expect_error(quern_dsv4_layer_cache_pages(s.cache, 34, &needed, &left), QUERN_ERR_INVALID_ARGUMENT,
-                       "tokens is 34: 0 to 33 are accepted");
+                       "tokens is 34: 0 to 33 is accepted");
     check_is_still(ctx, &s, 1, &before, bytes);
     check_is_still(ctx, &s, 0, &before, bytes);
     assert_int_equal(quern_dsv4_layer_cache_reset(s.cache, 0), QUERN_OK);

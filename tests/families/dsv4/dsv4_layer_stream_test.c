@@ -236,10 +236,10 @@ static void bad_input(void **state)
     size_t memory, bytes;
     p.dim = 16;
     p.sequences = p.capacity = 4;
-    expect_error(quern_dsv4_layer_cache_size(&p, &memory, &bytes), "index_dim is 0: 8 to 256 are accepted");
+    expect_error(quern_dsv4_layer_cache_size(&p, &memory, &bytes), "index_dim is 0: 8 to 256 is accepted");
     p.index_dim = 8;
     p.ring = 9;
-    expect_error(quern_dsv4_layer_cache_size(&p, &memory, &bytes), "ring is 9: 0 to 8 are accepted");
+    expect_error(quern_dsv4_layer_cache_size(&p, &memory, &bytes), "ring is 9: 0 to 8 is accepted");
     layer_store_close(&s);
     quern_context_destroy(ctx);
     layer_case_free(&c);
