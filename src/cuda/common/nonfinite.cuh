@@ -92,11 +92,11 @@ __device__ __forceinline__ void spread_nonfinite(float (&acc)[OT][4], const char
 }
 
 /* Of a row in memory of `dim` elements, for a thread's two rows (s0, s1: whether they see it). `row`: at this
- * thread's first two columns. The kernel's parameter is read at each use: held in a register it takes the one that
- * the products of a 192/128 forward need. */
+ * thread's first two columns. `dim` is the kernel's parameter, read at each use: held in a register it takes
+ * the one that the products of a 192/128 forward need. */
 template <typename T, int OT>
-__device__ __forceinline__ void add_row_nonfinite(float (&o)[OT][4], const int32_t &dim, const T *row, bool s0,
-                                                  bool s1)
+__device__ __forceinline__ void add_row_nonfinite(float (&o)[OT][4], const int32_t &dim, const T *row,
+                                                  bool s0, bool s1)
 {
 #pragma unroll
     for (int i = 0; i < OT; i++)
