@@ -7,9 +7,29 @@
 
 #include "pool/params.cuh"
 
-/* Channels of an entry; rows of a thread; blocks that a GPU of 132 multiprocessors holds: each keeps sums
- * over its entries. */
-enum { WIDTH = 512, ROWS = 8, SHORT_RATIO = 4, SHORT_RUNS = 132 };
+/* Two 16-bit numbers, and -inf. */
+template <typename T> struct pairs_of;
+template <> struct pairs_of<bf16> {
+    typedef __nv_bfloat162 type;
+    static constexpr uint32_t NONE = 0xff80; /* -inf */
+};
+template <> struct pairs_of<__half> {
+    typedef __half2 type;
+    static constexpr uint32_t NONE = 0xfc00;
+};
+
+template <typename T> __device__ __forceinline__ uint32_t least2(uint32_t a, uint32_t b)
+{
+    typedef typename pairs_of<T>::type pair;
+    const pair least = __hmin2(*(const pair *)&a, *(const pair *)&b);
+    return *(const uint32_t *)&least;
+}
+
+/* Channels of an entry; of CSA rows of a thread and a series, of HCA rows of an entry; runs of entries that
+ * keep sums: blocks that a GPU of 132 multiprocessors holds, and clusters of eight, of which it holds 15, as
+ * some of its parts have fewer multiprocessors than others: a sixteenth would take as long again. */
+enum { WIDTH = 512, ROWS = 8, SHORT_RATIO = 4, LONG_RATIO = 128 };
+enum { SHORT_RUNS = 132, LONG_RUNS = 15, LONG_CLUSTER = 8 };
 
 struct pool_gradients_kernel {
     pool_kernel pool;
@@ -18,8 +38,9 @@ struct pool_gradients_kernel {
     bool stores; /* there is d_proj */
 };
 
-typedef quern_status pool_sm90_launch(const pool_gradients_kernel &a, cudaStream_t stream);
-extern pool_sm90_launch pool_sm90_short_bf16, pool_sm90_short_f16;
+typedef quern_status pool_sm90_launch(const pool_gradients_kernel &a, const pool_args *args,
+                                      cudaStream_t stream);
+extern pool_sm90_launch pool_sm90_short_bf16, pool_sm90_short_f16, pool_sm90_long_bf16, pool_sm90_long_f16;
 /* Bytes of shared memory of the largest. */
 enum { POOL_SM90_SHARED = 226 * 1024 };
 

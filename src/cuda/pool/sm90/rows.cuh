@@ -21,16 +21,6 @@ __device__ __forceinline__ void wait_read_but_last()
     asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
 }
 
-template <typename T> struct pairs_of;
-template <> struct pairs_of<bf16> {
-    typedef __nv_bfloat162 type;
-    static constexpr uint32_t NONE = 0xff80; /* -inf */
-};
-template <> struct pairs_of<__half> {
-    typedef __half2 type;
-    static constexpr uint32_t NONE = 0xfc00;
-};
-
 template <typename T> __device__ __forceinline__ channels unpack4(uint2 x)
 {
     const float2 low = unpack2<T>(x.x), high = unpack2<T>(x.y);
@@ -40,13 +30,6 @@ template <typename T> __device__ __forceinline__ channels unpack4(uint2 x)
 template <typename T> __device__ __forceinline__ uint2 pack4(const channels &v)
 {
     return make_uint2(pack2<T>(v.x[0], v.x[1]), pack2<T>(v.x[2], v.x[3]));
-}
-
-template <typename T> __device__ __forceinline__ uint32_t least2(uint32_t a, uint32_t b)
-{
-    typedef typename pairs_of<T>::type pair;
-    const pair least = __hmin2(*(const pair *)&a, *(const pair *)&b);
-    return *(const uint32_t *)&least;
 }
 
 template <typename T> __device__ __forceinline__ bool has_none(uint32_t least)
