@@ -238,10 +238,26 @@ static quern_dtype bias_dtype(const pool_args *args, const pool_space &s)
     return s.bias[0] != NULL ? QUERN_F32 : args->bias_a.dtype;
 }
 
+static pool_part *forward_part(const stage_exec *exec, const pool_args *args, const pool_kernel &a,
+                               quern_dtype bias)
+{
+    static pool_part *const any[] = {pool_forward_f32, pool_forward_bf16, pool_forward_bf16_f32,
+                                     pool_forward_f16, pool_forward_f16_f32};
+#ifdef QUERN_SM90
+    static pool_part *const long_sm90[] = {pool_sm90_forward_long_f32, pool_sm90_forward_long_bf16,
+                                           pool_sm90_forward_long_bf16_f32, pool_sm90_forward_long_f16,
+                                           pool_sm90_forward_long_f16_f32};
+    static pool_part *const short_sm90[] = {NULL, pool_sm90_forward_short_bf16,
+                                            pool_sm90_forward_short_bf16_f32, pool_sm90_forward_short_f16,
+                                            pool_sm90_forward_short_f16_f32};
+    if (pool_sm90_takes_long(exec, args, a, bias)) return pool_part_of(args->proj.dtype, bias, long_sm90);
+    if (pool_sm90_takes_short(exec, args, a)) return pool_part_of(args->proj.dtype, bias, short_sm90);
+#endif
+    return pool_part_of(args->proj.dtype, bias, any);
+}
+
 static quern_status forward_run(const stage_exec *exec, const pool_args *given, void *workspace)
 {
-    static pool_part *const parts[] = {pool_forward_f32, pool_forward_bf16, pool_forward_bf16_f32,
-                                       pool_forward_f16, pool_forward_f16_f32};
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     arena w = arena_on(workspace);
     const projected p = carve_projected(exec, given, false, &w);
@@ -252,8 +268,8 @@ static quern_status forward_run(const stage_exec *exec, const pool_args *given, 
     if (status == QUERN_OK) status = fill(a, args, s, stream);
     if (status == QUERN_OK) status = pool_plan_run(a, stream);
     if (status != QUERN_OK) return status;
-    pool_part *const part = pool_part_of(args->proj.dtype, bias_dtype(args, s), parts);
-    return part(a, pool_rows_of_entries(args), exec->multiprocessors, stream);
+    return forward_part(exec, args, a, bias_dtype(args, s))(a, pool_rows_of_entries(args),
+                                                            exec->multiprocessors, stream);
 }
 
 quern_status pool_sum_gradients(const pool_kernel &a, const pool_args *args, cudaStream_t stream)

@@ -147,6 +147,15 @@ extern pool_part pool_forward_f32, pool_forward_bf16, pool_forward_bf16_f32, poo
     pool_forward_f16_f32;
 extern pool_part pool_backward_f32, pool_backward_bf16, pool_backward_bf16_f32, pool_backward_f16,
     pool_backward_f16_f32;
+/* The same for entries of 512 channels on Hopper, of long blocks and of short ones, and whether they take a
+ * call; f32 has no short ones. */
+extern pool_part pool_sm90_forward_long_f32, pool_sm90_forward_long_bf16, pool_sm90_forward_long_bf16_f32,
+    pool_sm90_forward_long_f16, pool_sm90_forward_long_f16_f32;
+extern pool_part pool_sm90_forward_short_bf16, pool_sm90_forward_short_bf16_f32, pool_sm90_forward_short_f16,
+    pool_sm90_forward_short_f16_f32;
+bool pool_sm90_takes_long(const stage_exec *exec, const pool_args *args, const pool_kernel &a,
+                          quern_dtype bias);
+bool pool_sm90_takes_short(const stage_exec *exec, const pool_args *args, const pool_kernel &a);
 /* The one of a call. */
 static inline pool_part *pool_part_of(quern_dtype proj, quern_dtype bias, pool_part *const (&parts)[5])
 {
