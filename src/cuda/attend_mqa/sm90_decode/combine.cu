@@ -1,39 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * combine.cu - the shares of a query's keys, folded in their order: a block a head, four columns a thread. A
- * warp's lanes hold the shares' sums, from which all factors follow at once; values are asked for eight
- * shares at a time, the first of them, angles and sink before the factors. It starts while the shares are
- * computed. Limit: the shares' values read once.
+ * combine.cu - the shares of a query's keys, folded in their order: a warp a piece of the values, a lane four
+ * columns of a head. Values and sums are asked for eight shares at a time, the first of them before it is
+ * known how many there are. It starts while the shares are computed. Limit: the shares' values read once.
  */
 #include "attend_mqa/sm90_decode/shared.cuh"
 
 namespace sm90_mqa_decode
 {
 
-enum { COMBINE_THREADS = MQA_DIM / 4, FOLDED_AT_ONCE = 8 };
-
-/* fold_sums() of shares one after another, whose sums the lanes have: what each one's values are multiplied
- * by, and the sums of all. Lanes without a share have a maximum of -inf. */
-__device__ __forceinline__ row_sums fold_lanes(const row_sums &mine, int shares, fold_factors &f)
-{
-    const int lane = threadIdx.x % 32;
-    float top = mine.top, sum = 0.0f;
-#pragma unroll
-    for (int apart = 1; apart < SHARES; apart *= 2) {
-        const float before = __shfl_up_sync(~0u, top, apart);
-        if (lane >= apart && !(top > before || top != top)) top = before;
-    }
-    float held = __shfl_up_sync(~0u, top, 1);
-    if (lane == 0) held = -INFINITY;
-    f = {held == -INFINITY ? 0.0f : exp2_fast(held - top),
-         mine.top == -INFINITY ? 0.0f : exp2_fast(mine.top - top)};
-#pragma unroll 1
-    for (int s = 0; s < shares; s++)
-        sum = fmaf(__shfl_sync(~0u, mine.sum, s), __shfl_sync(~0u, f.come, s),
-                   __fmul_rn(sum, __shfl_sync(~0u, f.held, s)));
-    return {__shfl_sync(~0u, top, SHARES - 1), sum};
-}
+enum { COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * 32, FOLDED_AT_ONCE = 8 };
 
 /* Cosines and sines of the two pairs of four columns; those of a pair that does not turn mean nothing. */
 template <typename A> __device__ __forceinline__ float4 angles_at(const mqa_rotation &r, int position, int at)
@@ -65,36 +42,14 @@ __device__ __forceinline__ fold_ahead ahead_of_fold(const mqa_kernel &a, int pos
             a.sink != NULL ? __ldg(a.sink + head) : -INFINITY};
 }
 
-/* Folds columns [column, column + 4) of a head, which a warp's lanes have of 128, and stores them; place: the
- * query's sequence, row, position and shares; sums: this lane's share's, of all keys and of the raw ones;
- * load: the values of a share. */
-template <typename T, typename LOAD>
-__device__ __forceinline__ void fold_row(const mqa_kernel &a, const int4 &place, const fold_ahead &ahead,
-                                         const float4 &sums, int head, int column, const LOAD &load)
+/* Stores columns [column, column + 4) of a head's folded values, and its log sums; place: the query's
+ * sequence, row, position and shares. */
+template <typename T>
+__device__ __forceinline__ void store_folded(const mqa_kernel &a, const int4 &place, const fold_ahead &ahead,
+                                             const row_sums &all, float (&x)[4], int head, int column)
 {
     const int at = column - (MQA_DIM - a.rotation.dim);
-    float x[4] = {};
-    float4 come[FOLDED_AT_ONCE];
-#pragma unroll
-    for (int s = 0; s < FOLDED_AT_ONCE; s++)
-        if (s < place.w) come[s] = load(s);
-    fold_factors mine;
-    const row_sums all = fold_lanes({sums.x, sums.y}, place.w, mine);
     const float lse = mqa_log_sum(all.top, all.sum), factor = mqa_factor(ahead.sink, lse, all.sum);
-#pragma unroll 1
-    for (int s0 = 0; s0 < place.w; s0 += FOLDED_AT_ONCE) {
-#pragma unroll
-        for (int s = 0; s < FOLDED_AT_ONCE; s++) {
-            if (s0 + s >= place.w) continue;
-            const fold_factors by = {__shfl_sync(~0u, mine.held, s0 + s),
-                                     __shfl_sync(~0u, mine.come, s0 + s)};
-            x[0] = fold_value(x[0], come[s].x, by);
-            x[1] = fold_value(x[1], come[s].y, by);
-            x[2] = fold_value(x[2], come[s].z, by);
-            x[3] = fold_value(x[3], come[s].w, by);
-            if (s0 + FOLDED_AT_ONCE + s < place.w) come[s] = load(s0 + FOLDED_AT_ONCE + s);
-        }
-    }
 #pragma unroll
     for (int i = 0; i < 4; i++) x[i] = __fmul_rn(x[i], factor);
     if (at >= 0) rotate_pair(x[0], x[1], ahead.angles.x, ahead.angles.y);
@@ -109,33 +64,84 @@ __device__ __forceinline__ void fold_row(const mqa_kernel &a, const int4 &place,
     }
     if (column == 0 && a.lse.p != NULL)
         a.lse.p[place.x * a.lse.s[0] + head * a.lse.s[1] + place.y * a.lse.s[2]] = lse;
-    if (a.lse_win.p == NULL) return;
-    const row_sums raw = fold_lanes({sums.z, sums.w}, place.w, mine);
-    if (column == 0)
-        a.lse_win.p[place.x * a.lse_win.s[0] + head * a.lse_win.s[1] + place.y * a.lse_win.s[2]] =
-            mqa_log_sum(raw.top, raw.sum);
 }
 
+/* The log sum of a head's raw keys. */
+__device__ __forceinline__ void store_raw_sum(const mqa_kernel &a, const int4 &place, const float4 *sums,
+                                              int head)
+{
+    row_sums raw = {-INFINITY, 0.0f};
+#pragma unroll 1
+    for (int s = 0; s < place.w; s++) (void)fold_sums(raw, {sums[s * HEADS].z, sums[s * HEADS].w});
+    a.lse_win.p[place.x * a.lse_win.s[0] + head * a.lse_win.s[1] + place.y * a.lse_win.s[2]] =
+        mqa_log_sum(raw.top, raw.sum);
+}
+
+/* Of values as products leave them, a lane two columns of rows r and r + 8: four columns of r for the first
+ * of two lanes, of r + 8 for the second. */
+__device__ __forceinline__ float4 one_row(const float4 &x)
+{
+    const bool odd = threadIdx.x % 2 != 0;
+    const float first = __shfl_xor_sync(~0u, odd ? x.x : x.z, 1),
+                second = __shfl_xor_sync(~0u, odd ? x.y : x.w, 1);
+    return odd ? make_float4(first, second, x.z, x.w) : make_float4(x.x, x.y, first, second);
+}
+
+/* blockIdx.y: a query and a group of its heads; each warp of its blocks has 16 rows of a piece. */
 template <typename T>
 __global__ void __launch_bounds__(COMBINE_THREADS) mqa_combine(const __grid_constant__ decode_kernel w)
 {
     const mqa_kernel &a = w.a;
-    const int query = blockIdx.x / a.heads, head = blockIdx.x - query * a.heads, group = head / w.heads,
-              rest = query * w.groups + group, row = head - group * w.heads, column = threadIdx.x * 4,
-              lane = threadIdx.x % 32;
-    wait_for_before();
-    const int4 place = w.places[rest];
+    const int rest = blockIdx.y, query = rest / w.groups, lane = threadIdx.x % 32,
+              warp = blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, piece = warp % SHARE_PIECES,
+              rows = warp / SHARE_PIECES, head0 = (rest - query * w.groups) * w.heads,
+              row = rows * 16 + lane % 2 * 8 + lane / 4, head = head0 + row,
+              column = piece * 8 + lane % 4 / 2 * 4;
     const int64_t part = (int64_t)rest * w.shares;
-    float4 sums = make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f);
-    if (lane < place.w) sums = w.sums[(part + lane) * HEADS + row];
-    const float *const from = w.values + (part * HEADS + row) * MQA_DIM + column;
-    fold_row<T>(a, place, ahead_of_fold<T>(a, place.z, head, column), sums, head, column,
-                [from](int s) { return *(const float4 *)(from + (int64_t)s * HEADS * MQA_DIM); });
+    const float4 *const values =
+        (const float4 *)(w.values + part * HEADS * MQA_DIM) + piece * 128 + rows * 32 + lane;
+    const float4 *const sums = w.sums + part * HEADS + row;
+    const auto load_sums = [sums](int s) { return *(const float2 *)&sums[s * HEADS]; };
+    const auto load = [values](int s) { return values[s * (HEADS * MQA_DIM / 4)]; };
+    if (head0 + rows * 16 >= a.heads) return;
+    wait_for_before();
+    float4 come[FOLDED_AT_ONCE];
+    float2 come_sums[FOLDED_AT_ONCE];
+    const int4 place = w.places[rest];
+#pragma unroll
+    for (int s = 0; s < FOLDED_AT_ONCE; s++)
+        if (s < w.shares) {
+            come_sums[s] = load_sums(s);
+            come[s] = load(s);
+        }
+    const fold_ahead ahead = ahead_of_fold<T>(a, place.z, min(head, a.heads - 1), column);
+    row_sums all = {-INFINITY, 0.0f};
+    float x[4] = {};
+#pragma unroll 1
+    for (int s0 = 0; s0 < place.w; s0 += FOLDED_AT_ONCE) {
+#pragma unroll
+        for (int s = 0; s < FOLDED_AT_ONCE; s++) {
+            if (s0 + s >= place.w) continue;
+            const fold_factors f = fold_sums(all, {come_sums[s].x, come_sums[s].y});
+            const float4 mine = one_row(come[s]);
+            x[0] = fold_value(x[0], mine.x, f);
+            x[1] = fold_value(x[1], mine.y, f);
+            x[2] = fold_value(x[2], mine.z, f);
+            x[3] = fold_value(x[3], mine.w, f);
+            if (s0 + FOLDED_AT_ONCE + s < place.w) {
+                come_sums[s] = load_sums(s0 + FOLDED_AT_ONCE + s);
+                come[s] = load(s0 + FOLDED_AT_ONCE + s);
+            }
+        }
+    }
+    if (head >= a.heads) return;
+    store_folded<T>(a, place, ahead, all, x, head, column);
+    if (column == 0 && a.lse_win.p != NULL) store_raw_sum(a, place, sums, head);
 }
 
 quern_status combine_shares(const stage_exec *exec, const decode_kernel &w, quern_dtype dtype)
 {
-    const dim3 grid((unsigned)w.a.rows * (unsigned)w.a.heads);
+    const dim3 grid((unsigned)(w.heads / 16 * SHARE_PIECES / COMBINE_WARPS), (unsigned)(w.a.rows * w.groups));
     return dtype == QUERN_BF16 ? launch_behind((cudaStream_t)exec->stream, mqa_combine<bf16>, grid,
                                                COMBINE_THREADS, 0, "shares of attention", w)
                                : launch_behind((cudaStream_t)exec->stream, mqa_combine<f16>, grid,

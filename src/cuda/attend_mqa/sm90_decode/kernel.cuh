@@ -281,19 +281,16 @@ __device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_inf
     }
 }
 
-/* Stores the same as they are, for combine.cu. */
+/* Stores the same as they are in pieces, for combine.cu. */
 __device__ __forceinline__ void store_share(const decode_kernel &w, const tile_info &item,
-                                            const float (&o)[32][4], int row0, int column0)
+                                            const float (&o)[32][4], int half)
 {
-    float *const to =
-        w.values + ((int64_t)item.part * HEADS + row0) * MQA_DIM + column0 + threadIdx.x % 4 * 2;
+    const int row = threadIdx.x / 32 % 4 * 16;
+    float4 *const to = (float4 *)(w.values + (int64_t)item.part * HEADS * MQA_DIM) +
+                       half * (SHARE_PIECES / 2) * 128 + threadIdx.x % 128;
+    if (row >= w.heads || item.head0 + row >= w.a.heads) return;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        if (row0 + h * 8 >= w.heads || item.head0 + row0 + h * 8 >= w.a.heads) continue;
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-            *(float2 *)(to + h * 8 * MQA_DIM + i * 8) = make_float2(o[i][h * 2], o[i][h * 2 + 1]);
-    }
+    for (int i = 0; i < 32; i++) to[i * 128] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
 }
 
 template <typename T, bool BYTES>
@@ -332,7 +329,7 @@ __device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int
             in.advance();
         }
         if (w.whole) store_values<T>(w.a, item, o, factor, row0, half * 256);
-        else store_share(w, item, o, row0, half * 256);
+        else store_share(w, item, o, half);
     }
 }
 

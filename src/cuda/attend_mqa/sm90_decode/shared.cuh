@@ -94,7 +94,8 @@ struct decode_kernel {
     mqa_planner plan;
     bool planned, whole;
     int32_t heads, groups, shares, items; /* a block's heads; groups of them; shares of a query at most */
-    float *values; /* split: [part][HEADS][MQA_DIM]; whole, several shares: [block][2][VALUE_FLOATS] */
+    float *values; /* split: [part][SHARE_PIECES][HEADS / 16][32][4]; whole, several shares:
+                      [block][2][VALUE_FLOATS] */
     float4 *sums;  /* split: [part][HEADS]: maximum and sum of all keys, of the raw ones */
     int4 *places;  /* split: [rows x groups]: a query's place in o, its position, its shares */
 };
@@ -109,6 +110,9 @@ __host__ __device__ __forceinline__ int share_of(int tiles)
 {
     return (tiles + SHARES - 1) / SHARES;
 }
+
+/* A part's values lie as its threads have them: a piece has eight columns, of each 16 rows as 32 lanes. */
+enum { SHARE_PIECES = MQA_DIM / 8 };
 
 /* Rotates a pair of channels back. */
 __device__ __forceinline__ void rotate_pair(float &x, float &y, float cosine, float sine)
