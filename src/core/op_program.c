@@ -119,6 +119,15 @@ quern_tensor op_room(op_build *b, quern_dtype dtype, int32_t ndim, const int64_t
     return t;
 }
 
+/* Room is taken in any case: a workspace has one size on all devices. */
+quern_tensor op_result(op_build *b, int32_t tensor, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+{
+    const quern_tensor to = op_view(b->call, tensor, false), room = op_room(b, dtype, ndim, shape);
+    bool fits = to.ndim == ndim && b->call->like.device != QUERN_CPU;
+    for (int32_t i = 0; i < ndim; i++) fits = fits && to.strides[i] == room.strides[i];
+    return fits ? to : room;
+}
+
 quern_tensor op_matrix(op_build *b, quern_dtype dtype, int64_t rows, int64_t columns)
 {
     const int64_t shape[] = {rows, columns};
@@ -148,7 +157,7 @@ quern_tensor op_rows(op_build *b, int32_t tensor)
 void op_give(op_build *b, int32_t tensor, const quern_tensor *from)
 {
     const quern_tensor to = op_view(b->call, tensor, false);
-    if (to.ndim > 0) op_copy(b, from, &to);
+    if (to.ndim > 0 && to.data != from->data) op_copy(b, from, &to);
 }
 
 quern_dtype op_between_dtype(quern_dtype activations)

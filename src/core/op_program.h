@@ -102,12 +102,16 @@ bool op_takes(const op_build *b, op_stage stage, const void *args);
 /* A contiguous tensor in the workspace. */
 quern_tensor op_room(op_build *b, quern_dtype dtype, int32_t ndim, const int64_t *shape);
 quern_tensor op_matrix(op_build *b, quern_dtype dtype, int64_t rows, int64_t columns);
+/* A result of the call, if it has it, that steps in its middle write and read: the caller's tensor where it
+ * is contiguous and no later step can make the call fail, which would leave results as they were: on a GPU
+ * faults of data are bits of the status word. Else one in the workspace. op_give() follows. */
+quern_tensor op_result(op_build *b, int32_t tensor, quern_dtype dtype, int32_t ndim, const int64_t *shape);
 /* A tensor of the call, [.., columns], as a matrix: a view, or a copy where its strides forbid one. Absent
  * where the call does not use it. */
 quern_tensor op_rows(op_build *b, int32_t tensor);
 /* Copies rows that are as many and as long, whatever the shapes. */
 void op_copy(op_build *b, const quern_tensor *from, const quern_tensor *to);
-/* The same to a tensor of the call, if the call has it. */
+/* The same to a tensor of the call, if the call has it and it is not `from` itself. */
 void op_give(op_build *b, int32_t tensor, const quern_tensor *from);
 /* The dtype of what stands between two products, a gradient too: bf16 for the bf16 dot product; f16 would
  * leave its range. */

@@ -37,9 +37,11 @@ moe_routing moe_route(op_build *b, const quern_tensor *x)
     const int64_t *s = c->head.symbol;
     const bool handed = moe_is_routed(&c->head);
     const quern_tensor logits = op_rows(b, M(logits)), ids = flat_ids(b);
-    const moe_routing r = {op_matrix(b, QUERN_I32, s[MS_T], s[MS_K]),
-                           op_matrix(b, QUERN_F32, s[MS_T], s[MS_K]), op_room(b, QUERN_I32, 1, &s[MS_E]),
-                           op_room(b, QUERN_I32, 1, &s[MS_TK])};
+    const int64_t chosen[] = {s[MS_T], s[MS_K]};
+    moe_routing r = {.ends = op_result(b, M(offsets), QUERN_I32, 1, &s[MS_E]),
+                     .slots = op_result(b, M(permutation), QUERN_I32, 1, &s[MS_TK])};
+    r.experts = handed ? op_room(b, QUERN_I32, 2, chosen) : op_result(b, M(experts), QUERN_I32, 2, chosen);
+    r.weights = handed ? op_room(b, QUERN_F32, 2, chosen) : op_result(b, M(weights), QUERN_F32, 2, chosen);
     route_args *args = OP_ADD(b, route_forward);
     *args = (route_args){.score = (route_score)c->params.score,
                          .top_k = c->params.top_k,

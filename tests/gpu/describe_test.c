@@ -9,7 +9,9 @@
 
 #include <quern/attention.h>
 #include <quern/cuda.h>
+#include <quern/moe.h>
 #include <quern/nsa.h>
+#include <quern/nvfp4.h>
 #include <quern/plan.h>
 
 enum { N = 2048, SHORT = 256, LONG = 1 << 15, H = 32, HKV = 2, D = 128, TILE = 128 };
@@ -190,10 +192,58 @@ static void msa(void **state)
         }
 }
 
+/* The same, so far from others that none meet. */
+static quern_tensor view_number(int32_t number, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+{
+    quern_tensor t = view(dtype, ndim, shape);
+    t.data = (char *)t.data + ((size_t)number << 24);
+    return t;
+}
+
+/* The router writes its results where the caller wants them: no step copies them. */
+static void moe(void **state)
+{
+    (void)state;
+    enum { EXPERTS = 8, DM = 256, INNER = 128, K = 2 };
+    int64_t up_bytes = 0, down_bytes = 0;
+    OK(quern_nvfp4_repacked_bytes(ctx, QUERN_CUDA, 0, 2 * INNER, DM, &up_bytes));
+    OK(quern_nvfp4_repacked_bytes(ctx, QUERN_CUDA, 0, DM, INNER, &down_bytes));
+    const int64_t x_shape[] = {1, DM}, logits_shape[] = {1, EXPERTS}, up_shape[] = {EXPERTS, up_bytes},
+                  down_shape[] = {EXPERTS, down_bytes}, chosen_shape[] = {1, K}, slots = K, ends = EXPERTS;
+    const quern_tensor x = view_number(0, QUERN_BF16, 2, x_shape),
+                       logits = view_number(1, QUERN_BF16, 2, logits_shape),
+                       up = view_number(2, QUERN_U8, 2, up_shape),
+                       down = view_number(3, QUERN_U8, 2, down_shape),
+                       out = view_number(4, QUERN_BF16, 2, x_shape),
+                       experts = view_number(5, QUERN_I32, 2, chosen_shape),
+                       weights = view_number(6, QUERN_F32, 2, chosen_shape),
+                       offsets = view_number(7, QUERN_I32, 1, &ends),
+                       permutation = view_number(8, QUERN_I32, 1, &slots);
+    quern_moe_params params = QUERN_MOE_PARAMS_INIT;
+    quern_moe_tensors t = QUERN_MOE_TENSORS_INIT;
+    char line[200];
+    params.top_k = K;
+    params.intermediate = INNER;
+    t.hidden = &x;
+    t.logits = &logits;
+    t.gate_up_repacked = &up;
+    t.down_repacked = &down;
+    t.out = &out;
+    t.experts = &experts;
+    t.weights = &weights;
+    t.offsets = &offsets;
+    t.permutation = &permutation;
+    snprintf(line, sizeof line,
+             "moe_forward on cuda: route_forward by route_forward_any, grouped_gemm by grouped_gemm_%s (2 "
+             "times), combine by combine_any",
+             fast);
+    expect_line(QUERN_OP_MOE_FORWARD, &params, &t, line);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(nsa),
                                        cmocka_unit_test(nsa_index), cmocka_unit_test(nsa_index_loss),
-                                       cmocka_unit_test(msa)};
+                                       cmocka_unit_test(msa),   cmocka_unit_test(moe)};
     return cmocka_run_group_tests(tests, open_context, close_context);
 }

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_few_logits(const __grid_c
     const int64_t across = (a.experts + ROWS - 1) / ROWS, t0 = blockIdx.x / across * ROWS,
                   e0 = blockIdx.x % across * ROWS;
     float sum[ROWS][ROWS] = {};
+    let_next_start();
     if (a.hidden_dtype == QUERN_BF16 && a.weight_dtype == QUERN_BF16)
         add_share<bf16, 8>(a, t0, e0, warp, sum);
     else add_share<any_dtype, 4>(a, t0, e0, warp, sum);
@@ -299,6 +300,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_few(const __grid_constant
     __shared__ int32_t picked[ROUTE_FEW_SLOTS];
     const int warp = threadIdx.x / 32, slots = (int)a.tokens * a.top_k;
     let_next_start();
+    wait_for_before();
     if (a.given_experts != NULL)
         for (int s = threadIdx.x; s < slots; s += ROUTE_THREADS) picked[s] = copy_given(a, s);
     for (int64_t token = warp; a.given_experts == NULL && token < a.tokens; token += ROUTE_WARPS)
@@ -411,7 +413,8 @@ static quern_status route_any_run(const stage_exec *exec, const route_args *args
     if (a.computed != NULL) status = route_make_logits(to, a);
     const bool few = a.tokens > 0 && a.tokens <= ROUTE_FEW && a.tokens * a.top_k <= ROUTE_FEW_SLOTS;
     if (status == QUERN_OK && few)
-        return launch_shared(to, route_few, dim3(1), ROUTE_THREADS, 3 * ROUTE_WARPS * row, "route, few", a);
+        return launch_behind(to.stream, route_few, dim3(1), ROUTE_THREADS, 3 * ROUTE_WARPS * row,
+                             "route, few", a);
     if (status == QUERN_OK && a.given_experts != NULL)
         status = launch_shared(to, route_copy, dim3(blocks_for(a.tokens * a.top_k, ROUTE_THREADS)),
                                ROUTE_THREADS, 0, "route, copy", a);
