@@ -56,7 +56,8 @@ struct gemm_params {
 struct tile_list {
     int32_t first[GEMM_MOST_EXPERTS + 1];
     int32_t end[GEMM_MOST_EXPERTS]; /* of experts' rows, where there are offsets */
-    int32_t across, count;          /* whole tiles side by side; all tiles */
+    int32_t across, whole, count;   /* whole tiles side by side; all whole ones; all tiles */
+    int32_t panels, rest;           /* of whole tiles, and of those of fewer */
 
     __device__ __forceinline__ int64_t end_of(const gemm_params &p, int32_t e) const
     {
@@ -104,6 +105,9 @@ __device__ __forceinline__ void make_tiles(tile_list &list, const gemm_params &p
         if (lane == 31) {
             list.first[p.ends.experts] = sum;
             list.across = across;
+            list.whole = sum;
+            list.panels = min(all, panels);
+            list.rest = all - across * panels;
             list.count = all > across * panels ? sum / across * (across + 1) : sum;
         }
     }
@@ -117,7 +121,7 @@ struct tile_place {
 __device__ __forceinline__ tile_place tile_at(const tile_list &list, const gemm_params &p, int32_t tile,
                                               int tokens, int panels)
 {
-    const int32_t whole = list.first[p.ends.experts], across = list.across,
+    const int32_t whole = list.whole, across = list.across,
                   at = tile < whole ? tile : (tile - whole) * across;
     int32_t low = 0, high = p.ends.experts;
     while (high - low > 1) {
@@ -129,6 +133,23 @@ __device__ __forceinline__ tile_place tile_at(const tile_list &list, const gemm_
     const int32_t down = (int32_t)((rows + tokens - 1) / tokens), in = at - list.first[low];
     const int32_t part = tile < whole ? in % down : in / across, column = tile < whole ? in / down : across;
     return {low, column * panels, (int32_t)(rows - (int64_t)part * tokens), first + (int64_t)part * tokens};
+}
+
+/* The tile that a block takes after `tile`: blocks take turns. But of pairs of panels, tiles of one take half
+ * as long: the first of these go to the blocks that have a pair less than others, two each. */
+__device__ __forceinline__ int32_t next_tile(const tile_list &list, int32_t tile, bool pairs)
+{
+    const int32_t next = tile + (int32_t)gridDim.x, whole = list.whole,
+                  idle = (int32_t)gridDim.x - whole % (int32_t)gridDim.x;
+    if (!pairs || next < whole) return next;
+    if (tile < whole) return next + (next - whole < idle ? 0 : idle);
+    return tile - whole < idle ? tile + idle : next;
+}
+
+/* Whether a tile has a panel of its number `number`. */
+__device__ __forceinline__ bool has_panel(const tile_list &list, int32_t tile, int number)
+{
+    return number < (tile < list.whole ? list.panels : list.rest);
 }
 
 /* Where warps that multiply begin: with a tile of no rows, before the first one. Until tokens come they have

@@ -56,7 +56,7 @@ __device__ __forceinline__ void feed_repacked(const gemm_params &p, const CUtens
     ring_place<form<TOKENS>::STAGES> at;
     const int32_t tiles = m.tiles.count;
     const int steps = steps_of<TOKENS>(p);
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int32_t tile = blockIdx.x; tile < tiles; tile = next_tile(m.tiles, tile, form<TOKENS>::PAIRS)) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
         const int panels = min((int)form<TOKENS>::GROUPS, p.panels - t.panel);
         for (int step = 0; step < steps; step++) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void feed_gathered(const gemm_params &p, const CUtens
     ring_place<form<TOKENS>::STAGES> at;
     const int32_t tiles = m.tiles.count;
     const int steps = steps_of<TOKENS>(p), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int32_t tile = blockIdx.x; tile < tiles; tile = next_tile(m.tiles, tile, form<TOKENS>::PAIRS)) {
         const tile_place t = tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS);
         const int panels = min((int)form<TOKENS>::GROUPS, p.panels - t.panel);
         for (int step = 0; step < steps; step++) {

@@ -122,6 +122,18 @@ __device__ __forceinline__ void sum_tile(float (&c)[TOKENS / 8][4], const gemm_p
     walk.before.advance();
 }
 
+/* The stages of a tile that lacks the warpgroup's panel. */
+template <int TOKENS>
+__device__ __forceinline__ void pass_tile(const gemm_params &p, shared<TOKENS> &m, stage_walk<TOKENS> &walk)
+{
+    for (int step = steps_of<TOKENS>(p); step > 0; step--) {
+        m.stages.wait_full(walk.at);
+        m.stages.give_back(walk.at);
+        walk.at.advance();
+        walk.before.advance();
+    }
+}
+
 /* The products of a unit of up to 16 tokens, by warps: a warpgroup's products of so few columns take as long
  * as decoding, and each wait for them holds four warps. Sums have the same bits. */
 template <typename T, int TOKENS>
@@ -309,8 +321,12 @@ __device__ __forceinline__ void multiply(const gemm_params &p, shared<TOKENS> &m
 {
     const int32_t tiles = m.tiles.count;
     stage_walk<TOKENS> walk;
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int32_t tile = blockIdx.x; tile < tiles; tile = next_tile(m.tiles, tile, form<TOKENS>::PAIRS)) {
         float c[TOKENS / 8][4];
+        if (!has_panel(m.tiles, tile, group)) {
+            pass_tile(p, m, walk);
+            continue;
+        }
         clear_sums(c);
         sum_tile<T, TOKENS, TRANSPOSED>(c, p, m, walk, group);
         store_tile<TOKENS, TRANSPOSED>(c, p, tile_at(m.tiles, p, tile, TOKENS, form<TOKENS>::GROUPS), group,

@@ -45,18 +45,22 @@ static int width_of(const grouped_gemm_args *args)
 }
 
 /* Whether tiles of WIDE_PANELS end sooner than those of two panels and WIDEST tokens, were experts equally
- * loaded: by the panels and tokens of the busiest multiprocessor. */
+ * loaded: by the clocks of the busiest multiprocessor. */
 static bool is_wide(const stage_exec *exec, const grouped_gemm_args *args, int width)
 {
+    /* Of half a pair's unit, and of a whole one of WIDE_PANELS: a product of n tokens takes n / 2 clocks, and
+     * 12 for its operand in registers. */
+    enum { HALF = 4 * (128 + 12), WIDE = 4 * (4 * (64 + 12) + 2 * (32 + 12)) };
     if (width < WIDEST || !present(args->b_repacked)) return false;
     const int64_t experts = present(args->offsets) ? args->offsets.shape[0] : 1,
                   rows = (args->tokens + experts - 1) / experts, panels = (args->n + UNIT - 1) / UNIT,
-                  blocks = exec->multiprocessors;
-    const int64_t pairs = (panels + 1) / 2 * ((rows + WIDEST - 1) / WIDEST) * experts,
+                  blocks = exec->multiprocessors, down = (rows + WIDEST - 1) / WIDEST * experts,
+                  pairs = panels / 2 * down,
                   wide = (panels + WIDE_PANELS - 1) / WIDE_PANELS *
                          ((rows + WIDE_TOKENS - 1) / WIDE_TOKENS) * experts;
-    return (wide + blocks - 1) / blocks * WIDE_PANELS * WIDE_TOKENS <
-           (pairs + blocks - 1) / blocks * 2 * WIDEST;
+    /* Halves: of whole pairs alone, and of all panels. */
+    const int64_t whole = (pairs + blocks - 1) / blocks * 2, all = (panels * down + blocks - 1) / blocks;
+    return (wide + blocks - 1) / blocks * WIDE < (whole > all ? whole : all) * HALF;
 }
 
 /* A as the copy engine sees it. */

@@ -48,6 +48,7 @@ template <int TOKENS> struct form {
     enum {
         BLOCKS = TOKENS <= 16 ? 2 : 1,                 /* of a multiprocessor */
         GROUPS = TOKENS == 32 || TOKENS == 64 ? 4 : 2, /* that multiply */
+        PAIRS = TOKENS >= 128,                         /* whether a panel more takes as much longer */
         THREADS = 128 + GROUPS * 128,
         UNITS = TOKENS <= 16    ? 4
                 : TOKENS <= 128 ? 2

@@ -2,13 +2,15 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * wide.cuh - the grouped product of many tokens by repacked weights: tiles of 128 tokens and PANELS panels,
- * for widths that pairs of panels divide badly: N 288 has five panels, 2880 has 45.
+ * an odd number, for widths that pairs of panels divide badly: N 288 has five panels.
  *
- * The two warpgroups that multiply have three and two panels. A stage is a unit of 64 of K. Weights are
- * decoded twice as often as for 256 tokens: 90 instructions a panel and unit beside 256 clocks of products.
+ * The two warpgroups that multiply have half of the tile each: (PANELS - 1) / 2 panels of all tokens, and the
+ * last panel of 64 tokens. So neither waits for the other, and both run the same code, which is fetched once.
+ * A stage is a unit of 64 of K. Weights are decoded 2.4 times as often as for 256 tokens: 90 instructions a
+ * panel and unit beside 256 clocks of products.
  *
- * Registers: 64 accumulators a panel, and two operands of two products each: one is decoded while the
- * products of the other run.
+ * Registers of PANELS 5: 160 accumulators, two operands of two products each, of which one is decoded while
+ * the products of the other run, and the codes of the next panel.
  */
 #ifndef QUERN_CUDA_SM90_GROUPED_GEMM_WIDE_CUH
 #define QUERN_CUDA_SM90_GROUPED_GEMM_WIDE_CUH
@@ -19,12 +21,14 @@ namespace sm90_gemm
 {
 
 template <int PANELS> struct wide_form {
+    static_assert(PANELS % 2 == 1, "the warpgroups share the last panel");
     enum {
-        LOW = (PANELS + 1) / 2, /* panels of the first warpgroup */
+        EACH = PANELS / 2,              /* panels of a warpgroup */
+        SHARE = WIDE_TOKENS / 2,        /* its tokens of the last panel */
         THREADS = 384,
         STAGES = 200 * 1024 / (WIDE_TOKENS * 128 + PANELS * UNIT_BYTES),
-        LOW_REGISTERS = 240,
-        HIGH_REGISTERS = 208
+        FEED_REGISTERS = 24,
+        MULTIPLY_REGISTERS = 240
     };
 };
 
@@ -58,6 +62,17 @@ __device__ __forceinline__ void feed_wide(const gemm_params &p, const CUtensorMa
     }
 }
 
+/* A thread's codes and scales of a unit. */
+struct packed_unit {
+    uint4 codes;
+    uint2 scales;
+};
+__device__ __forceinline__ packed_unit load_packed(const char *unit)
+{
+    const int thread = threadIdx.x % 128;
+    return {*(const uint4 *)(unit + thread * 16), *(const uint2 *)(unit + UNIT_CODES + thread / 4 * 8)};
+}
+
 /* Half a unit's first operand: two products. */
 template <typename T>
 __device__ __forceinline__ void decode_half(uint32_t (&w)[2][4], uint32_t first, uint32_t second,
@@ -67,67 +82,104 @@ __device__ __forceinline__ void decode_half(uint32_t (&w)[2][4], uint32_t first,
     decode_step<T>(w[1], second, scales, 1);
 }
 
-template <typename T>
-__device__ __forceinline__ void multiply_half(float (&c)[WIDE_TOKENS / 8][4], const uint32_t (&w)[2][4],
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply_half(float (&c)[TOKENS / 8][4], const uint32_t (&w)[2][4],
                                               uint64_t tile)
 {
     wg_start();
 #pragma unroll
-    for (int s = 0; s < 2; s++) wgmma_rs<T, WIDE_TOKENS>(c, w[s], wg_further(tile, s * 32));
+    for (int s = 0; s < 2; s++) wgmma_rs<T, TOKENS>(c, w[s], wg_further(tile, s * 32));
     wg_commit();
 }
 
-/* Sums of EACH panels of a tile, from panel `first` on. */
-template <typename T, int PANELS, int EACH>
-__device__ __forceinline__ void sum_wide(float (&c)[EACH][WIDE_TOKENS / 8][4], const gemm_params &p,
-                                         wide_shared<PANELS> &m, int first,
-                                         ring_place<wide_form<PANELS>::STAGES> &at)
+/* A warpgroup's sums of a tile. */
+template <int PANELS> struct wide_sums {
+    float whole[wide_form<PANELS>::EACH][WIDE_TOKENS / 8][4];
+    float shared[wide_form<PANELS>::SHARE / 8][4];
+};
+
+/* Adds the products of a tile. `first`: the warpgroup's first panel; `half`: which of the last panel's tokens
+ * are its own. */
+template <typename T, int PANELS>
+__device__ __forceinline__ void sum_wide(wide_sums<PANELS> &c, const gemm_params &p, wide_shared<PANELS> &m,
+                                         int first, int half, ring_place<wide_form<PANELS>::STAGES> &at)
 {
-    const int steps = p.parts * p.units, thread = threadIdx.x % 128;
-    ring_place<wide_form<PANELS>::STAGES> before = at;
+    typedef wide_form<PANELS> f;
+    const int steps = p.parts * p.units;
+    ring_place<f::STAGES> before = at;
     uint32_t w[2][2][4];
-#pragma unroll
-    for (int e = 0; e < EACH; e++) clear_sums(c[e]);
+    bool full = false; /* the stage to come */
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        m.stages.wait_full(at);
-        const char *units = m.b[at.stage][first][0];
+        if (!full) m.stages.wait_full(at);
+        const char *units = m.b[at.stage][0][0];
         const uint64_t tile = wg_fresh(wg_tile(smem_address(m.a) + at.stage * (WIDE_TOKENS * 128), 0));
+        packed_unit x = load_packed(units + first * UNIT_BYTES);
+        at.advance();
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const uint4 codes = *(const uint4 *)(units + e * UNIT_BYTES + thread * 16);
-            const uint2 scales = *(const uint2 *)(units + e * UNIT_BYTES + UNIT_CODES + thread / 4 * 8);
-            decode_half<T>(w[0], codes.x, codes.y, scales.x);
-            multiply_half<T>(c[e], w[0], tile);
-            wg_wait<1>(c[e]);
+        for (int e = 0; e <= f::EACH; e++) {
+            const int next = e + 1 < f::EACH ? first + e + 1 : PANELS - 1;
+            decode_half<T>(w[0], x.codes.x, x.codes.y, x.scales.x);
+            if (e < f::EACH) multiply_half<T, WIDE_TOKENS>(c.whole[e < f::EACH ? e : 0], w[0], tile);
+            else multiply_half<T, f::SHARE>(c.shared, w[0], wg_further(tile, half * f::SHARE * 128));
+            const packed_unit after = e < f::EACH ? load_packed(units + next * UNIT_BYTES) : x;
+            if (e == f::EACH) full = m.stages.test_full(at);
+            wg_wait<1>(c.shared);
             if (e == 0 && step > 0) {
                 m.stages.give_back(before);
                 before.advance();
             }
-            decode_half<T>(w[1], codes.z, codes.w, scales.y);
-            multiply_half<T>(c[e], w[1], wg_further(tile, 64));
-            wg_wait<1>(c[e]);
+            decode_half<T>(w[1], x.codes.z, x.codes.w, x.scales.y);
+            if (e < f::EACH)
+                multiply_half<T, WIDE_TOKENS>(c.whole[e < f::EACH ? e : 0], w[1], wg_further(tile, 64));
+            else multiply_half<T, f::SHARE>(c.shared, w[1], wg_further(tile, half * f::SHARE * 128 + 64));
+            wg_wait<1>(c.shared);
+            x = after;
         }
-        at.advance();
     }
 #pragma unroll
-    for (int e = 0; e < EACH; e++) wg_wait<0>(c[e]);
+    for (int e = 0; e < f::EACH; e++) wg_wait<0>(c.whole[e]);
+    wg_wait<0>(c.shared);
     m.stages.give_back(before);
 }
 
-template <typename T, int PANELS, int EACH>
-__device__ __forceinline__ void multiply_wide(const gemm_params &p, wide_shared<PANELS> &m, int first)
+/* One copy of the code stores all panels: each is fetched for a tile anew. */
+template <int PANELS>
+__device__ __forceinline__ void store_wide(wide_sums<PANELS> &c, const gemm_params &p, const tile_place &t,
+                                           int first, int half, char *staged, float unit)
+{
+    typedef wide_form<PANELS> f;
+#pragma unroll 1
+    for (int e = 0; e < f::EACH; e++) {
+        tile_place u = t;
+        asm volatile("" : "+l"(u.row0)); /* addresses kept for all panels would take too many registers */
+        store_tile<WIDE_TOKENS>(c.whole[0], p, u, first + e, staged, {unit, unit});
+#pragma unroll
+        for (int i = 0; i + 1 < f::EACH; i++)
+#pragma unroll
+            for (int n = 0; n < WIDE_TOKENS / 8; n++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) c.whole[i][n][k] = c.whole[i + 1][n][k];
+    }
+    store_tile<f::SHARE>(c.shared, p,
+                         {t.expert, t.panel, t.rows - half * f::SHARE, t.row0 + half * f::SHARE}, PANELS - 1,
+                         staged, {unit, unit});
+}
+
+template <typename T, int PANELS>
+__device__ __forceinline__ void multiply_wide(const gemm_params &p, wide_shared<PANELS> &m, int half)
 {
     const int32_t tiles = m.tiles.count;
+    const int first = half * wide_form<PANELS>::EACH;
     ring_place<wide_form<PANELS>::STAGES> at;
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        float c[EACH][WIDE_TOKENS / 8][4];
-        char *staged = m.out[threadIdx.x / 32 - 4];
-        const tile_place t = tile_at(m.tiles, p, tile, WIDE_TOKENS, PANELS);
-        sum_wide<T, PANELS, EACH>(c, p, m, first, at);
+    for (int32_t tile = before_first(tiles); tile < tiles; tile += gridDim.x) {
+        wide_sums<PANELS> c;
 #pragma unroll
-        for (int e = 0; e < EACH; e++)
-            store_tile<WIDE_TOKENS>(c[e], p, t, first + e, staged, {weight_scale<T>(), weight_scale<T>()});
+        for (int e = 0; e < wide_form<PANELS>::EACH; e++) clear_sums(c.whole[e]);
+        clear_sums(c.shared);
+        if (tile >= 0) sum_wide<T>(c, p, m, first, half, at);
+        store_wide(c, p, tile_or_empty(m.tiles, p, tile, WIDE_TOKENS, PANELS), first, half,
+                   m.out[threadIdx.x / 32 - 4], weight_scale<T>());
     }
 }
 
@@ -148,14 +200,11 @@ __global__ void __launch_bounds__(wide_form<PANELS>::THREADS, 1)
     finish_tail(m.tiles, p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
-        registers_down<FEW_REGISTERS>();
+        registers_down<wide_form<PANELS>::FEED_REGISTERS>();
         if (threadIdx.x == 0) feed_wide(p, a, m);
-    } else if (role == 1) {
-        registers_up<f::LOW_REGISTERS>();
-        multiply_wide<T, PANELS, f::LOW>(p, m, 0);
     } else {
-        registers_up<f::HIGH_REGISTERS>();
-        multiply_wide<T, PANELS, PANELS - f::LOW>(p, m, f::LOW);
+        registers_up<wide_form<PANELS>::MULTIPLY_REGISTERS>();
+        multiply_wide<T>(p, m, role - 1);
     }
 #endif
 }
