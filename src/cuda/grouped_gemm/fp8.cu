@@ -1,14 +1,28 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * fp8.cu - operands of the grouped product in e4m3. A: two warps a row, half a warp 128 of K, eight values a
- * lane, which are divided by their scale and rounded once. Limit: A read and a byte a value written. B: the
- * largest scale of each of 64 columns, a block a panel. Limit: B's scales read, a ninth of its bytes.
+ * fp8.cu - operands of the grouped product in e4m3, both in one launch: blocks that wait for B's bytes run
+ * beside blocks that compute. B: the largest scale of each of 64 columns, a block a panel. Limit: B's scales
+ * read, a ninth of its bytes. A: two warps a row, eight lanes 128 of K, 16 values a lane, which are divided
+ * by their scale and rounded once. Limit: A read and a byte a value written.
  */
 #include "common/quotient.cuh"
 #include "grouped_gemm/fp8.cuh"
 
-enum { THREADS = 256, WARPS = THREADS / 32, EACH = 8, LANES = FP8_GROUP / EACH, ROWS = 4 /* a block */ };
+enum {
+    THREADS = 256,
+    BLOCKS = 5, /* of a multiprocessor: 48 registers a thread */
+    WARPS = THREADS / 32,
+    EACH = 16, /* values of a lane */
+    LANES = FP8_GROUP / EACH,
+    ROWS = 4 /* of a block */
+};
+
+/* Of a group. A tile's copy may reach past the last row's. */
+static int64_t scale_places(const gemm_params &p)
+{
+    return (p.tokens + 15) / 16 * 16 + 16 * (int64_t)p.ends.experts + FP8_TILE;
+}
 
 void fp8_room(gemm_plan &plan, arena *room)
 {
@@ -16,16 +30,15 @@ void fp8_room(gemm_plan &plan, arena *room)
     const int64_t groups = (p.units + 1) / 2, experts = p.ends.experts;
     p.a_stride = groups * FP8_GROUP;
     p.a = arena_take(room, (size_t)(p.tokens * p.a_stride) * sizeof(bf16));
-    plan.row_scale =
-        (float *)arena_take(room, (size_t)(groups * (p.tokens + 4 * experts + FP8_TILE + 8)) * sizeof(float));
+    const int64_t scales = groups * scale_places(p);
+    plan.row_scale = (float *)arena_take(room, (size_t)scales * sizeof(float));
     plan.power = (float *)arena_take(room, (size_t)(experts * p.panels * UNIT) * sizeof(float));
 }
 
 fp8_params fp8_params_of(const gemm_plan &plan)
 {
     const gemm_params &p = plan.p;
-    return {p, plan.row_scale, plan.power, (p.tokens + 3) / 4 * 4 + 4 * (int64_t)p.ends.experts + FP8_TILE,
-            (p.units + 1) / 2};
+    return {p, plan.row_scale, plan.power, scale_places(p), (p.units + 1) / 2};
 }
 
 struct rows_params {
@@ -39,28 +52,30 @@ struct rows_params {
     int32_t *status;
 };
 
-/* The e4m3 bytes of eight numbers that the scale has brought into range. */
-__device__ __forceinline__ uint2 e4m3_bytes(const float (&x)[EACH])
+/* The e4m3 bytes of a lane's numbers, which the scale has brought into range, in fp8.cuh's order of 16. */
+__device__ __forceinline__ uint4 ordered_bytes(const float (&x)[EACH])
+{
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        words[i] = two_e4m3(x[2 * i], x[2 * i + 8]) | (uint32_t)two_e4m3(x[2 * i + 1], x[2 * i + 9]) << 16;
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+/* Eight of them, from `first` on, as bf16 numbers in K's order. */
+__device__ __forceinline__ uint4 rounded_bf16(const float (&x)[EACH], int first)
 {
     uint32_t bytes[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < EACH; i += 2) bytes[i / 4] |= (uint32_t)two_e4m3(x[i], x[i + 1]) << i % 4 * 8;
-    return make_uint2(bytes[0], bytes[1]);
+    for (int i = 0; i < 8; i += 2)
+        bytes[i / 4] |= (uint32_t)two_e4m3(x[first + i], x[first + i + 1]) << i % 4 * 8;
+    return make_uint4(e4m3_bf16x2(bytes[0], 0), e4m3_bf16x2(bytes[0], 1), e4m3_bf16x2(bytes[1], 0),
+                      e4m3_bf16x2(bytes[1], 1));
 }
 
-/* The two halves of 16 values in K's order, of two neighbouring lanes: what each has of them in that of
- * fp8.cuh. */
-__device__ __forceinline__ uint2 in_order(uint2 bytes)
-{
-    const bool second = threadIdx.x % 2 != 0;
-    const uint32_t other = __shfl_xor_sync(~0u, second ? bytes.x : bytes.y, 1),
-                   low = second ? other : bytes.x, high = second ? bytes.y : other;
-    return make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
-}
-
-/* Eight values of a row; zeros past the last column. */
+/* A lane's values of a row; zeros past the last column. */
 template <typename T>
-__device__ __forceinline__ void load_eight(float (&x)[EACH], const rows_params &a, int64_t row, int k)
+__device__ __forceinline__ void load_values(float (&x)[EACH], const rows_params &a, int64_t row, int k)
 {
     const T *from = (const T *)a.a + row * a.a_stride + k;
     alignas(16) T raw[EACH];
@@ -87,7 +102,7 @@ __device__ __forceinline__ uint32_t largest_of(const float (&x)[EACH])
     return most;
 }
 
-/* A group's eight values to what they are in the workspace. */
+/* A lane's values of a group to what they are in the workspace. */
 template <bool BYTES>
 __device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params &a, int64_t row, int64_t at,
                                             int group)
@@ -103,31 +118,31 @@ __device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params 
     float scale = __fdiv_rn(__uint_as_float(most), 448.0f);
     if (scale == 0.0f) scale = 1.0f;
     divide_all(x, scale);
-    const uint2 bytes = e4m3_bytes(x), ordered = BYTES ? in_order(bytes) : bytes;
     if (group >= a.groups) return;
     if (lane == 0) a.scale[group * a.scale_stride + at] = scale;
-    if constexpr (BYTES) *(uint2 *)((uint8_t *)a.out + row * a.stride + k0) = ordered;
-    else
-        *(uint4 *)((bf16 *)a.out + row * a.stride + k0) =
-            make_uint4(e4m3_bf16x2(bytes.x, 0), e4m3_bf16x2(bytes.x, 1), e4m3_bf16x2(bytes.y, 0),
-                       e4m3_bf16x2(bytes.y, 1));
+    if constexpr (BYTES) *(uint4 *)((uint8_t *)a.out + row * a.stride + k0) = ordered_bytes(x);
+    else {
+        uint4 *out = (uint4 *)((bf16 *)a.out + row * a.stride + k0);
+        out[0] = rounded_bf16(x, 0);
+        out[1] = rounded_bf16(x, 8);
+    }
 }
 
+/* Rows of A from ROWS * block on. */
 template <typename T, bool BYTES>
-__global__ void __launch_bounds__(THREADS) fp8_rows(const __grid_constant__ rows_params a)
+__device__ __forceinline__ void round_rows(const rows_params &a, int64_t block)
 {
     enum { EACH_ROW = THREADS / ROWS, AT_ONCE = EACH_ROW / LANES };
-    const int64_t row = (int64_t)blockIdx.x * ROWS + threadIdx.x / EACH_ROW;
-    let_next_start();
+    const int64_t row = block * ROWS + threadIdx.x / EACH_ROW;
     if (row >= a.tokens) return;
     const int32_t expert = a.ends.expert_of(row);
     if (expert >= a.ends.experts) return;
-    const int64_t at = scales_of(a.ends, expert) + row - a.ends.first_of(expert);
-    const int half = threadIdx.x % EACH_ROW / LANES;
-    /* All of a warp go the same way; the second half may have no group left. */
-    for (int group = half; group - half % 2 < a.groups; group += AT_ONCE) {
+    const int64_t at = scale_place_of(a.ends, expert, row - a.ends.first_of(expert));
+    const int first = threadIdx.x % EACH_ROW / LANES;
+    /* All of a warp go the same way; its last lanes may have no group left. */
+    for (int group = first; group - first % (32 / LANES) < a.groups; group += AT_ONCE) {
         float x[EACH];
-        load_eight<T>(x, a, row, group * FP8_GROUP + threadIdx.x % LANES * EACH);
+        load_values<T>(x, a, row, group * FP8_GROUP + threadIdx.x % LANES * EACH);
         round_group<BYTES>(x, a, row, at, group);
     }
 }
@@ -179,33 +194,46 @@ __device__ __forceinline__ void largest_given(const weight_source &w, int32_t ex
     }
 }
 
-/* A block has a panel of an expert. It ends once the rows are rounded, too: the product waits for it. */
-__global__ void __launch_bounds__(THREADS) fp8_powers(const __grid_constant__ gemm_params p, float *power)
+/* A block has a panel of an expert. */
+__device__ __forceinline__ void find_powers(const gemm_params &p, int64_t block, int (*most)[UNIT],
+                                            float *power)
 {
-    __shared__ int most[WARPS][UNIT];
-    const int32_t expert = blockIdx.x / p.panels, panel = blockIdx.x % p.panels;
-    let_next_start();
-    if (p.ends.end_of(expert) <= p.ends.first_of(expert)) {
-        wait_for_before();
-        return;
-    }
+    const int32_t expert = (int32_t)(block / p.panels), panel = (int32_t)(block % p.panels);
+    if (p.ends.end_of(expert) <= p.ends.first_of(expert)) return;
     if (p.b.repacked != NULL) largest_repacked(p.b, expert, panel, most);
     else largest_given(p.b, expert, panel, most);
     __syncthreads();
     for (int c = threadIdx.x; c < UNIT; c += THREADS) {
         int all = 0;
         for (int w = 0; w < WARPS; w++) all = max(all, most[w][c]);
-        power[((int64_t)expert * p.panels + panel) * UNIT + c] = power_of(all);
+        power[block * UNIT + c] = power_of(all);
     }
-    wait_for_before();
 }
 
-template <typename T> static quern_status round_rows(const rows_params &a, bool bytes, cudaStream_t stream)
+/* One block in `period` has one of B's `panels`, while there are any; all others have rows of A. */
+template <typename T, bool BYTES>
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    fp8_operands(const __grid_constant__ rows_params a, const __grid_constant__ gemm_params p,
+                 uint32_t panels, uint32_t period, float *power)
 {
-    const unsigned grid = blocks_for(a.tokens, ROWS);
-    if (bytes) fp8_rows<T, true><<<grid, THREADS, 0, stream>>>(a);
-    else fp8_rows<T, false><<<grid, THREADS, 0, stream>>>(a);
-    return LAUNCHED("grouped_gemm, rows to e4m3");
+    __shared__ int most[WARPS][UNIT];
+    const uint32_t block = blockIdx.x, before = min(panels, (block + period - 1) / period);
+    let_next_start();
+    if (block % period == 0 && before < panels) find_powers(p, before, most, power);
+    else round_rows<T, BYTES>(a, block - before);
+}
+
+template <typename T>
+static quern_status launch_operands(const rows_params &a, const gemm_plan &plan, bool bytes,
+                                    cudaStream_t stream)
+{
+    const gemm_params &p = plan.p;
+    const uint32_t panels = (uint32_t)p.ends.experts * (uint32_t)p.panels;
+    /* Of K 0 there are no rows to round, but the epilogue still multiplies by powers. */
+    const unsigned grid = panels + (a.groups > 0 ? blocks_for(a.tokens, ROWS) : 0), period = grid / panels;
+    if (bytes) fp8_operands<T, true><<<grid, THREADS, 0, stream>>>(a, p, panels, period, plan.power);
+    else fp8_operands<T, false><<<grid, THREADS, 0, stream>>>(a, p, panels, period, plan.power);
+    return LAUNCHED("grouped_gemm, operands in e4m3");
 }
 
 quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan,
@@ -226,17 +254,8 @@ quern_status fp8_ready(const stage_exec *exec, const grouped_gemm_args *args, co
     a.groups = f.groups;
     a.ends = plan.p.ends;
     a.status = exec->status;
-    const int64_t panels = (int64_t)plan.p.ends.experts * plan.p.panels;
-    if (args->tokens == 0 || panels == 0) return QUERN_OK;
-    /* Of K 0 there are no rows to round, but the epilogue still multiplies by powers. */
-    const quern_status status = f.groups == 0                 ? QUERN_OK
-                                : args->a.dtype == QUERN_F32  ? round_rows<float>(a, bytes, stream)
-                                : args->a.dtype == QUERN_BF16 ? round_rows<bf16>(a, bytes, stream)
-                                                              : round_rows<f16>(a, bytes, stream);
-    if (status != QUERN_OK) return status;
-    if (f.groups > 0)
-        return launch_behind(stream, fp8_powers, dim3((unsigned)panels), THREADS, 0,
-                             "grouped_gemm, powers of columns", plan.p, plan.power);
-    fp8_powers<<<(unsigned)panels, THREADS, 0, stream>>>(plan.p, plan.power);
-    return LAUNCHED("grouped_gemm, powers of columns");
+    if (args->tokens == 0 || plan.p.ends.experts == 0 || plan.p.panels == 0) return QUERN_OK;
+    return args->a.dtype == QUERN_F32    ? launch_operands<float>(a, plan, bytes, stream)
+           : args->a.dtype == QUERN_BF16 ? launch_operands<bf16>(a, plan, bytes, stream)
+                                         : launch_operands<f16>(a, plan, bytes, stream);
 }

@@ -7,8 +7,8 @@
  * of each 16 of K byte 4 L + b holds number {2 L, 2 L + 8, 2 L + 1, 2 L + 9}[b], the order in which weights
  * are decoded (weights.cuh). Elsewhere a value is a bf16 number, in K's order.
  *
- * Scales of A are [groups][rows]. An expert's first row is at a multiple of 4, so that 16-byte
- * copies can read tiles: row r of expert e, whose rows begin at f, is at r - f + (f + 3) / 4 * 4 + 4 e.
+ * Scales of A are [groups][places]. An expert's places begin at a multiple of 16 and go by 16 rows, of which
+ * place 4 q + 2 h + b has row 8 h + 2 q + b: so a lane loads those of two products' columns at once.
  *
  * A column's power of two is a float, [experts][panels of 64].
  */
@@ -26,10 +26,11 @@ struct fp8_params {
     int32_t groups;
 };
 
-/* Where the scales of an expert's rows begin. */
-__device__ __forceinline__ int64_t scales_of(const expert_ends &ends, int32_t e)
+/* Where the scale of row r of an expert stands. */
+__device__ __forceinline__ int64_t scale_place_of(const expert_ends &ends, int32_t e, int64_t r)
 {
-    return (ends.first_of(e) + 3) / 4 * 4 + 4 * (int64_t)e;
+    const int64_t in_16 = ((r & 6) << 1) + (r >> 3 & 1) * 2 + (r & 1);
+    return (ends.first_of(e) + 15) / 16 * 16 + 16 * (int64_t)e + r / 16 * 16 + in_16;
 }
 
 /* The power of two of a column. */

@@ -48,12 +48,12 @@ __device__ __forceinline__ void multiply_rounded(float (&c)[TOKEN_TILES][4], con
 __device__ __forceinline__ void add_group(float (&c)[TOKEN_TILES][4], float (&part)[TOKEN_TILES][4],
                                           const fp8_params &f, const tile_place &t, int group)
 {
-    const float *scale = f.row_scale + group * f.scale_stride + scales_of(f.p.ends, t.expert) + t.row0 -
-                         f.p.ends.first_of(t.expert);
+    const float *scale = f.row_scale + group * f.scale_stride +
+                         scale_place_of(f.p.ends, t.expert, t.row0 - f.p.ends.first_of(t.expert));
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES * 2; i++) {
-        const int token = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        const float s = token < t.rows ? scale[token] : 0.0f;
+        const int q = threadIdx.x % 4, token = i / 2 * 8 + q * 2 + i % 2;
+        const float s = token < t.rows ? scale[i / 4 * 16 + q * 4 + i % 4] : 0.0f;
 #pragma unroll
         for (int high = 0; high < 4; high += 2) {
             c[i / 2][i % 2 + high] = fmaf(s, part[i / 2][i % 2 + high], c[i / 2][i % 2 + high]);

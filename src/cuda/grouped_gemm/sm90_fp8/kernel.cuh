@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_tokens(const fp8_params &f, const CUtensorM
                                             ring_place<form<PARTS>::STAGES> &at)
 {
     enum { TOKENS = form<PARTS>::TOKENS };
-    const int64_t scales = scales_of(f.p.ends, t.expert) + t.row0 - f.p.ends.first_of(t.expert);
+    const int64_t scales = scale_place_of(f.p.ends, t.expert, t.row0 - f.p.ends.first_of(t.expert));
     m.tokens.wait_free(at);
     const uint32_t bar = m.tokens.expect(at, TOKENS * (128 + sizeof(float)));
     tma_load(smem_address(m.a[at.stage]), a, bar, step * (FP8_GROUP / 2), 0, (int)t.row0, 0);
@@ -70,30 +70,19 @@ __device__ __forceinline__ void feed(const fp8_params &f, const CUtensorMap &a, 
 
 /* ---- weights ---- */
 
-/* All threads of the block. */
-template <int PARTS> __device__ __forceinline__ void make_table(shared<PARTS> &m)
+/* 2^104 over a column's power of two. */
+__device__ __forceinline__ float factor_of(float power)
 {
-    for (int i = threadIdx.x; i < POWERS * SCALES; i += form<PARTS>::THREADS) {
-        const int scale = i % SCALES;
-        const float s = is_scale(scale) ? e4m3_value(scale) * __int_as_float((142 - i / SCALES) << 23) : 0.0f;
-        m.weights[i / SCALES][scale] =
-            make_uint2(two_e4m3(0.0f, 0.5f * s) | two_e4m3(s, 1.5f * s) << 16,
-                       two_e4m3(2.0f * s, 3.0f * s) | two_e4m3(4.0f * s, 6.0f * s) << 16);
-    }
+    return __uint_as_float((358u << 23) - __float_as_uint(power));
 }
 
-/* Where the table of a column's power of two stands. */
-__device__ __forceinline__ uint32_t table_of(uint32_t tables, float power)
+/* The bytes of magnitudes 0 to 7 of a block's codes, by the byte of its scale, which is 2^120 times a number
+ * whose exponent and mantissa it is. */
+__device__ __forceinline__ uint2 magnitudes(uint32_t scale, float factor)
 {
-    const int e = (int)(__float_as_uint(power) >> 23) - 112;
-    return tables + min(max(e, 0), POWERS - 1) * (int)(SCALES * sizeof(uint2));
-}
-
-__device__ __forceinline__ uint2 table_entry(uint32_t table, uint32_t scale)
-{
-    uint2 x;
-    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(table + scale * 8));
-    return x;
+    const float s = __uint_as_float(scale << 20) * factor; /* over 2^16 */
+    return make_uint2(two_e4m3(0.0f, 0x1p15f * s) | two_e4m3(0x1p16f * s, 0x1.8p16f * s) << 16,
+                      two_e4m3(0x1p17f * s, 0x1.8p17f * s) | two_e4m3(0x1p18f * s, 0x1.8p18f * s) << 16);
 }
 
 /* The bytes that four selectors name, each of three bits with a zero above. */
@@ -112,7 +101,7 @@ template <uint32_t MASK> __device__ __forceinline__ uint32_t joined(uint32_t x, 
     return z;
 }
 
-/* Magnitudes of four weights of a column. Selectors stand in bytes 0 and 2 of `picks`, two a byte. */
+/* Four weights of a column. Selectors stand in bytes 0 and 2 of `picks`, two a byte. */
 __device__ __forceinline__ uint32_t pick(const uint2 &table, uint32_t picks)
 {
     return permuted(table.x, table.y, permuted(picks, 0, 0x4420));
@@ -137,7 +126,6 @@ __device__ __forceinline__ decode_place decode_place_here()
  * from moving loads up, so all that a step reads is loaded before any of it is decoded. */
 struct packed_part {
     uint32_t codes[4], scales;
-    uint2 low, high;
 };
 
 __device__ __forceinline__ void load_codes(packed_part &x, const char *unit, const decode_place &at)
@@ -147,24 +135,19 @@ __device__ __forceinline__ void load_codes(packed_part &x, const char *unit, con
     for (int j = 0; j < 4; j++) x.codes[j] = *(const uint32_t *)(unit + (at.codes ^ j * 16));
 }
 
-/* Of a unit that is none (real false) the codes are taken for zeros. */
-__device__ __forceinline__ void load_tables(packed_part &x, uint32_t low, uint32_t high, bool real)
-{
-    const uint32_t scales = real ? x.scales : 0;
-    x.low = table_entry(low, scales & 0xff);
-    x.high = table_entry(high, scales >> 16 & 0xff);
-}
-
 /* Decodes a unit, the step's number NUMBER: registers 0 and 2 (column) and 1 and 3 (column + 8) of
- * weights.cuh. */
+ * weights.cuh. Of a unit that is none (real false) the codes are taken for zeros. */
 template <int NUMBER>
-__device__ __forceinline__ void decode_unit(char *rows, const packed_part &unit, const decode_place &at)
+__device__ __forceinline__ void decode_unit(char *rows, const packed_part &unit, float factor, float factor8,
+                                            bool real, const decode_place &at)
 {
+    const uint32_t scales = real ? unit.scales : 0;
+    const uint2 table = magnitudes(scales & 0xff, factor), table8 = magnitudes(scales >> 16 & 0xff, factor8);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const uint32_t x = unit.codes[j];
-        uint32_t column = pick(unit.low, x & 0x00770077),
-                 column8 = pick(unit.high, (x >> 10 & 0x00170017) | (x >> 2 & 0x00600060));
+        uint32_t column = pick(table, x & 0x00770077),
+                 column8 = pick(table8, (x >> 10 & 0x00170017) | (x >> 2 & 0x00600060));
         column = joined<0x80008000>(joined<0x00800080>(column, x >> 2), x << 2);
         column8 = joined<0x80008000>(joined<0x00800080>(column8, __funnelshift_r(x, x, 12)), x);
         char *to = rows + (at.rows ^ (NUMBER * 64 + j * 4));
@@ -205,12 +188,12 @@ template <int PARTS> __device__ __forceinline__ void decode(const fp8_params &f,
     ring_place<form<PARTS>::STAGES> to;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const tile_place t = tile_at(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
-        uint32_t low[PANELS], high[PANELS];
+        float low[PANELS], high[PANELS];
 #pragma unroll
         for (int i = 0; i < PANELS; i++) {
             const sm90_gemm::column_scales power = powers_of(f, t, first + i * STRIDE);
-            low[i] = table_of(smem_address(m.weights), power.low);
-            high[i] = table_of(smem_address(m.weights), power.high);
+            low[i] = factor_of(power.low);
+            high[i] = factor_of(power.high);
         }
         for (int step = 0; step < f.groups; step++) {
             packed_part x[PANELS][UNITS];
@@ -220,14 +203,12 @@ template <int PARTS> __device__ __forceinline__ void decode(const fp8_params &f,
             for (int i = 0; i < PANELS * UNITS; i++)
                 load_codes(x[i / UNITS][i % UNITS],
                            m.units[from.stage][first + i / UNITS * STRIDE][i % UNITS], here);
-#pragma unroll
-            for (int i = 0; i < PANELS * UNITS; i++)
-                load_tables(x[i / UNITS][i % UNITS], low[i / UNITS], high[i / UNITS],
-                            i % UNITS == 0 || step * UNITS + 1 < p.units);
+            const bool second = step * UNITS + 1 < p.units;
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
-                decode_unit<0>(m.b[to.stage][first + i * STRIDE], x[i][0], here);
-                decode_unit<1>(m.b[to.stage][first + i * STRIDE], x[i][1], here);
+                char *rows = m.b[to.stage][first + i * STRIDE];
+                decode_unit<0>(rows, x[i][0], low[i], high[i], true, here);
+                decode_unit<1>(rows, x[i][1], low[i], high[i], second, here);
             }
             wg_show();
             if (arrives()) {
@@ -261,12 +242,16 @@ __device__ __forceinline__ void add_group(float (&c)[PART / 8][4], const float (
                                           const float *scale)
 {
 #pragma unroll
-    for (int n = 0; n < PART / 8; n++) {
-        const float2 s = *(const float2 *)(scale + n * 8 + threadIdx.x % 4 * 2);
+    for (int n = 0; n < PART / 8; n += 2) {
+        const float4 s = *(const float4 *)(scale + n * 8 + threadIdx.x % 4 * 4);
         c[n][0] = fmaf(s.x, part[n][0], c[n][0]);
         c[n][1] = fmaf(s.y, part[n][1], c[n][1]);
         c[n][2] = fmaf(s.x, part[n][2], c[n][2]);
         c[n][3] = fmaf(s.y, part[n][3], c[n][3]);
+        c[n + 1][0] = fmaf(s.z, part[n + 1][0], c[n + 1][0]);
+        c[n + 1][1] = fmaf(s.w, part[n + 1][1], c[n + 1][1]);
+        c[n + 1][2] = fmaf(s.z, part[n + 1][2], c[n + 1][2]);
+        c[n + 1][3] = fmaf(s.w, part[n + 1][3], c[n + 1][3]);
     }
 }
 
@@ -283,18 +268,25 @@ __device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS> &m, 
 #pragma unroll
         for (int i = 0; i < PARTS; i++) clear_sums(c[i]);
         const int steps = tile >= 0 ? f.groups : 0;
+        bool full = false; /* the stage to come: a wait takes long even where it is full */
         for (int step = 0; step < steps; step++) {
-            m.tokens.wait_full(at);
-            m.decoded.wait_full(at);
+            const ring_place<form<PARTS>::STAGES> here = at;
+            if (!full) {
+                m.tokens.wait_full(here);
+                m.decoded.wait_full(here);
+            }
+            at.advance();
 #pragma unroll
             for (int i = 0; i < PARTS; i++) {
                 float part[PART / 8][4];
-                multiply_step(part, m.b[at.stage][group], m.a[at.stage] + i * PART * 128);
-                if (i == PARTS - 1 && arrives()) m.decoded.give_back(at);
-                add_group(c[i], part, m.scale[at.stage] + i * PART);
+                multiply_step(part, m.b[here.stage][group], m.a[here.stage] + i * PART * 128);
+                if (i == PARTS - 1) {
+                    if (arrives()) m.decoded.give_back(here);
+                    full = m.tokens.test_full(at) && m.decoded.test_full(at);
+                }
+                add_group(c[i], part, m.scale[here.stage] + i * PART);
             }
-            if (arrives()) m.tokens.give_back(at);
-            at.advance();
+            if (arrives()) m.tokens.give_back(here);
         }
         const tile_place t = tile_or_empty(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
         const sm90_gemm::column_scales power = powers_of(f, t, group);
@@ -323,7 +315,6 @@ __global__ void __launch_bounds__(form<PARTS>::THREADS, 1)
         m.decoded.init(form::DECODERS * 4, GROUPS * 4);
         mbar_init_done();
     }
-    make_table<PARTS>(m);
     wait_for_before();
     make_tiles(m.tiles, p, form::TOKENS, p.panels, GROUPS);
     finish_tail(m.tiles, p);

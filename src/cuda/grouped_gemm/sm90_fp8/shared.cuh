@@ -11,18 +11,17 @@
  *   decode    a warpgroup, or two of 64 columns each, turns units into rows of e4m3 in shared memory
  *   multiply  two warpgroups of 64 columns each: both operands from shared memory, 128 tokens at a time
  *
- * Weights. Of e4m3(code scale 2^-e) there are eight magnitudes a block of 16: a table in shared memory holds
- * their bytes for each scale byte and each e, 19 KB. A thread has blocks of two columns: two entries, by
- * which a byte permutation decodes four codes whose selectors are shifts and masks of a word: 65
- * instructions for 32 codes. Tokens have K in the order of the decoded codes (fp8.cuh).
+ * Weights. Of e4m3(code scale 2^-e) there are eight magnitudes a block of 16. A thread has blocks of two
+ * columns: it rounds the eight of each by 8 multiplications and 4 conversions, and a byte permutation decodes
+ * four codes whose selectors are shifts and masks of a word: 90 instructions for 32 codes. Tokens have K in
+ * the order of the decoded codes (fp8.cuh).
  *
  * The tensor core keeps 14 bits of a sum of e4m3 products, so each 128 of K are summed from zero and added in
  * f32 times the tokens' scales: 64 fused multiply-adds a thread and 128 tokens. A row's bits do not depend on
  * the tile.
  *
  * Registers of a multiplying thread: 128 accumulators and 64 of the 128 of K. Limit: a step of 256 tokens
- * takes 1024 clocks of products, 1300 of shared memory (the first operand is read for each 128 tokens), 600
- * of decoding's logic, shifts and permutations.
+ * takes 1024 clocks of products, 1400 of shared memory (the first operand is read for each 128 tokens).
  */
 #ifndef QUERN_CUDA_SM90_FP8_GROUPED_GEMM_SHARED_CUH
 #define QUERN_CUDA_SM90_FP8_GROUPED_GEMM_SHARED_CUH
@@ -34,11 +33,9 @@ namespace sm90_fp8
 {
 
 enum {
-    PART = 128,  /* tokens of a product */
-    GROUPS = 2,  /* panels of a tile: warpgroups that multiply */
-    UNITS = 2,   /* of a step */
-    POWERS = 19, /* of two: 2^-15 for the least scale to 2^3 for the largest */
-    SCALES = 128
+    PART = 128, /* tokens of a product */
+    GROUPS = 2, /* panels of a tile: warpgroups that multiply */
+    UNITS = 2   /* of a step */
 };
 
 /* How tiles of PARTS times 128 tokens are run. */
@@ -61,7 +58,6 @@ template <int PARTS> struct shared {
     char b[f::STAGES][GROUPS][UNIT * 128];
     char units[f::UNIT_STAGES][GROUPS][UNITS][UNIT_BYTES];
     float scale[f::STAGES][f::TOKENS];
-    uint2 weights[POWERS][SCALES]; /* the bytes of magnitudes 0 to 7, for each scale byte */
     char out[GROUPS * 4][sm90_gemm::STORE_BYTES];
     ring<f::STAGES> tokens, decoded;
     ring<f::UNIT_STAGES> packed;
