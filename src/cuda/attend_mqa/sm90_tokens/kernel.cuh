@@ -141,12 +141,12 @@ template <typename T> struct heads_of_tokens {
         const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
         const uint32_t tokens[2] = {0x101u << (row >> m.head_bits), 0x101u << (row + 8 >> m.head_bits)};
         const uint8_t *const see = m.see[stage] + lane % 4 * 2;
-        float probe = 0.0f;
+        float probe[4] = {}; /* sums of their own: one would be a chain of 32 */
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
-            for (int c = 0; c < 4; c++) probe = fmaf(s[i][c], 0.0f, probe);
-        const bool search = any_score(probe != 0.0f);
+            for (int c = 0; c < 4; c++) probe[c] = fmaf(s[i][c], 0.0f, probe[c]);
+        const bool search = any_score(probe[0] + probe[1] + probe[2] + probe[3] != 0.0f);
         if (search) clear_keys(m, stage);
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++)

@@ -13,33 +13,53 @@ using namespace mqa;
 namespace sm90_mqa_tokens
 {
 
-enum { CHUNK = 8192, CHUNK_WORDS = CHUNK / 4, WORDS_A_THREAD = CHUNK_WORDS / PLANNERS };
+enum {
+    CHUNK = 8192,
+    CHUNK_WORDS = CHUNK / 4,
+    WARP_WORDS = CHUNK_WORDS / PLANNER_WARPS,
+    WORDS_A_THREAD = WARP_WORDS / 32
+};
 
 struct group_room {
     plan_room plan;
     token_group group;
     int32_t entries_of[TOKENS_MOST]; /* of a token's sequence */
+    int32_t listed[TOKENS_MOST];     /* how long its list is */
     uint32_t chose[CHUNK_WORDS];
 };
 
-/* Fills in what the tokens see, and the ranges of them all. */
+/* Fills in what the tokens see, a thread a token, and the ranges of them all. */
 __device__ __forceinline__ void find_ranges(const tokens_kernel &k, group_room &m, int64_t row0, int tokens)
 {
     token_group &g = m.group;
-    for (int t = 0; t < TOKENS_MOST; t++) {
-        int64_t query, entry0, entries = 0;
-        sequence s;
+    const int mine = threadIdx.x;
+    int64_t query = 0, entry0 = 0, entries = 0;
+    sequence s = {};
+    bool found = false;
+    for (int t = 0; t < tokens; t++) {
+        int64_t its_query, its_entry0;
+        sequence its;
+        const bool is = find_query<0>(k.plan, m.plan, row0 + t, &its, &its_query, &its_entry0);
+        if (t != mine) continue;
+        s = its;
+        query = its_query;
+        entry0 = its_entry0;
+        found = is;
+    }
+    planners_sync<0>();
+    if (mine < TOKENS_MOST) {
+        const mqa_planner &p = k.plan;
         token_range x = {};
-        mqa_query q = {};
-        if (t < tokens && find_query<0>(k.plan, m.plan, row0 + t, &s, &query, &entry0)) {
-            q = query_of(k.plan, s, query, entry0, &entries);
+        if (found) {
+            const mqa_query q = query_of(p, s, query, entry0, &entries);
             x = {q.position, q.raw0, q.raw0 + q.raw, q.entry0, q.entry0 + q.entries};
         }
-        planners_sync<0>();
-        if (threadIdx.x == 0) {
-            g.of[t] = x;
-            m.entries_of[t] = (int32_t)entries;
-        }
+        g.of[mine] = x;
+        m.entries_of[mine] = (int32_t)entries;
+        int listed = mine < tokens ? p.k : 0;
+        if (listed > 0 && p.count != NULL)
+            listed = min(listed, p.count[g.sequence * p.count_row[0] + (g.row + mine) * p.count_row[1]]);
+        m.listed[mine] = listed;
     }
     planners_sync<0>();
     if (threadIdx.x > 0) return;
@@ -61,57 +81,67 @@ __device__ __forceinline__ bool mark_entries(const tokens_kernel &k, group_room 
 {
     const token_group &g = m.group;
     const mqa_planner &p = k.plan;
+    const int32_t *const lists = p.list + g.sequence * p.list_row[0] + g.row * p.list_row[1];
     bool bad = false;
-    for (int t = 0; t < g.tokens; t++) {
-        const token_range &x = g.of[t];
-        const int64_t row = g.row + t;
-        const int32_t *const list = p.list + g.sequence * p.list_row[0] + row * p.list_row[1];
-        const int visible = x.entry_end - x.entry, entries = m.entries_of[t],
-                  most = p.count != NULL
-                             ? min(p.k, p.count[g.sequence * p.count_row[0] + row * p.count_row[1]])
-                             : p.k;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < most; i += PLANNERS) {
-            const int entry = __ldg(list + i);
-            bad = bad || entry < -1 || entry >= entries;
-            const uint32_t place = (uint32_t)(x.entry + entry - from);
-            if (entry >= 0 && entry < visible && place < CHUNK)
+#pragma unroll 2
+    for (int i = threadIdx.x; i < p.k; i += PLANNERS) {
+        int entry[TOKENS_MOST];
+#pragma unroll
+        for (int t = 0; t < TOKENS_MOST; t++)
+            entry[t] = i < m.listed[t] ? __ldg(lists + t * p.list_row[1] + i) : -1;
+#pragma unroll
+        for (int t = 0; t < TOKENS_MOST; t++) {
+            const token_range &x = g.of[t];
+            bad = bad || entry[t] < -1 || entry[t] >= m.entries_of[t];
+            const uint32_t place = (uint32_t)(x.entry + entry[t] - from);
+            if (entry[t] >= 0 && entry[t] < x.entry_end - x.entry && place < CHUNK)
                 atomicOr(&m.chose[place / 4], 1u << (place % 4 * 8 + t));
         }
     }
     return bad;
 }
 
-/* Appends the marked entries to the group's list, ascending; returns how many it then has. */
+/* How many of the warp's lanes' entries stand before this lane's `mine`, of at most four. */
+__device__ __forceinline__ int entries_before(int mine)
+{
+    const uint32_t lower = (1u << threadIdx.x % 32) - 1;
+    int before = 0;
+#pragma unroll
+    for (int b = 0; b < 3; b++) before += __popc(__ballot_sync(~0u, mine >> b & 1) & lower) << b;
+    return before;
+}
+
+/* Appends the marked entries to the group's list, ascending; returns how many it then has. A warp has
+ * consecutive words, of which its lanes take 32 at a time. */
 __device__ __forceinline__ int append_entries(group_room &m, uint32_t *list, int from, int have)
 {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp * WARP_WORDS + lane;
     uint32_t words[WORDS_A_THREAD];
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < WORDS_A_THREAD; i++) {
-        words[i] = m.chose[threadIdx.x * WORDS_A_THREAD + i];
+        words[i] = m.chose[first + i * 32];
         mine += __popc(__vcmpne4(words[i], 0)) / 8;
     }
-    int before = mine;
-#pragma unroll
-    for (int w = 1; w < 32; w *= 2) {
-        const int other = __shfl_up_sync(~0u, before, w);
-        before += threadIdx.x % 32 >= w ? other : 0;
-    }
-    if (threadIdx.x % 32 == 31) m.plan.count[threadIdx.x / 32] = before;
+    mine = (int)__reduce_add_sync(~0u, (uint32_t)mine);
+    if (lane == 0) m.plan.count[warp] = mine;
     planners_sync<0>();
-    int at = have + before - mine;
+    int at = have;
     for (int w = 0; w < PLANNER_WARPS; w++) {
-        if (w < (int)threadIdx.x / 32) at += m.plan.count[w];
+        if (w < warp) at += m.plan.count[w];
         have += m.plan.count[w];
     }
 #pragma unroll
-    for (int i = 0; i < WORDS_A_THREAD; i++)
+    for (int i = 0; i < WORDS_A_THREAD; i++) {
+        const int some = __popc(__vcmpne4(words[i], 0)) / 8;
+        int to = at + entries_before(some);
+        at += (int)__reduce_add_sync(~0u, (uint32_t)some);
+#pragma unroll
         for (int b = 0; b < 4; b++) {
             const uint32_t tokens = words[i] >> b * 8 & 0xff;
-            const int entry = from + (threadIdx.x * WORDS_A_THREAD + i) * 4 + b;
-            if (tokens != 0) list[at++] = tokens << ENTRY_BITS | (uint32_t)entry;
+            if (tokens != 0) list[to++] = tokens << ENTRY_BITS | (uint32_t)(from + (first + i * 32) * 4 + b);
         }
+    }
     return have;
 }
 
