@@ -62,9 +62,14 @@ template <int STAGES> struct stage_barriers {
         mbar_expect(bar, bytes);
         return bar;
     }
+    /* An arrival knows no parity: a stage's number will do. */
+    __device__ __forceinline__ void arrive(int stage)
+    {
+        mbar_arrive(smem_address(of) + stage * 8);
+    }
     __device__ __forceinline__ void arrive(const ring_place<STAGES> &at)
     {
-        mbar_arrive(smem_address(of) + at.stage * 8);
+        arrive(at.stage);
     }
     /* Once this thread's cp.async so far have landed. */
     __device__ __forceinline__ void arrive_copies(const ring_place<STAGES> &at)
@@ -176,9 +181,14 @@ template <int STAGES> struct ring {
     {
         mbar_arrive_copies(smem_address(full) + at.stage * 8);
     }
+    /* A return knows no parity: a stage's number will do. */
+    __device__ __forceinline__ void give_back(int stage)
+    {
+        mbar_arrive(smem_address(free) + stage * 8);
+    }
     __device__ __forceinline__ void give_back(const ring_place<STAGES> &at)
     {
-        mbar_arrive(smem_address(free) + at.stage * 8);
+        give_back(at.stage);
     }
 };
 

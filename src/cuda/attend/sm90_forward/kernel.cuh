@@ -67,7 +67,7 @@ template <bool PREDICATED, typename RING>
 __device__ __forceinline__ void free_stage(RING &of, int stage, bool first)
 {
     if constexpr (PREDICATED) arrive_if(first, smem_address(of.free) + stage * 8);
-    else if (first) of.give_back({stage, 0});
+    else if (first) of.give_back(stage);
 }
 
 /* After a tile's softmax: its P as an operand, and O rescaled. */

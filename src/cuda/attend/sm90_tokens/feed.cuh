@@ -101,7 +101,7 @@ struct __align__(1024) shared : backward_rows<BACK, D_V>
     __device__ __forceinline__ void give_back_stage(int stage)
     {
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) keys.give_back({stage, 0});
+        if ((threadIdx.x & 31) == 0) keys.give_back(stage);
     }
 };
 
@@ -134,7 +134,7 @@ template <typename S>
 __device__ __forceinline__ void copy_rows(const attend_kernel &a, const work &w, int queries, const maps &m,
                                           S &sm, int turn)
 {
-    const ring_place<1> at = {0, (uint32_t)(turn & 1)};
+    const auto at = ring_place<1>::of(turn);
     const int bytes = queries * a.hs * 128;
     sm.queries.wait_free(at);
     const uint32_t full = sm.queries.expect(at, S::DK / 64 * bytes);

@@ -192,11 +192,11 @@ __device__ __forceinline__ void compute(const attend_kernel &a, S &sm, int warp)
         row_state r = attend_parts::begin_rows(a, w, place);
         float o[OT][4] = {};
         uint32_t q[KT][4];
-        sm.queries.wait_full({0, (uint32_t)(turn & 1)});
+        sm.queries.wait_full(ring_place<1>::of(turn));
 #pragma unroll
         for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], smem_address(sm.q), row0, c * 16, lane);
         __syncwarp();
-        if (lane == 0) sm.queries.give_back({0, 0});
+        if (lane == 0) sm.queries.give_back(0);
         if (sm.by_warp[turn & 1] == 0) walk_union<T>(a, w, sm, row0, q, r, o, step, clean);
         else if (one_token(a)) walk_lists<T, true>(a, w, sm, row0, q, r, o, step, clean);
         else walk_lists<T, false>(a, w, sm, row0, q, r, o, step, clean);

@@ -258,16 +258,16 @@ __device__ __forceinline__ void compute_rows(const attend_kernel &a, S &sm, int 
         const gradient_rows r = find_gradient_rows(a, w, place);
         float dq[KT * 2][4] = {};
         uint32_t q[KT][4];
-        sm.queries.wait_full({0, (uint32_t)(turn & 1)});
+        sm.queries.wait_full(ring_place<1>::of(turn));
 #pragma unroll
         for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], smem_address(sm.q), row0, c * 16, lane);
         __syncwarp();
-        if (lane == 0) sm.queries.give_back({0, 0});
-        sm.gradients.wait_full({0, (uint32_t)(turn & 1)});
+        if (lane == 0) sm.queries.give_back(0);
+        sm.gradients.wait_full(ring_place<1>::of(turn));
         if (sm.by_warp[turn & 1] != 0) walk_list<T>(a, sm, row0, end_of_token(a, w, warp), q, r, dq, step);
         else walk_union<T>(a, w, sm, row0, q, r, dq, step, clean);
         __syncwarp();
-        if (lane == 0) sm.gradients.give_back({0, 0});
+        if (lane == 0) sm.gradients.give_back(0);
         store_gradient<T, KT * 2>(dq, a, w, place);
         sm.give_back_plan(turn);
     }

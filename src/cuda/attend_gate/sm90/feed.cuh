@@ -220,7 +220,7 @@ __device__ __forceinline__ void search_tile(shared<D, W> &sm, int stage)
 {
     const bool found = find_nonfinite<T, sizeof sm.v[0], 1, true>((char *)sm.v[stage], 0);
     if ((threadIdx.x & 31) == 0) sm.nonfinite[stage] = found;
-    sm.searched.arrive({stage, 0}); /* each lane's, for what it wrote */
+    sm.searched.arrive(stage); /* each lane's, for what it wrote */
 }
 
 /* Warp 1 of the feeder: searches the tiles of V of a piece that is computed again. The end of the turn before

@@ -333,7 +333,7 @@ __device__ __forceinline__ void free_rows(bool rows, const sm90_gated &call, sha
         async_fence();
         __syncwarp();
     }
-    if (rows && (threadIdx.x & 31) == 0) sm.queries.give_back({0, 0});
+    if (rows && (threadIdx.x & 31) == 0) sm.queries.give_back(0);
 }
 
 /* Walks the piece whose first turn is `turn`. */
@@ -353,7 +353,7 @@ __device__ __forceinline__ void walk_piece(const sm90_gated &call, const gated_t
     bool gated = false, begun = false; /* gates are known; the sums have a branch */
     bool opens = true;                 /* no tile has been walked */
     auto free_values = [&](int stage) {
-        if ((threadIdx.x & 31) == 0) sm.values.give_back({stage, 0});
+        if ((threadIdx.x & 31) == 0) sm.values.give_back(stage);
     };
     walked_branch b = enter_branch(sm, turn, r);
     if (rows) sm.queries.wait_full(ring_place<1>::of(x.used));
@@ -366,7 +366,7 @@ __device__ __forceinline__ void walk_piece(const sm90_gated &call, const gated_t
     };
     auto values = [&]() { /* of the tile before */
                           const int stage = (x.step + 1) % STAGES;
-                          if (!opens) sm.values.wait_full({stage, ring_place<STAGES>::of(x.step - 1).parity});
+                          if (!opens) sm.values.wait_full(ring_place<STAGES>::of(x.step - 1));
                           if (again && !opens && wait_searched(sm, stage, &x.searched))
                               add_tile_nonfinite<T>(o, call, from, from_t, x.place, sm);
                           multiply_values<T, D, KEYS>(o, p, stage_address(sm.v, stage));
