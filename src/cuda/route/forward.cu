@@ -171,14 +171,30 @@ __device__ __forceinline__ float sum_of_chosen(const route_params &a, const floa
     return sum;
 }
 
-/* Routes a token; a warp calls, with three rows of shared memory. picked: the experts of all slots, or NULL.
- */
-__device__ __forceinline__ void choose_for(const route_params &a, int64_t token, float *scores,
+/* A warp's rows of shared memory, of all experts each: scores, what experts are chosen by, the chosen. */
+struct choice_rows {
+    float *scores;
+    uint32_t *rank;
+    int32_t *list;
+    __device__ __forceinline__ choice_rows(const route_params &a, float *memory, int warp)
+        : scores(memory + warp * 3 * a.experts), rank((uint32_t *)scores + a.experts),
+          list((int32_t *)rank + a.experts)
+    {
+    }
+    static size_t bytes(const route_params &a)
+    {
+        return 3 * ROUTE_WARPS * (size_t)a.experts * sizeof(float);
+    }
+};
+
+/* Routes a token; a warp calls. picked: the experts of all slots, or NULL. */
+__device__ __forceinline__ void choose_for(const route_params &a, int64_t token, const choice_rows &m,
                                            int32_t *picked)
 {
     const int lane = threadIdx.x % 32;
-    uint32_t *rank = (uint32_t *)scores + a.experts;
-    int32_t *list = (int32_t *)rank + a.experts;
+    float *const scores = m.scores;
+    uint32_t *const rank = m.rank;
+    int32_t *const list = m.list;
     make_scores(a, token, scores);
     if (a.table == NULL) {
         for (int32_t e = lane; e < a.experts; e += 32)
@@ -203,10 +219,10 @@ __device__ __forceinline__ void choose_for(const route_params &a, int64_t token,
 
 __global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_constant__ route_params a)
 {
-    extern __shared__ float room[];
+    extern __shared__ float memory[];
     const int warp = threadIdx.x / 32;
     const int64_t token = (int64_t)blockIdx.x * ROUTE_WARPS + warp;
-    if (token < a.tokens) choose_for(a, token, room + warp * 3 * a.experts, NULL);
+    if (token < a.tokens) choose_for(a, token, choice_rows(a, memory, warp), NULL);
 }
 
 __device__ __forceinline__ int32_t expert_of_slot(const route_params &a, int64_t slot)
@@ -296,7 +312,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_consta
 /* Routes and sorts few tokens in one block. */
 __global__ void __launch_bounds__(ROUTE_THREADS) route_few(const __grid_constant__ route_params a)
 {
-    extern __shared__ float room[];
+    extern __shared__ float memory[];
     __shared__ int32_t picked[ROUTE_FEW_SLOTS];
     const int warp = threadIdx.x / 32, slots = (int)a.tokens * a.top_k;
     let_next_start();
@@ -304,7 +320,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_few(const __grid_constant
     if (a.given_experts != NULL)
         for (int s = threadIdx.x; s < slots; s += ROUTE_THREADS) picked[s] = copy_given(a, s);
     for (int64_t token = warp; a.given_experts == NULL && token < a.tokens; token += ROUTE_WARPS)
-        choose_for(a, token, room + warp * 3 * a.experts, picked);
+        choose_for(a, token, choice_rows(a, memory, warp), picked);
     __syncthreads();
     for (int32_t e = threadIdx.x; e < a.experts; e += ROUTE_THREADS) {
         int32_t end = 0;
@@ -413,14 +429,14 @@ static quern_status route_any_run(const stage_exec *exec, const route_args *args
     if (a.computed != NULL) status = route_make_logits(to, a);
     const bool few = a.tokens > 0 && a.tokens <= ROUTE_FEW && a.tokens * a.top_k <= ROUTE_FEW_SLOTS;
     if (status == QUERN_OK && few)
-        return launch_behind(to.stream, route_few, dim3(1), ROUTE_THREADS, 3 * ROUTE_WARPS * row,
+        return launch_behind(to.stream, route_few, dim3(1), ROUTE_THREADS, choice_rows::bytes(a),
                              "route, few", a);
     if (status == QUERN_OK && a.given_experts != NULL)
         status = launch_shared(to, route_copy, dim3(blocks_for(a.tokens * a.top_k, ROUTE_THREADS)),
                                ROUTE_THREADS, 0, "route, copy", a);
     else if (status == QUERN_OK)
         status = launch_shared(to, route_choose, dim3(blocks_for(a.tokens, ROUTE_WARPS)), ROUTE_THREADS,
-                               3 * ROUTE_WARPS * row, "route, choose", a);
+                               choice_rows::bytes(a), "route, choose", a);
     if (status == QUERN_OK)
         status =
             launch_shared(to, route_count, dim3((unsigned)a.chunks), ROUTE_THREADS, row, "route, count", a);
