@@ -31,7 +31,7 @@ struct work {
     int32_t unit, kvh, head0;
     int32_t query, queries; /* the first, and how many; 0: no piece */
     int32_t base, slots;    /* the first key (range); slots, 0: no row sees a key */
-    int32_t lo, hi;         /* keys that every row sees: [lo, hi) */
+    int32_t lo, hi;         /* keys that every row sees: [lo, hi); of a clean list the slots [0, hi) */
     int32_t end;            /* no row sees keys at or past it */
     int32_t list_row;
 };
@@ -149,27 +149,21 @@ __device__ __forceinline__ int clean_by_warp(const int32_t *list, int k, int blo
     return kept;
 }
 
-/* The tiles of KEYS slots whose every key is seen by every row: of a range [from, to); of a list, which
- * rises, those that end before key `to`. */
+/* The tiles of KEYS slots whose every key is seen by every row: [from, to). */
 struct seen_tiles {
     int from, to;
 };
 
 template <int KEYS, bool LISTED> __device__ __forceinline__ seen_tiles find_seen(const work &w)
 {
-    if (LISTED) return {0, w.hi};
+    if (LISTED) return {0, w.hi / KEYS};
     const int end = w.hi - w.base < w.slots ? w.hi - w.base : w.slots;
     return {(w.lo - w.base + KEYS - 1) / KEYS, end > 0 ? end / KEYS : 0};
 }
 
-template <int KEYS, bool LISTED>
-__device__ __forceinline__ bool tile_seen(const attend_kernel &a, const work &w, const seen_tiles &seen,
-                                          const int32_t *list, int t)
+__device__ __forceinline__ bool tile_seen(const seen_tiles &seen, int t)
 {
-    if (!LISTED) return t >= seen.from && t < seen.to;
-    const int end = (t + 1) * KEYS;
-    return end <= w.slots &&
-           (int64_t)(list[quotient((uint32_t)(end - 1), a.by_block)] + 1) * a.list_block <= seen.to;
+    return t >= seen.from && t < seen.to;
 }
 
 #endif

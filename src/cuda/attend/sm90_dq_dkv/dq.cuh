@@ -181,7 +181,7 @@ __device__ __forceinline__ void search_keys(const attend_kernel &a, shared<DK, D
         for (int t = (w.slots + KEYS - 1) / KEYS - 1; t >= 0; t--, step++) {
             const auto at = ring_place<STAGES>::of(step);
             s.keys.wait_full(at);
-            const bool whole = tile_seen<KEYS, false>(a, w, seen, NULL, t);
+            const bool whole = tile_seen(seen, t);
             uint32_t most = 0;
             if (!whole || empty) {
                 const char *tile = (const char *)s.k[at.stage];

@@ -11,6 +11,14 @@
 namespace sm90_forward
 {
 
+/* How many of a clean list's blocks end before key `end`: its first ones. One warp calls. */
+__device__ __forceinline__ int blocks_before(const int32_t *list, int kept, int block, int end)
+{
+    int count = 0;
+    for (int e = threadIdx.x & 31; e < kept; e += 32) count += (int64_t)(list[e] + 1) * block <= end;
+    return (int)__reduce_add_sync(~0u, (uint32_t)count);
+}
+
 /* Plans pieces, two ahead at most, and sorts their lists. The last plan has -1 queries. */
 template <int DK, int DV, bool LISTED>
 __device__ __forceinline__ void plan_pieces(const attend_kernel &a, const work_plan &plan,
@@ -33,7 +41,11 @@ __device__ __forceinline__ void plan_pieces(const attend_kernel &a, const work_p
                                   left.list_row * a.list_stride[2];
             const int kept =
                 clean_by_warp(list, a.list_k, a.list_block, left.end, s.list[at.stage], s.scratch);
-            if (lead) left.slots = kept * a.list_block;
+            const int whole = blocks_before(s.list[at.stage], kept, a.list_block, w.hi);
+            if (lead) {
+                left.slots = kept * a.list_block;
+                left.hi = whole * a.list_block;
+            }
         }
         s.plans.give(at); /* each lane's, for what it wrote */
         index = next_piece(plan);
@@ -101,12 +113,11 @@ __device__ __forceinline__ void search_values(const attend_kernel &a, int search
     for (int n = 0;; n++) {
         const work &w = s.wait_plan(n);
         if (w.queries < 0) return;
-        const int32_t *list = s.list_of(n);
         const seen_tiles seen = find_seen<KEYS, LISTED>(w);
         for (int t = (w.slots + KEYS - 1) / KEYS - 1; t >= 0; t--, step++) {
             const auto at = ring_place<STAGES>::of(step);
             s.values.wait_full(at);
-            if (!tile_seen<KEYS, LISTED>(a, w, seen, list, t)) {
+            if (!tile_seen(seen, t)) {
                 const bool found =
                     find_nonfinite<T, sizeof s.v[0], SEARCHERS, true>((char *)s.v[at.stage], searcher);
                 if (lane == 0) s.nonfinite[at.stage][searcher] = found;

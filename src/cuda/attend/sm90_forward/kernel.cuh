@@ -107,7 +107,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const work_plan 
         float o[OT][4] = {}, s[NT][4], shrink[2];
         uint32_t p[NT / 2][4], held[sh::HELD ? DK / 16 : 1][4];
         auto sees = [&](int t) {
-            return tile_seen<KEYS, LISTED>(a, w, DV > 128 ? find_seen<KEYS, LISTED>(w) : seen, list, t);
+            return tile_seen(DV > 128 ? find_seen<KEYS, LISTED>(w) : seen, t);
         };
         auto scores = [&](auto &part, int stage) {
             multiply_queries<T, DK, M, KEYS>(part, held, q_tile + group * 64 * 128,

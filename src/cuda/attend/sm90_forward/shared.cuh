@@ -36,10 +36,10 @@ template <int DK, int DV, bool LISTED> struct shape {
     static constexpr bool TURNS = DK <= 128 || LISTED;
     /* Whether tiles that all rows see whole have a loop of their own, without a branch among the products:
      * ptxas then begins the softmax before P V has ended. At D 64 it has too few registers for that. */
-    static constexpr bool WHOLES = !LISTED && DK > 64;
+    static constexpr bool WHOLES = DK > 64;
     /* Of ranges, Q stays in registers, which saves a fifth of what the products read of shared memory, and
-     * the first tile of a piece may be half a tile. With lists the registers do not suffice: ptxas would let
-     * no products overlap. The copy engine stores O from its rows' place of Q. */
+     * the first tile of a piece may be half a tile. Lists gain nothing by either. The copy engine stores O
+     * from its rows' place of Q. */
     static constexpr bool HELD = !LISTED && DK == 128 && DV <= 128, HALVES = !LISTED && KEYS == 128,
                           BULK = Q_STAGES == 2 && DV <= DK;
 };
