@@ -63,6 +63,7 @@ def in_turns(*functions, reps=7, warm=2):
 def graph_of(function, calls=20):
     """A function that launches a graph of so many calls."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still make the data
     with torch.cuda.stream(stream):
         function()
         graph = torch.cuda.CUDAGraph()

@@ -104,6 +104,11 @@ void op_after_all(op_build *b)
     if (b->last != NULL) b->last->after_all = true;
 }
 
+void op_sixths(op_build *b, int32_t sixths)
+{
+    if (b->last != NULL) b->last->sixths = (uint8_t)sixths;
+}
+
 void op_drop(op_build *b)
 {
     if (b->last == NULL) return;

@@ -31,6 +31,7 @@ typedef struct op_step {
     bool asked;          /* runs only where the caller has a status word */
     uint8_t made_for;    /* op_made_for(): the tensor's number and 1; 0: none */
     bool after_all;      /* op_after_all() */
+    uint8_t sixths;      /* op_sixths(); 0: all */
     const void *scratch; /* symbolic, or NULL */
 } op_step;
 static inline void *op_step_args(const op_step *step)
@@ -90,6 +91,9 @@ void op_made_for(op_build *b, int32_t tensor);
 bool op_beside(op_build *b);
 /* The last step, where steps run beside each other, waits for all before it, whether it needs them or not. */
 void op_after_all(op_build *b);
+/* The last step, where steps run beside each other, takes so many sixths of the device: others run meanwhile.
+ * For a stage whose workspace does not follow from the device. */
+void op_sixths(op_build *b, int32_t sixths);
 /* Takes the last step back. */
 void op_drop(op_build *b);
 /* Whether the backend has a stage, which may be an optional one. */

@@ -170,7 +170,8 @@ static int32_t products_from(const op_call *call, const op_step *step, int32_t i
 {
     int32_t count = 0;
     for (; i + count < call->program.steps && count < PRODUCTS_MOST; count++, step = op_step_next(step))
-        if (step->stage != OP_gemm || step->asked || behind[i + count] != behind[i]) break;
+        if (step->stage != OP_gemm || step->asked || step->sixths > 0 || behind[i + count] != behind[i])
+            break;
     return count;
 }
 
@@ -189,7 +190,9 @@ static int32_t run_some(const op_call *call, const op_frame *frame, const op_ste
         list[n] = &now[n];
     }
     if (count > 1 && call->backend->gemm_together(&frame->exec, list, count, status)) return count;
-    *status = run_step(call, frame, step, NULL, NULL);
+    op_frame part = *frame;
+    if (step->sixths > 0) part.exec.multiprocessors = (part.exec.multiprocessors * step->sixths + 5) / 6;
+    *status = run_step(call, &part, step, NULL, NULL);
     return 1;
 }
 

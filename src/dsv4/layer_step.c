@@ -262,6 +262,22 @@ static void clear(op_build *b, const step_rooms *r, const quern_tensor *t, int64
         *OP_ADD(b, clear_rows) = (clear_rows_args){.ratio = ratio, .step = r->live, .out = view_as_pages(t)};
 }
 
+/* Sixths of the device for q's product, which the core alone needs, beside all from the indexer's product to
+ * the choice, which takes the others: small steps would wait behind what so large a weight reads at once. Of
+ * few tokens the scores are soon there: the product begins once the step's rows are stored, on all. */
+static int32_t q_sixths(const op_build *b, const layer_parts *parts)
+{
+    enum { FEW_TOKENS = 16 };
+    return parts->index.ndim > 0 && b->call->symbol[LS_T] > FEW_TOKENS ? 1 : 0;
+}
+
+static void project_q(op_build *b, layer_parts *parts)
+{
+    layer_project_q(b, parts);
+    if (parts->index.ndim > 0) op_after_all(b);
+    op_sixths(b, q_sixths(b, parts));
+}
+
 /* The choice of entries, idx [T, k] and count [T, 1]. */
 static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, quern_tensor *idx,
                    quern_tensor *count)
@@ -274,6 +290,7 @@ static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, q
     *count = op_matrix(b, QUERN_I32, tokens, 1);
     layer_rotate(b, &parts->index_q_in, &q, 1, b->call->symbol[LS_HI], &r->at, false, OP_NONE);
     indexer_args *args = layer_choose(b, &q, &keys, &parts->heads, idx, count, 1);
+    if (q_sixths(b, parts) > 0) op_sixths(b, 6 - q_sixths(b, parts));
     args->format = dsv4_entry_format(layer_params(b)->key_format);
     args->page = page_of(b);
     args->table = r->pages_of;
@@ -284,9 +301,7 @@ static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, q
     op_give(b, DL(idx_topk), idx);
 }
 
-/* The core to [T, H D]. Where entries are chosen q's product comes beside the choice, once the step's rows
- * are stored: only the core needs q, and the small steps before would wait behind what so large a weight
- * reads. */
+/* The core to [T, H D]. */
 static quern_tensor attend(op_build *b, const step_rooms *r, layer_parts *parts, const quern_tensor *raw)
 {
     const quern_tensor kv = view_with_batch(raw), unrotated = layer_view(b, DL(core)),
@@ -294,8 +309,7 @@ static quern_tensor attend(op_build *b, const step_rooms *r, layer_parts *parts,
     const int64_t tokens = parts->x.shape[0], *s = b->call->symbol;
     layer_states states = {.batch = 1, .sinks = parts->sinks};
     quern_tensor to = {0};
-    layer_project_q(b, parts);
-    if (parts->index.ndim > 0) op_after_all(b);
+    if (q_sixths(b, parts) == 0) project_q(b, parts);
     if (parts->index.ndim > 0) choose(b, r, parts, &states.idx, &states.count);
     states.q = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
     states.core = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
@@ -371,6 +385,7 @@ void layer_step_build(op_build *b)
     add_copies(b);
     add_tokens(b, &r);
     layer_parts parts = layer_project(b);
+    if (q_sixths(b, &parts) > 0) project_q(b, &parts);
     const quern_tensor pool = layer_view(b, DLS(raw)), entries = layer_view(b, DLS(entries)),
                        keys = layer_view(b, DLS(keys)), kv = op_matrix(b, QUERN_F32, s[LS_T], s[LS_D]),
                        raw = raw_rows(b, pool.dtype, s[LS_T] + s[LS_B] * window, extent[2]);

@@ -67,6 +67,16 @@ index_kernel index_kernel_of(const indexer_args *args, void *spread)
     a.idx_row[0] = a.idx_row[1];
     a.count_row[0] = a.count_row[1];
     a.scores_row[0] = a.scores_row[1];
+    if (spread == NULL) {
+        a.starts = a.positions;
+        a.starts_s = args->positions.strides[0];
+        a.positions = NULL;
+        a.cu = (const int32_t *)args->cu.data;
+        a.cu_s = args->cu.strides[0];
+        a.sequences = (int32_t)args->cu.shape[0] - 1;
+        a.rows = a.batch;
+        return a;
+    }
     a.positions = (const int32_t *)spread;
     a.sequence = a.positions + a.batch;
     a.limit = a.sequence + a.batch;

@@ -27,6 +27,11 @@ struct index_kernel {
     /* Of a varlen batch, whose rows are queries of one each, else NULL: a row's sequence, -1 where it has
      * none, and the entries of that. */
     const int32_t *sequence, *limit;
+    /* Of such a batch that is not spread, else NULL: its offsets and the sequences' positions, and how many
+     * sequences and rows there are; `row`: the batch's first here. */
+    const int32_t *cu, *starts;
+    int64_t cu_s, starts_s;
+    int32_t sequences, rows, row;
     int64_t position, entries; /* entries: of a sequence, at most */
     uint32_t ratio;
     int32_t batch, queries, heads, width, k;
@@ -35,6 +40,40 @@ struct index_kernel {
     bool rounded;    /* queries, to e4m3, head by head */
     int32_t *status; /* of queries that are rounded; or NULL */
 };
+
+/* Whether sequence b of a varlen batch has row t. */
+__device__ __forceinline__ bool index_has_row(const index_kernel &a, int b, int t)
+{
+    return t >= cu_seqlens_at(a.cu, b * a.cu_s, a.rows) && t < cu_seqlens_at(a.cu, (b + 1) * a.cu_s, a.rows);
+}
+
+/* A row of a batch: the row of the table, the end of its sequence, and how many entries its query sees. */
+struct index_place {
+    int sequence, limit, seen;
+};
+
+/* That of row b of single queries. Of a batch that is not spread equal numbers of rows are found first. */
+__device__ __forceinline__ index_place index_place_of(const index_kernel &a, int b)
+{
+    const auto whole = [&](int64_t tokens) {
+        const int64_t entries = tokens / a.ratio;
+        return (int)(entries < a.entries ? entries : a.entries);
+    };
+    if (a.cu == NULL) {
+        const int64_t start = a.positions != NULL ? a.positions[b] : a.position;
+        return {a.sequence != NULL ? a.sequence[b] : b, a.limit != NULL ? a.limit[b] : INT32_MAX,
+                start < 0 ? 0 : whole(start + 1)};
+    }
+    const int t = a.row + b;
+    int s = (int)((int64_t)t * a.sequences / a.rows);
+    if (s >= a.sequences || !index_has_row(a, s, t))
+        for (s = 0; s < a.sequences && !index_has_row(a, s, t);) s++;
+    if (s == a.sequences) return {-1, 0, 0};
+    const int64_t start = a.starts[s * a.starts_s], first = cu_seqlens_at(a.cu, s * a.cu_s, a.rows),
+                  end = start + cu_seqlens_at(a.cu, (s + 1) * a.cu_s, a.rows) - first;
+    if (start < 0 || end > INT32_MAX) return {-1, 0, 0};
+    return {s, (int)(end / a.ratio), whole(start + t - first + 1)};
+}
 
 /* The row of the table. */
 __device__ __forceinline__ int index_sequence(const index_kernel &a, int b)
@@ -142,7 +181,8 @@ __device__ inline void index_store(const index_kernel &a, int b, int query, best
 
 /* Whether the kernels take a call; if not, says so. */
 bool index_takes(const indexer_args *args, char why[STAGE_WHY_BYTES]);
-/* `spread`: index_spread_bytes() in the workspace, which index_spread_rows() fills. */
+/* `spread`: index_spread_bytes() in the workspace, which index_spread_rows() fills; NULL: a varlen batch is
+ * not spread, for kernels that find its rows' places. */
 index_kernel index_kernel_of(const indexer_args *args, void *spread);
 size_t index_spread_bytes(const indexer_args *args);
 quern_status index_spread_rows(const stage_exec *exec, const indexer_args *args, const index_kernel &a);

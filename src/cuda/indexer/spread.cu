@@ -36,6 +36,7 @@ __device__ __forceinline__ int sequence_of(const spread_kernel &a, int t)
 __global__ void __launch_bounds__(THREADS) index_spread(const __grid_constant__ spread_kernel a)
 {
     const int t = (int)blockIdx.x * WARPS + (int)threadIdx.x / 32;
+    let_next_start();
     if (blockIdx.x == 0 && a.status != NULL)
         for (int b = (int)threadIdx.x; b <= a.batch; b += THREADS) {
             const int32_t end = a.cu[b * a.cu_s], before = b > 0 ? a.cu[(b - 1) * a.cu_s] : 0;

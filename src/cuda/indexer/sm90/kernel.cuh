@@ -40,7 +40,7 @@ __device__ __forceinline__ void score(const plan &p, shared<K, STAGES> &m, int h
             wg_wait<0>(second);
             weigh<2 * HEADS>(second, &m.w[0][2], scale,
                              [&](int i, int h, float x) { m.score[out.stage][2 + i][key + h * 8] = x; });
-            if (threadIdx.x % 4 == 0) m.scores.give(out);
+            if (threadIdx.x % 4 < 2) m.scores.give(out);
             out.advance();
         }
         m.queries.give_back(q);

@@ -5,7 +5,6 @@
 #define QUERN_CUDA_INDEXER_SM90_SCORE_CUH
 
 #include "indexer/sm90/shared.cuh"
-#include "hopper/rows.cuh"
 
 namespace sm90_indexer
 {
@@ -25,12 +24,14 @@ __device__ __forceinline__ void read_keys(uint32_t (&to)[K::STEPS][4], float (&s
 }
 
 /* Sums over the heads of a tile's queries, times the keys' scales; `put(query, half, score)` takes those of a
- * thread's two rows, in one lane of four. */
+ * thread's two rows, in the first two lanes of four. */
 template <int TILE, typename Put>
 __device__ __forceinline__ void weigh(const float (&c)[TILE / 8][4], const float (*w)[HEADS],
                                       const float (&scale)[2], const Put &put)
 {
-    const int column = threadIdx.x % 4 * 2;
+    const int lane = threadIdx.x % 4, column = lane * 2;
+    const bool second = lane % 2 != 0;
+    const float own_scale = second ? scale[1] : scale[0];
 #pragma unroll
     for (int q = 0; q < TILE / HEADS; q++) {
         float sum[2] = {0.0f, 0.0f};
@@ -43,11 +44,10 @@ __device__ __forceinline__ void weigh(const float (&c)[TILE / 8][4], const float
                 sum[h] = fmaf(two.y, relu(c[q * 8 + i][h * 2 + 1]), sum[h]);
             }
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            sum[h] = row_sum(sum[h]);
-            if (column == 0) put(q, h, sum[h] * scale[h]);
-        }
+        float own = second ? sum[1] : sum[0]; /* of lanes' first or second rows, by turns */
+        own += __shfl_xor_sync(~0u, second ? sum[0] : sum[1], 1);
+        own += __shfl_xor_sync(~0u, own, 2);
+        if (lane < 2) put(q, lane, own * own_scale);
     }
 }
 

@@ -28,9 +28,9 @@ namespace sm90_indexer
 {
 
 /* Steps of a product, panels of a row; threads that bring queries and that choose; a stage's warps that score
- * it, and threads that have two scores of each of its queries. */
+ * it, and threads that have a score of each of its queries. */
 enum { STEPS = WIDTH / 16, PANELS = WIDTH / 64 };
-enum { Q_FILLERS = 96, CHOOSERS = 128, KEY_USERS = KEYS / 16, SCORE_GIVERS = KEYS / 2 };
+enum { Q_FILLERS = 96, CHOOSERS = 128, KEY_USERS = KEYS / 16, SCORE_GIVERS = KEYS };
 
 /* What the feed fills, of Q queries a tile. */
 template <typename K, int Q, int STAGES> struct fed {
@@ -40,6 +40,7 @@ template <typename K, int Q, int STAGES> struct fed {
     alignas(1024) typename K::query q[ROUNDS][TILES][K::Q_PANELS][TILE][64];
     float w[ROUNDS][Q][HEADS];
     uint32_t here[STAGES]; /* which runs of a stage there are */
+    item_of item[ROUNDS];  /* of one query a tile, whose; stages 0: there are no more */
     ring<STAGES> keys;
     ring<ROUNDS> queries;
 };

@@ -124,21 +124,14 @@ template <typename K> struct scaled_queries {
     {
         enum { TILE = fed<K, Q, N>::TILE };
         const int c = t % CHUNKS * 8;
-        for (int row0 = t / CHUNKS; row0 < Q * HEADS; row0 += AT_ONCE * ROWS_AT_ONCE) {
-            uint4 held[AT_ONCE];
-            load_heads<bf16, Q>(held, a, x, row0, c);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int row = row0 + i * ROWS_AT_ONCE, query = row / HEADS;
+        for (int row0 = t / CHUNKS; row0 < Q * HEADS; row0 += at_once<Q>() * ROWS_AT_ONCE) {
+            const float weight = load_weight<Q>(a, x, row0, t);
+            load_heads<bf16, Q>(a, x, row0, c, [&](int i, int row, uint4 x) {
                 const bool is_row = row < Q * HEADS;
                 char *const tile = (char *)m.q[stage][is_row ? row / TILE : 0];
-                const float scale = K::template store<TILE>(a, tile, is_row ? row % TILE : -1, c, held[i]);
-                if (is_row && c == 0)
-                    m.w[stage][query][row % HEADS] =
-                        x.query + query < a.queries
-                            ? index_weight(a, x.b, x.query + query, row % HEADS) * scale
-                            : 0.0f;
-            }
+                const float scale = K::template store<TILE>(a, tile, is_row ? row % TILE : -1, c, x);
+                if (is_row && t % CHUNKS == i) m.w[stage][row / HEADS][row % HEADS] = weight * scale;
+            });
         }
     }
 };

@@ -15,46 +15,48 @@
 namespace sm90_indexer
 {
 
-enum { ONE_THREADS = 640, ONE_SCORERS = 4, ONE_FEW_REGISTERS = 64, ONE_SCORE_REGISTERS = 104 };
+enum { ONE_THREADS = 640, ONE_SCORERS = 4 };
 
 /* This warpgroup has half of the keys of every second stage. Beside the scores it writes the rank of the best
- * of each RANKED keys, a warp's. */
+ * of each RANKED keys, a warp's. Whether a stage is full is tested a stage before. */
 template <typename K>
 __device__ __forceinline__ void score_one(const plan &p, const raw_scores &out, fed<K, 1, K::ONE_STAGES> &m,
                                           int own)
 {
-    const int row0 = own % 2 * 64 + threadIdx.x / 32 % 4 * 16, key = row0 + threadIdx.x % 32 / 4;
+    const int row0 = own % 2 * 64 + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
     int met = 0; /* stages so far */
+    bool full = false;
     ring_place<2> q;
-    for (int item = blockIdx.x; item < p.items; item += gridDim.x) {
-        const item_of x = item_at<1>(p, item);
-        if (x.stages == 0) continue;
+    for (;; q.advance()) {
         m.queries.wait_full(q);
+        const item_of x = m.item[q.stage];
+        if (x.stages == 0) break;
         const uint32_t heads = smem_address(m.q[q.stage]);
-        const int seen = index_seen(p.a, x.b, 0);
-        float *const to = out.raw + x.b * out.row + x.key + key;
-        uint32_t *const ranks = out.best + x.b * best_row(out) + (x.key + row0) / RANKED;
+        const int key = x.key + row0 + lane / 4 + lane % 2 * 8;
+        float *const to = out.raw + x.b * out.row + key;
+        uint32_t *const ranks = out.best + x.b * best_row(out.row) + (x.key + row0) / RANKED;
         for (int s = (own / 2) ^ (met & 1); s < x.stages; s += 2) {
             const auto at = ring_place<K::ONE_STAGES>::of(met + s);
             float sums[8][4], scale[2];
             uint32_t keys[K::STEPS][4];
-            m.keys.wait_full(at);
+            if (!full) m.keys.wait_full(at);
             read_keys(keys, scale, p, m, at.stage, row0);
             give_back_by_warp(m.keys, at);
             K::template multiply<HEADS>(sums, keys, heads);
+            full = __all_sync(~0u, m.keys.test_full(ring_place<K::ONE_STAGES>::of(met + s + 2)));
             wg_wait<0>(sums);
             float best = NAN;
-            weigh<HEADS>(sums, m.w[q.stage], scale, [&](int, int h, float score) {
-                const int at = x.key + s * KEYS + key + h * 8;
-                if (at < out.row) to[s * KEYS + h * 8] = score;
-                if (at < seen) best = fmaxf(best, score);
+            weigh<HEADS>(sums, m.w[q.stage], scale, [&](int, int, float score) {
+                if (key + s * KEYS >= x.seen) return;
+                to[s * KEYS] = score;
+                best = score;
             });
+            if (out.best == NULL) continue;
             const uint32_t rank = __reduce_max_sync(~0u, rank_of(best));
-            if (threadIdx.x % 32 == 0 && x.key + s * KEYS + row0 < seen) ranks[s * (KEYS / RANKED)] = rank;
+            if (lane == 0 && x.key + s * KEYS + row0 < x.seen) ranks[s * (KEYS / RANKED)] = rank;
         }
         met += x.stages;
         m.queries.give_back(q);
-        q.advance();
     }
 }
 
@@ -71,14 +73,13 @@ __global__ void __launch_bounds__(ONE_THREADS, 1)
         mbar_init_done();
     }
     __syncthreads();
-    let_next_start();
+    wait_for_before();
+    let_next_start(); /* what spread the batch has ended: the choice reads it before it waits */
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        registers_down<ONE_FEW_REGISTERS>();
         if (threadIdx.x < 32) feed_keys(p, m);
         else feed_queries(p, m, threadIdx.x - 32);
     } else {
-        registers_up<ONE_SCORE_REGISTERS>();
         score_one<K>(p, to, m, group - 1);
     }
 #endif
@@ -89,13 +90,13 @@ template <typename K> static quern_status run_one(const stage_exec *exec, plan &
     typedef fed<K, 1, K::ONE_STAGES> shared;
     static_assert(sizeof(shared) <= 227 * 1024, "a block has room");
     static_assert(K::ONE_STAGES % 2 == 0, "the same warpgroups use a stage in every round");
-    static_assert((ONE_FEW_REGISTERS + ONE_SCORERS * ONE_SCORE_REGISTERS) * 128 <=
-                      65536 / ONE_THREADS / 8 * 8 * ONE_THREADS,
-                  "each warpgroup gets the registers that it asks for, of those that a block begins with");
-    const unsigned blocks = set_items<1>(exec, &p);
+    const int64_t stages = p.a.batch * ((p.a.entries + KEYS - 1) / KEYS);
+    const unsigned blocks = (unsigned)(stages < exec->multiprocessors ? stages : exec->multiprocessors);
+    /* Behind the launch that has spread a varlen batch. */
     const quern_status status =
-        launch_shared({(cudaStream_t)exec->stream, NULL}, indexer_sm90_one<K>, dim3(blocks), ONE_THREADS,
-                      sizeof(shared), "indexer", p, to);
+        blocks == 0 ? QUERN_OK
+                    : launch_cluster((cudaStream_t)exec->stream, indexer_sm90_one<K>, dim3(blocks),
+                                     ONE_THREADS, sizeof(shared), "indexer", 1, p.a.sequence != NULL, p, to);
     return status == QUERN_OK ? pick_best(exec, p.a, to) : status;
 }
 

@@ -11,10 +11,10 @@ static bool indexer_sm90_one_supports(const stage_exec *exec, const indexer_args
     return queries_of(args) == 1 && sm90_takes(exec, args);
 }
 
-/* The most entries of a sequence. */
+/* Room for the scores of the most entries of a sequence. */
 static int64_t raw_row_of(const indexer_args *args)
 {
-    return present(args->table) ? args->table.shape[1] * args->page : args->keys.shape[1];
+    return in_fours(present(args->table) ? args->table.shape[1] * args->page : args->keys.shape[1]);
 }
 
 /* How many single queries are scored at once: their scores take at most RAW_FLOATS. */
@@ -30,7 +30,7 @@ static int64_t slice_of(const indexer_args *args)
 /* Single queries' scores, in floats; behind them stand the ranks of the best. */
 static int64_t raw_floats(const indexer_args *args)
 {
-    return (slice_of(args) * raw_row_of(args) + 3) / 4 * 4;
+    return slice_of(args) * raw_row_of(args);
 }
 
 /* What a varlen batch is spread to, and single queries' scores. */
@@ -38,7 +38,7 @@ static size_t indexer_sm90_one_bytes(const stage_exec *exec, const indexer_args 
 {
     if (exec->compute != 90 || args->q.shape[2] != HEADS || args->q.shape[3] != WIDTH) return 0;
     if (queries_of(args) != 1) return 0;
-    const int64_t ranks = slice_of(args) * (raw_row_of(args) / RANKED + 1);
+    const int64_t row = raw_row_of(args), ranks = row > SHORT_ROW ? slice_of(args) * best_row(row) : 0;
     return room_for(index_spread_bytes(args) + (size_t)(raw_floats(args) + ranks) * sizeof(float));
 }
 
@@ -57,9 +57,12 @@ static index_kernel rows_from(index_kernel a, int64_t row, int64_t most, int64_t
     a.idx += row * a.idx_row[0];
     a.count += row * a.count_row[0];
     if (a.scores != NULL) a.scores += row * a.scores_row[0];
-    a.positions += row;
-    a.sequence += row;
-    a.limit += row;
+    if (a.cu == NULL) {
+        a.positions += row;
+        a.sequence += row;
+        a.limit += row;
+    }
+    a.row = (int32_t)row;
     if (a.batch - row < most) most = a.batch - row;
     a.batch = (int32_t)most;
     return a;
@@ -73,7 +76,7 @@ static quern_status indexer_sm90_one_run(const stage_exec *exec, const indexer_a
     quern_status status = make_plan(exec, args, memory, &p);
     if (status != QUERN_OK) return status;
     raw_scores to = {(float *)(memory + index_spread_bytes(args)), raw_row_of(args), NULL};
-    to.best = (uint32_t *)(to.raw + raw_floats(args));
+    if (to.row > SHORT_ROW) to.best = (uint32_t *)(to.raw + raw_floats(args));
     if (!present(args->cu)) return run_keys(exec, args, p, to);
     const index_kernel all = p.a;
     for (int64_t row = 0; row < all.batch && status == QUERN_OK; row += slice_of(args)) {

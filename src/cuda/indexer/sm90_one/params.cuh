@@ -12,16 +12,21 @@
 namespace sm90_indexer
 {
 
-enum { RANKED = 16 };
+enum { RANKED = 16, SHORT_ROW = 16 << 10 /* the choice keeps its scores in registers */ };
 
+/* Rows are read four numbers at a time. */
 struct raw_scores {
     float *raw; /* [B, row] */
     int64_t row;
-    uint32_t *best; /* the best rank of each RANKED of them, [B, best_row] */
+    uint32_t *best; /* of rows longer than SHORT_ROW the best rank of each RANKED, [B, best_row]; or NULL */
 };
-static inline __host__ __device__ int64_t best_row(const raw_scores &to)
+static inline __host__ __device__ int64_t in_fours(int64_t n)
 {
-    return (to.row + RANKED - 1) / RANKED;
+    return (n + 3) / 4 * 4;
+}
+static inline __host__ __device__ int64_t best_row(int64_t row)
+{
+    return in_fours((row + RANKED - 1) / RANKED);
 }
 
 typedef quern_status one_instance(const stage_exec *exec, plan &p, const raw_scores &to);

@@ -78,7 +78,8 @@ quern_status make_plan(const stage_exec *exec, const indexer_args *args, void *s
 {
     const int run = run_of(args);
     *p = {};
-    p->a = index_kernel_of(args, spread);
+    /* Who asks for faults has the rows' places in memory. */
+    p->a = index_kernel_of(args, queries_of(args) == 1 && exec->status == NULL ? NULL : spread);
     p->a.status = exec->status;
     p->cut.planar = args->format != ENTRY_ROWS && args->keys.ndim == 2;
     p->cut.shares = shares_of(exec, args);
