@@ -167,6 +167,7 @@ void replay_close(void *kept)
 {
     replay *r = (replay *)kept;
     if (r == NULL) return;
+    const relaxed_capture relaxed;
     /* CUDA keeps graphs that still run until their end. */
     for (int32_t i = 0; i < r->graphs; i++)
         if (r->graph[i].graph != NULL) (void)cudaGraphExecDestroy(r->graph[i].graph);

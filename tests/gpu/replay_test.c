@@ -329,6 +329,49 @@ static void a_plan_is_captured(void **state)
     OK(quern_cuda_stream_destroy(0, stream));
 }
 
+/* Plans that are made, run and freed, and a context's calls, while another stream is captured in the mode that
+ * forbids all threads what might touch it. */
+static void plans_come_and_go_beside_a_capture(void **state)
+{
+    (void)state;
+    enum { RUNS = 6 };
+    layer l;
+    void *captured = NULL, *stream = NULL, *data[64] = {NULL};
+    char *results = NULL;
+    cudaGraph_t graph = NULL;
+    quern_context *fresh = NULL;
+    OK(quern_cuda_stream_create(0, &captured));
+    OK(quern_cuda_stream_create(0, &stream));
+    layer_make(&l, 29);
+    float *expected = call_first(&l), *o = malloc(Q * sizeof *o);
+    const quern_exec exec = {sizeof exec, stream, NULL};
+    assert_non_null(o);
+    OK(quern_cuda_allocate(0, 2 * RUNS * Q * sizeof *o, (void **)&results));
+    CUDA(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
+    OK(quern_context_create(NULL, &fresh));
+    quern_plan *plan = plan_of(&l);
+    for (int r = 0; r < 2 * RUNS; r++) { /* addresses that come again get graphs of their own */
+        l.o.data = results + (size_t)(r < RUNS ? r / 2 : r) * Q * sizeof *o;
+        const quern_tensor *const *given = &l.tensors.q;
+        for (size_t i = 0; i < (sizeof l.tensors - sizeof(size_t)) / sizeof(void *); i++)
+            data[i] = given[i] != NULL ? given[i]->data : NULL;
+        if (r % 3 < 2) OK(quern_plan_run(plan, &exec, data, l.workspace, l.bytes));
+        else OK(quern_nsa_forward(fresh, &exec, &l.params, &l.tensors, l.workspace, l.bytes));
+    }
+    quern_plan_destroy(plan);
+    quern_context_destroy(fresh);
+    CUDA(cudaStreamEndCapture(captured, &graph));
+    OK(quern_cuda_copy(0, o, l.o.data, Q * sizeof *o, stream));
+    OK(quern_cuda_synchronize(0, stream));
+    expect_same(o, expected);
+    CUDA(cudaGraphDestroy(graph));
+    OK(quern_cuda_free(0, results));
+    layer_free(&l);
+    free(expected);
+    OK(quern_cuda_stream_destroy(0, stream));
+    OK(quern_cuda_stream_destroy(0, captured));
+}
+
 /* A stage without work launches nothing. */
 static void launches_are_those_of_the_branches(void **state)
 {
@@ -388,6 +431,7 @@ int main(void)
         cmocka_unit_test(a_context_meets_many_calls),
         cmocka_unit_test(threads_share_a_plan_and_a_context),
         cmocka_unit_test(a_plan_is_captured),
+        cmocka_unit_test(plans_come_and_go_beside_a_capture),
         cmocka_unit_test(launches_are_those_of_the_branches),
     };
     return cmocka_run_group_tests(tests, start, finish);

@@ -10,8 +10,20 @@ extern "C" {
 #include "runtime/cuda_plugin.h"
 }
 
+/* While another stream is captured in CUDA's global mode, as PyTorch's is, a call that might touch it is
+ * refused and ends that capture: one that allocates, loads a kernel, makes a graph or frees one. Quern's touch
+ * no stream but the call's, so the thread may make them while this lives. */
+struct relaxed_capture {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
+    ~relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
+    relaxed_capture(const relaxed_capture &) = delete;
+    relaxed_capture &operator=(const relaxed_capture &) = delete;
+};
+
 /* Makes a device current while it lives. */
 struct device_scope {
+    relaxed_capture relaxed;
     int before = -1;
     cudaError_t code;
     explicit device_scope(int device)

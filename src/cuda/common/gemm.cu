@@ -9,8 +9,8 @@
  * chosen once per device and shape, from those whose sums have a fixed order: whole sums, or shares that are
  * added in the scratch in f32. What was chosen stays in a table of fixed size, the oldest replaced; the lock
  * is held while a product is put into its stream, which is when the descriptors are read. Making a handle and
- * loading a kernel may allocate; a stream that is being captured by this thread allows it where the thread's
- * mode is relaxed meanwhile, and nothing of it becomes part of the graph.
+ * loading a kernel may allocate, which a capture allows as the thread's mode is relaxed (common/calls.cuh);
+ * nothing of it becomes part of the graph.
  *
  * cuBLASLt's matrices are column-major, so it computes C^T = B^T A^T.
  */
@@ -80,12 +80,6 @@ bool gemm_available()
     (void)pthread_once(&load_once, load);
     return loaded;
 }
-
-struct relaxed_capture {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
-    ~relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
-};
 
 static cublasStatus_t make_layout(cublasLtMatrixLayout_t *layout, cudaDataType_t type, int64_t rows,
                                   int64_t columns, int64_t ld, int64_t batch, int64_t stride)
@@ -229,7 +223,6 @@ quern_status gemm_run(const gemm_shape &s, const void *a, const void *b, void *c
                       cudaStream_t stream)
 {
     const float one = 1.0f, old = add ? 1.0f : 0.0f;
-    const relaxed_capture relaxed;
     const plan *p = NULL;
     int device = 0;
     const cudaError_t code = cudaGetDevice(&device);
