@@ -329,8 +329,8 @@ static void a_plan_is_captured(void **state)
     OK(quern_cuda_stream_destroy(0, stream));
 }
 
-/* Plans that are made, run and freed, and a context's calls, while another stream is captured in the mode that
- * forbids all threads what might touch it. */
+/* Plans that are made, run and freed, and a context's calls, while another stream is captured in the mode
+ * that forbids all threads what might touch it. */
 static void plans_come_and_go_beside_a_capture(void **state)
 {
     (void)state;

@@ -11,8 +11,8 @@ extern "C" {
 }
 
 /* While another stream is captured in CUDA's global mode, as PyTorch's is, a call that might touch it is
- * refused and ends that capture: one that allocates, loads a kernel, makes a graph or frees one. Quern's touch
- * no stream but the call's, so the thread may make them while this lives. */
+ * refused and ends that capture: one that allocates, loads a kernel, makes a graph or frees one. Quern's
+ * touch no stream but the call's, so the thread may make them while this lives. */
 struct relaxed_capture {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
