@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(F32_THREADS, F32_BLOCKS)
     const group g(parts, (int)a.lanes.d);
     const uint32_t row = blockIdx.x * (F32_THREADS / a.lanes.d) + (uint32_t)g.index;
     const int channel = g.lane * CHUNK, start = a.width - a.rotated;
+    let_next_start();
+    wait_for_before();
     if (row >= a.rows) return;
     const uint32_t token = quotient(row, a.heads), b = quotient(token, a.tokens), n = token - b * a.tokens.d,
                    head = row - token * a.heads.d;
@@ -102,8 +104,8 @@ static bool supports(const stage_exec *, const norm_rope_args *args, char *)
 template <typename T, typename W> static quern_status launch(const f32_kernel &a, cudaStream_t stream)
 {
     const int groups = F32_THREADS / (int)a.lanes.d;
-    norm_rope_forward_f32<T, W><<<blocks_for(a.rows, groups), F32_THREADS, 0, stream>>>(a);
-    return LAUNCHED("norm_rope of f32");
+    return launch_behind(stream, norm_rope_forward_f32<T, W>, dim3(blocks_for(a.rows, groups)), F32_THREADS,
+                         0, "norm_rope of f32", a);
 }
 
 static quern_status run(const stage_exec *exec, const norm_rope_args *args, void *)

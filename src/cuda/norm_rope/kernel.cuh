@@ -5,7 +5,9 @@
  *
  * A warp has a row of up to 1024 channels, a block of 256 threads a longer one; a thread has chunks of eight
  * channels, in registers from the read to the write. Rows of a run follow one another; a run's share of the
- * weight's gradient stays in registers. Limit: bytes moved over the copy rate.
+ * weight's gradient stays in registers. The forward pass may start while the kernel before it still runs, and
+ * lets the next one: in a chain of a step's small kernels a start takes as long as the work. Limit: bytes
+ * moved over the copy rate.
  */
 #ifndef QUERN_CUDA_NORM_ROPE_KERNEL_CUH
 #define QUERN_CUDA_NORM_ROPE_KERNEL_CUH
@@ -166,6 +168,8 @@ __global__ void __launch_bounds__(NORM_THREADS) norm_rope_forward(const __grid_c
     float *const shared_row = rows_shared + g.index * a.width;
     const int64_t first = ((int64_t)blockIdx.x * (NORM_THREADS / a.lanes) + g.index) * a.run_rows,
                   end = first + a.run_rows < a.rows ? first + a.run_rows : a.rows;
+    let_next_start();
+    wait_for_before();
     if (first >= a.rows) return;
     const row_chunks<CHUNKS> w = load_weight<CHUNKS>(a, g.lane);
     for (int64_t row = first; row < end; row++) {

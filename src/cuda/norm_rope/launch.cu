@@ -90,8 +90,10 @@ static quern_status launch(const norm_rope_kernel &a, bool backward, int64_t run
     const bool split = a.rotated > 0 && (a.width - a.rotated) % 2 != 0;
     const size_t bytes = split ? (size_t)(groups * a.width) * sizeof(float) : 0;
     const dim3 grid(blocks_for(runs, groups));
-    return launch_shared(to, backward ? norm_rope_backward<CHUNKS> : norm_rope_forward<CHUNKS>, grid,
-                         NORM_THREADS, bytes, "norm_rope", a);
+    if (backward)
+        return launch_shared(to, norm_rope_backward<CHUNKS>, grid, NORM_THREADS, bytes, "norm_rope", a);
+    if (grid.x == 0) return QUERN_OK;
+    return launch_behind(stream, norm_rope_forward<CHUNKS>, grid, NORM_THREADS, bytes, "norm_rope", a);
 }
 
 static quern_status run(const stage_exec *exec, const norm_rope_args *args, bool backward, void *memory)
