@@ -112,6 +112,7 @@ static void variants_agree(void **state)
         {1, 1000, 4112, 1, QUERN_F16, QUERN_F32, false, true, false},
         {1, 40, 256, 3, QUERN_BF16, QUERN_F32, false, true, false},
         {1, 64, 8192, 1, QUERN_BF16, QUERN_F32, true, false, false},
+        {1, 20008, 384, 1, QUERN_BF16, QUERN_F32, false, true, false}, /* three panels of W a block */
         {300, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, false},
         {300, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, true},
         {129, 264, 4112, 1, QUERN_F16, QUERN_F32, false, true, false},

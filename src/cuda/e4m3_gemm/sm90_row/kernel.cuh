@@ -1,10 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * kernel.cuh - the product of one row of 16 bits with e4m3 weights on Hopper. A block makes 32 columns of c.
+ * kernel.cuh - the product of one row of 16 bits with e4m3 weights on Hopper. A block makes 32 columns of c,
+ * or of a short sum q.tall times as many, so that blocks which all run at once read all of W.
  *
- *   feed      one thread copies runs of 32 rows of W into stages
- *   multiply  sixteen warps, each with 16 rows of W and every eighth run. A run is summed from zero by
+ *   feed      one thread copies pieces of W, a run of 32 rows each, into stages
+ *   multiply  sixteen warps, each with 16 rows and every eighth piece. A run is summed from zero by
  *             products of 16 rows and 16 of the sum, whose eight columns are the same row of a, and the runs
  *             are then added in order: c has the bits that it has among other rows.
  *
@@ -39,10 +40,11 @@ enum {
     ROW_THREADS = PRODUCTS + 32
 };
 
-template <int RUNS> struct shared {
+/* PIECES: the most that a block has. */
+template <int PIECES> struct shared {
     char w[STAGES][ROWS * RUN]; /* first: tiles are aligned to 1024 bytes */
-    uint2 x[RUNS][STEPS][4];
-    float parts[RUNS][ROWS], scale[RUNS][ROWS];
+    uint2 x[PIECES][STEPS][4];  /* of the runs, which are no more */
+    float parts[PIECES][ROWS], scale[PIECES][ROWS];
     ring<STAGES> stages;
 };
 
@@ -53,30 +55,43 @@ struct row_place {
 __device__ __forceinline__ row_place row_place_here(const product_params &q)
 {
     const int group = (int)(blockIdx.x / (uint32_t)q.panels);
-    return {group, (int64_t)((int)blockIdx.x - group * (int)q.panels) * ROWS};
+    return {group, (int64_t)((int)blockIdx.x - group * (int)q.panels) * ROWS * q.tall};
+}
+
+/* Pieces of the same rows follow one another. */
+__device__ __forceinline__ int pieces_of(const product_params &q)
+{
+    return q.runs * q.tall;
+}
+
+template <int PIECES>
+__device__ __forceinline__ void ask(const product_params &q, const CUtensorMap &w, shared<PIECES> &m, int row,
+                                    int piece, const ring_place<STAGES> &at)
+{
+    const int rows = q.tall > 1 ? piece / q.runs : 0;
+    tma_load(smem_address(m.w[at.stage]), w, m.stages.expect(at, ROWS * RUN), (piece - rows * q.runs) * RUN,
+             0, row + rows * ROWS, 0);
 }
 
 /* One warp. */
-template <int RUNS>
-__device__ __forceinline__ void feed(const product_params &q, const CUtensorMap &w, shared<RUNS> &m)
+template <int PIECES>
+__device__ __forceinline__ void feed(const product_params &q, const CUtensorMap &w, shared<PIECES> &m)
 {
     const row_place t = row_place_here(q);
-    const int row = (int)(t.group * q.p.out + t.column), first = min((int)q.runs, (int)STAGES);
+    const int row = (int)(t.group * q.p.out + t.column), first = min(pieces_of(q), (int)STAGES);
     ring_place<STAGES> at;
     if (threadIdx.x % 32 == 0)
-        for (int run = 0; run < first; run++) {
-            const uint32_t bar = m.stages.expect(at, ROWS * RUN);
-            tma_load(smem_address(m.w[at.stage]), w, bar, run * RUN, 0, row, 0);
+        for (int piece = 0; piece < first; piece++) {
+            ask(q, w, m, row, piece, at);
             at.advance();
         }
     __syncwarp();
     wait_for_before();
     let_next_start();
     if (threadIdx.x % 32 == 0)
-        for (int run = first; run < q.runs; run++) {
+        for (int piece = first; piece < pieces_of(q); piece++) {
             m.stages.wait_free(at);
-            const uint32_t bar = m.stages.expect(at, ROWS * RUN);
-            tma_load(smem_address(m.w[at.stage]), w, bar, run * RUN, 0, row, 0);
+            ask(q, w, m, row, piece, at);
             at.advance();
         }
     __syncwarp();
@@ -94,15 +109,17 @@ __device__ __forceinline__ uint4 eight_of(const T *x, int64_t k, int64_t count, 
 }
 
 /* The scales of the block's rows of W, and x. */
-template <typename T, int RUNS>
-__device__ __forceinline__ void prepare(const product_params &q, shared<RUNS> &m)
+template <typename T, int PIECES>
+__device__ __forceinline__ void prepare(const product_params &q, shared<PIECES> &m)
 {
     const row_place t = row_place_here(q);
     const T *const x = (const T *)q.p.a + t.group * q.p.in;
     const int64_t last = q.p.out - 1 - t.column, first = t.group * q.p.out + t.column;
-    for (int i = threadIdx.x; i < q.runs * ROWS; i += PRODUCTS)
-        m.scale[i / ROWS][i % ROWS] =
-            q.p.scales.at(first + min((int64_t)(i % ROWS), last), (int64_t)(i / ROWS) * RUN, q.p.status);
+    for (int i = threadIdx.x; i < pieces_of(q) * ROWS; i += PRODUCTS) {
+        const int piece = i / ROWS, rows = q.tall > 1 ? piece / q.runs : 0, row = rows * ROWS + i % ROWS;
+        m.scale[piece][i % ROWS] = q.p.scales.at(first + min((int64_t)row, last),
+                                                 (int64_t)(piece - rows * q.runs) * RUN, q.p.status);
+    }
     wait_for_before();
     for (int i = threadIdx.x; i < q.runs * (RUN / 8); i += PRODUCTS)
         ((uint4 *)m.x)[i] = eight_of(x, (int64_t)i * 8, q.p.in, q.wide);
@@ -128,12 +145,13 @@ __device__ __forceinline__ row_codes load_codes(const char *rows)
     return r;
 }
 
-template <typename T, int RUNS>
-__device__ __forceinline__ void multiply(const product_params &q, shared<RUNS> &m)
+template <typename T, int PIECES>
+__device__ __forceinline__ void multiply(const product_params &q, shared<PIECES> &m)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp % HALVES;
-    for (int run = warp / HALVES; run < q.runs; run += WARPS / HALVES) {
-        const ring_place<STAGES> at = ring_place<STAGES>::of(run);
+    for (int piece = warp / HALVES; piece < pieces_of(q); piece += WARPS / HALVES) {
+        const ring_place<STAGES> at = ring_place<STAGES>::of(piece);
+        const int run = q.tall > 1 ? piece % q.runs : piece;
         float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         m.stages.wait_full(at);
         const row_codes r = load_codes(m.w[at.stage] + half * 16 * RUN);
@@ -147,34 +165,34 @@ __device__ __forceinline__ void multiply(const product_params &q, shared<RUNS> &
             mma16816<T>(part, a, x.x, x.y);
         }
         if (lane % 4 == 0) {
-            m.parts[run][half * 16 + lane / 4] = part[0];
-            m.parts[run][half * 16 + lane / 4 + 8] = part[2];
+            m.parts[piece][half * 16 + lane / 4] = part[0];
+            m.parts[piece][half * 16 + lane / 4 + 8] = part[2];
         }
     }
 }
 
 /* A lane a column of c. */
-template <typename T, int RUNS>
-__device__ __forceinline__ void add_runs(const product_params &q, const shared<RUNS> &m)
+template <typename T, int PIECES>
+__device__ __forceinline__ void add_runs(const product_params &q, const shared<PIECES> &m, int rows)
 {
     const row_place t = row_place_here(q);
-    const int row = threadIdx.x % 32;
-    const int64_t at = t.group * q.p.out + t.column + row;
-    if (t.column + row >= q.p.out) return;
+    const int row = threadIdx.x % 32, first = rows * q.runs;
+    const int64_t column = t.column + rows * ROWS + row, at = t.group * q.p.out + column;
+    if (column >= q.p.out) return;
     const float bias = q.p.bias.p != NULL ? q.p.bias.at(at) : 0.0f;
     float c = 0.0f;
 #pragma unroll 8
-    for (int run = 0; run < q.runs; run++) c = fmaf(m.scale[run][row], m.parts[run][row], c);
+    for (int run = first; run < first + q.runs; run++) c = fmaf(m.scale[run][row], m.parts[run][row], c);
     ((T *)q.p.c)[at] = from_float<T>(c + bias);
 }
 
-template <typename T, int RUNS>
+template <typename T, int PIECES>
 __global__ void __launch_bounds__(ROW_THREADS, 2)
     e4m3_gemm_sm90_row(const __grid_constant__ product_params q, const __grid_constant__ CUtensorMap w)
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char memory[];
-    shared<RUNS> &m = *(shared<RUNS> *)memory;
+    shared<PIECES> &m = *(shared<PIECES> *)memory;
     if (threadIdx.x == PRODUCTS) {
         m.stages.init(1, HALVES * READER_ARRIVALS);
         mbar_init_done();
@@ -186,7 +204,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 2)
         multiply<T>(q, m);
     }
     __syncthreads();
-    if (threadIdx.x >= PRODUCTS) add_runs<T>(q, m);
+    if ((int)threadIdx.x / 32 < q.tall) add_runs<T>(q, m, threadIdx.x / 32);
 #endif
 }
 
