@@ -23,8 +23,12 @@ void op_param_store(const op_param *p, void *params, int64_t value);
 
 /* ---- in op_tensors.c ---- */
 
-bool op_is_result(const op_call *call, int32_t tensor);
-/* Each tensor alone. */
+static inline bool op_is_result(const op_call *call, int32_t tensor)
+{
+    const uint8_t role = call->role[tensor];
+    return role == OP_RESULT || role == OP_OPTIONAL_RESULT || role == OP_UPDATED;
+}
+/* Each tensor alone, of the dtype and on the device that op_derive() found right. */
 quern_status op_check_tensors(op_call *call, op_looks looks, op_used *used);
 /* That no tensor that is written shares memory with another, and that addresses are of the device. */
 quern_status op_check_memory(const op_call *call, const quern_tensor *const *given, const op_used *used);

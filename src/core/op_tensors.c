@@ -158,8 +158,6 @@ static quern_status check_kind(const op_call *call, int32_t tensor)
 quern_status op_derive(op_call *call)
 {
     quern_status status = check_roles(call);
-    for (int32_t i = 0; status == QUERN_OK && i < call->family->tensor_count; i++)
-        if (op_uses(call, i)) status = view_check_extents(call->family->tensors[i].field, call->given[i]);
     if (status == QUERN_OK) status = check_needed(call);
     if (status != QUERN_OK) return status;
     const int32_t like = find_like(call);
@@ -168,7 +166,9 @@ quern_status op_derive(op_call *call)
         status = check_kind(call, like); /* which the others' are compared with */
     }
     for (int32_t i = 0; status == QUERN_OK && i < call->family->tensor_count; i++)
-        if (op_uses(call, i)) status = check_kind(call, i);
+        if (op_uses(call, i) && i != like) status = check_kind(call, i);
+    for (int32_t i = 0; status == QUERN_OK && i < call->family->tensor_count; i++)
+        if (op_uses(call, i)) status = view_check_extents(call->family->tensors[i].field, call->given[i]);
     if (status == QUERN_OK) status = bind_symbols(call);
     if (status == QUERN_OK && call->family->derive != NULL) status = call->family->derive(call);
     call->like.data = NULL; /* a call holds no addresses: where its tensors are elsewhere, it is the same */
@@ -238,12 +238,6 @@ static uint8_t alignment_of(const quern_tensor *t, op_looks looks)
     return looks == OP_AT_SHAPES ? (uint8_t)quern_dtype_size(t->dtype) : op_alignment_of(t);
 }
 
-bool op_is_result(const op_call *call, int32_t tensor)
-{
-    const uint8_t role = call->role[tensor];
-    return role == OP_RESULT || role == OP_OPTIONAL_RESULT || role == OP_UPDATED;
-}
-
 quern_status op_check_tensors(op_call *call, op_looks looks, op_used *used)
 {
     used->count = 0;
@@ -258,10 +252,9 @@ quern_status op_check_tensors(op_call *call, op_looks looks, op_used *used)
         }
         int32_t ndim = op_shape(call, i, shape);
         if (t->dtype == OP_GLOBAL) ndim = global_shape(call->given[i], ndim, shape);
-        const view_want want = {t->field, dtypes_of(call, t),    ndim,
-                                shape,    op_is_result(call, i), looks == OP_AT_DATA};
+        const view_want want = {t->field, 0, ndim, shape, op_is_result(call, i), looks == OP_AT_DATA};
         view_span *span = &used->span[used->count];
-        const quern_status status = view_check_one(&want, call->given[i], &call->like, span);
+        const quern_status status = view_check_layout(&want, call->given[i], span);
         if (status != QUERN_OK) return status;
         if (span->high != 0) call->alignment[i] = alignment_of(call->given[i], looks);
         if (want.output && span->high != 0) call->writes = true;

@@ -219,9 +219,14 @@ quern_status view_check_kind(const char *name, uint32_t dtypes, const quern_tens
 quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
                             view_span *span)
 {
+    const quern_status status = view_check_kind(want->name, want->dtypes, t, like);
+    return status == QUERN_OK ? view_check_layout(want, t, span) : status;
+}
+
+quern_status view_check_layout(const view_want *want, const quern_tensor *t, view_span *span)
+{
     const char *name = want->name;
-    quern_status status = view_check_kind(name, want->dtypes, t, like);
-    if (status == QUERN_OK) status = check_shape(want, t);
+    const quern_status status = check_shape(want, t);
     if (status != QUERN_OK) return status;
     if (!find_span(t, span))
         return error_argument(

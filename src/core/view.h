@@ -45,7 +45,9 @@ typedef struct view_span {
 /* Checks dtype and device, the latter as of `like` (NULL: any). */
 quern_status view_check_kind(const char *name, uint32_t dtypes, const quern_tensor *t,
                              const quern_tensor *like);
-/* Checks one tensor; the kind as above. *span is set. */
+/* Checks extents, strides and address; *span is set. */
+quern_status view_check_layout(const view_want *want, const quern_tensor *t, view_span *span);
+/* Both. */
 quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
                             view_span *span);
 /* Checks the address of a tensor that has elements and is otherwise as it should be. */
