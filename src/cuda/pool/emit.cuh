@@ -1,19 +1,18 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* emit.cuh - from the sums of an entry's rows to what is stored of it. */
+/* emit.cuh - from an entry's pooled row to what is stored of it. */
 #ifndef QUERN_CUDA_POOL_EMIT_CUH
 #define QUERN_CUDA_POOL_EMIT_CUH
 
 #include "pool/rows.cuh"
 
-/* Stores what the sums of an entry give. */
+/* Stores what an entry's pooled row `v` gives. */
 __device__ __forceinline__ void pool_emit(const pool_kernel &a, const group &g, const pool_facts &x,
                                           const channels &norm, const entry_factors &angles,
-                                          const pool_sums &sums, float *row)
+                                          channels v, float *row)
 {
     const int channel = g.lane * GROUP_CHANNELS, count = a.width - channel;
     const bool live = x.live && entry_has_angles(a.entry, x.position);
-    channels v = pooled_of(sums);
     if (x.live && !live && g.lane == 0) raise_status(a.status, QUERN_STATUS_BAD_POSITION);
     if (!live) v = {};
     if (a.pooled != NULL)

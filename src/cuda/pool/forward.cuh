@@ -31,7 +31,7 @@ __global__ void __maxnreg__(FORWARD_REGISTERS)
     pool_walk<T, B, N, HOLD, WIDE>(
         a, g, first, gridDim.x * groups, entries,
         [&](const pool_entry &, const pool_facts &x, const entry_factors &angles, const pool_sums &sums) {
-            pool_emit(a, g, x, norm, angles, sums, row);
+            pool_emit(a, g, x, norm, angles, pooled_of(sums), row);
         });
 }
 

@@ -17,37 +17,40 @@
 
 enum { LONG_POOL_FEED_REGISTERS = 32, LONG_POOL_TEAM_REGISTERS = 112 };
 
-template <typename T, typename B> struct long_pool_stage {
-    T row[POOL_TEAMS][POOL_ROWS][2][WIDTH]; /* values and logits */
+template <typename T, typename B, int ENTRIES> struct long_pool_stage {
+    T row[ENTRIES][POOL_ROWS][2][WIDTH]; /* values and logits */
     B bias[POOL_ROWS][WIDTH];
 };
 
-template <typename T, typename B> struct long_pool_room {
-    enum { STAGES = sizeof(T) == 2 ? 5 : 3 };
-    alignas(128) long_pool_stage<T, B> stage[STAGES];
+/* Of a block of threads that has so many entries. */
+template <typename T, typename B, int ENTRIES> struct long_pool_room {
+    typedef long_pool_stage<T, B, ENTRIES> one_stage;
+    enum { STAGES = (POOL_SM90_SHARED - 9 * 1024) / (int)sizeof(one_stage) };
+    typedef ring_place<STAGES> place;
+    /* Lanes of the feeding warp that bring rows, and then the biases. */
+    enum { ROW_LANES = ENTRIES * POOL_ROWS, FEED_LANES = ROW_LANES + POOL_ROWS };
+    alignas(128) one_stage stage[STAGES];
     float row[POOL_TEAMS][WIDTH];
     team_parts parts;
     ring<STAGES> rows;
 };
 
-/* Lanes of the feeding warp that bring rows, and then the biases. */
-enum { ROW_LANES = POOL_TEAMS * POOL_ROWS, FEED_LANES = ROW_LANES + POOL_ROWS };
-
 /* A lane has a row of each stage, or of rows without gaps the first one all four. */
-template <typename T, typename B>
-__device__ __forceinline__ void long_pool_feed(const pool_kernel &a, long_pool_room<T, B> &m, int64_t entries)
+template <typename T, typename B, int ENTRIES>
+__device__ __forceinline__ void long_pool_feed(const pool_kernel &a, long_pool_room<T, B, ENTRIES> &m,
+                                               int64_t entries)
 {
-    const int lane = (int)threadIdx.x % 32, team = lane / POOL_ROWS, u = lane % POOL_ROWS;
-    const bool biases = lane >= ROW_LANES;
+    const int lane = (int)threadIdx.x % 32, index = lane / POOL_ROWS, u = lane % POOL_ROWS;
+    const bool biases = lane >= m.ROW_LANES;
     const int64_t step = biases ? a.bias_a_row * (int64_t)sizeof(B) : a.proj_row * (int64_t)sizeof(T),
                   bytes = biases ? WIDTH * sizeof(B) : 2 * WIDTH * sizeof(T);
     const int at_once = step == bytes ? POOL_ROWS : 1;
     const uint32_t to =
-        biases ? smem_address(&m.stage[0].bias[u][0]) : smem_address(&m.stage[0].row[team][u][0][0]);
-    ring_place<long_pool_room<T, B>::STAGES> at;
-    if (lane >= FEED_LANES) return;
-    for (int64_t e0 = blockIdx.x; e0 < entries; e0 += POOL_TEAMS * gridDim.x) {
-        const int64_t e = e0 + team * (int64_t)gridDim.x;
+        biases ? smem_address(&m.stage[0].bias[u][0]) : smem_address(&m.stage[0].row[index][u][0][0]);
+    typename long_pool_room<T, B, ENTRIES>::place at;
+    if (lane >= m.FEED_LANES) return;
+    for (int64_t e0 = blockIdx.x; e0 < entries; e0 += ENTRIES * gridDim.x) {
+        const int64_t e = e0 + index * (int64_t)gridDim.x;
         const char *from = (const char *)a.bias_a + u * step;
         bool some = biases;
         if (!biases && e < entries) {
@@ -71,12 +74,12 @@ template <typename T, typename B> struct taken_rows {
     pool_biases<B, POOL_ROWS> bias;
 };
 
-template <typename T, typename B>
-__device__ __forceinline__ void take_rows(taken_rows<T, B> &to, long_pool_room<T, B> &m, int team,
-                                          int channel, ring_place<long_pool_room<T, B>::STAGES> &at)
+template <typename T, typename B, typename Place>
+__device__ __forceinline__ void take_rows(taken_rows<T, B> &to, long_pool_room<T, B, POOL_TEAMS> &m, int team,
+                                          int channel, Place &at)
 {
     m.rows.wait_full(at);
-    const long_pool_stage<T, B> &from = m.stage[at.stage];
+    const auto &from = m.stage[at.stage];
 #pragma unroll
     for (int u = 0; u < POOL_ROWS; u++) {
         to.row.value[u] = read_channels(&from.row[team][u][0][channel]);
@@ -88,13 +91,14 @@ __device__ __forceinline__ void take_rows(taken_rows<T, B> &to, long_pool_room<T
 }
 
 template <typename T, typename B>
-__device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_room<T, B> &m, int64_t entries)
+__device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_room<T, B, POOL_TEAMS> &m,
+                                               int64_t entries)
 {
     constexpr bool AHEAD = sizeof(T) == 2; /* registers hold no second stage of f32 */
     const group g = team_group(m.parts);
     const int channel = g.lane * GROUP_CHANNELS;
     const channels norm = norm_weights(a.entry, g);
-    ring_place<long_pool_room<T, B>::STAGES> at;
+    typename long_pool_room<T, B, POOL_TEAMS>::place at;
     taken_rows<T, B> even, odd;
     for (int64_t e0 = blockIdx.x; e0 < entries; e0 += POOL_TEAMS * gridDim.x) {
         const int64_t e = e0 + g.index * (int64_t)gridDim.x;
@@ -112,7 +116,7 @@ __device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_r
             if (AHEAD && j + 2 * POOL_ROWS < a.ratio) take_rows(even, m, g.index, channel, at);
             if (x.live) merge_taken(sums, odd.row, odd.bias, values_are_finite(odd.row));
         }
-        if (e < entries) pool_emit(a, g, x, norm, angles, sums, m.row[g.index]);
+        if (e < entries) pool_emit(a, g, x, norm, angles, pooled_of(sums), m.row[g.index]);
     }
 }
 
@@ -121,31 +125,22 @@ __global__ void __launch_bounds__(POOL_THREADS, 1)
     pool_long_forward(const __grid_constant__ pool_kernel a, int64_t entries)
 {
     extern __shared__ __align__(128) char room[];
-    long_pool_room<T, B> &m = *(long_pool_room<T, B> *)room;
+    auto &m = *(long_pool_room<T, B, POOL_TEAMS> *)room;
     const int64_t own = (entries - blockIdx.x + gridDim.x - 1) / gridDim.x;
     const int teams = own < POOL_TEAMS ? (int)own : POOL_TEAMS, team = (int)threadIdx.x / POOL_TEAM;
     if (threadIdx.x == 0) {
-        m.rows.init(FEED_LANES, teams * POOL_TEAM);
+        m.rows.init(m.FEED_LANES, teams * POOL_TEAM);
         mbar_init_done();
     }
     __syncthreads();
+    wait_for_before();
     if (team == POOL_TEAMS) {
         registers_down<LONG_POOL_FEED_REGISTERS>();
-        if (threadIdx.x / 32 == POOL_WARPS) long_pool_feed<T, B>(a, m, entries);
+        if (threadIdx.x / 32 == POOL_WARPS) long_pool_feed(a, m, entries);
     } else {
         registers_up<LONG_POOL_TEAM_REGISTERS>();
-        if (team < teams) long_pool_team<T, B>(a, m, entries);
+        if (team < teams) long_pool_team(a, m, entries);
     }
-}
-
-template <typename T, typename B>
-static quern_status pool_sm90_forward_long(const pool_kernel &a, int64_t entries, int multiprocessors,
-                                           cudaStream_t stream)
-{
-    static_assert(sizeof(long_pool_room<T, B>) <= POOL_SM90_SHARED, "a block's shared memory");
-    const unsigned grid = (unsigned)(entries < multiprocessors ? entries : multiprocessors);
-    return launch_cluster(stream, pool_long_forward<T, B>, dim3(grid), POOL_THREADS,
-                          sizeof(long_pool_room<T, B>), "pool of long blocks", 1, false, a, entries);
 }
 
 #endif
