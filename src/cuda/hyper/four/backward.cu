@@ -37,32 +37,63 @@ struct shared {
     tile_rows ring[RING];
 };
 
-__device__ __forceinline__ void copy_row(const token_rows &r, int copy, int64_t token, int channel,
-                                         bool valid, uint4 *to)
-{
-    cp_async16(smem_address(to), (const bf16 *)r.p + token * r.token + copy * r.copy + channel, valid);
-}
+/* A thread's chunk of the first copy of its token of a tile, and how far apart those of the block's tiles
+ * are. */
+struct row_walk {
+    const bf16 *at;
+    int64_t copy, step;
 
-/* Starts the copies of a tile; rows of no token are zeros. */
+    __device__ __forceinline__ row_walk(const token_rows &r, int64_t token, int64_t tokens, int channel)
+        : at((const bf16 *)r.p + token * r.token + channel), copy(r.copy), step(tokens * r.token)
+    {
+    }
+};
+
+/* What a thread copies of the next tile: its token and its record's are counted from there. */
+struct tile_walk {
+    row_walk x, d_out, d_h;
+    const uint4 *record;
+    int64_t token, record_token, tokens; /* tokens: from one tile of the block to the next */
+    uint32_t row_at, record_at;          /* in tile_rows */
+
+    __device__ __forceinline__ tile_walk(const four_params &p, int64_t share, int64_t shares, int strip)
+        : x(p.x, share * TILE + threadIdx.x / ROW_CHUNKS, shares * TILE, channel(strip)),
+          d_out(p.d_out, share * TILE + threadIdx.x / ROW_CHUNKS, shares * TILE, channel(strip)),
+          d_h(p.d_h, share * TILE + threadIdx.x / ROW_CHUNKS, shares * TILE, channel(strip))
+    {
+        const int t = threadIdx.x / ROW_CHUNKS, r = threadIdx.x / RECORD_CHUNKS,
+                  part = threadIdx.x % RECORD_CHUNKS;
+        token = share * TILE + t;
+        record_token = share * TILE + r;
+        tokens = shares * TILE;
+        record = (const uint4 *)(p.records + share * TILE + r) + part;
+        row_at = offsetof(tile_rows, row) + (t * ROW_CHUNKS + (threadIdx.x % ROW_CHUNKS ^ (t & 7))) * 16;
+        record_at = offsetof(tile_rows, record) + r * sizeof(token_record) + part * 16;
+    }
+    static __device__ __forceinline__ int channel(int strip)
+    {
+        return strip * STRIP + threadIdx.x % ROW_CHUNKS * CHUNK;
+    }
+};
+
+/* Starts the copies of the next tile; rows of no token are zeros. */
 template <bool H, bool OUT>
-__device__ __forceinline__ void copy_tile(const four_params &p, tile_rows &to, int64_t tile, int strip)
+__device__ __forceinline__ void copy_tile(const four_params &p, tile_walk &w, uint32_t to)
 {
-    const int t = threadIdx.x / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS, at = chunk ^ (t & 7),
-              channel = strip * STRIP + chunk * CHUNK, r = threadIdx.x / RECORD_CHUNKS;
-    const bool valid = tile * TILE + t < p.tokens;
-    const int64_t token = valid ? tile * TILE + t : 0;
+    enum { ROW_BYTES = sizeof(uint4[TILE][ROW_CHUNKS]) };
     static_assert(THREADS == TILE * ROW_CHUNKS, "a chunk a thread");
+    const bool valid = w.token < p.tokens;
+    const uint32_t row = to + w.row_at;
 #pragma unroll
-    for (int i = 0; i < COPIES; i++) copy_row(p.x, i, token, channel, valid, &to.row[ROW_X + i][t][at]);
+    for (int i = 0; i < COPIES; i++) cp_async16(row + (ROW_X + i) * ROW_BYTES, w.x.at + i * w.x.copy, valid);
 #pragma unroll
     for (int k = 0; OUT && k < COPIES; k++)
-        copy_row(p.d_out, k, token, channel, valid, &to.row[ROW_OUT + k][t][at]);
-    if (H) copy_row(p.d_h, 0, token, channel, valid, &to.row[ROW_H][t][at]);
-    if (r >= TILE) return;
-    const bool there = tile * TILE + r < p.tokens;
-    const uint4 *const from = (const uint4 *)(p.records + (there ? tile * TILE + r : 0));
-    cp_async16(smem_address(&to.record[r]) + threadIdx.x % RECORD_CHUNKS * 16,
-               from + threadIdx.x % RECORD_CHUNKS, there);
+        cp_async16(row + (ROW_OUT + k) * ROW_BYTES, w.d_out.at + k * w.d_out.copy, valid);
+    if (H) cp_async16(row + ROW_H * ROW_BYTES, w.d_h.at, valid);
+    if (threadIdx.x < TILE * RECORD_CHUNKS) cp_async16(to + w.record_at, w.record, w.record_token < p.tokens);
+    w.x.at += w.x.step, w.d_out.at += w.d_out.step, w.d_h.at += w.d_h.step;
+    w.record += w.tokens * RECORD_CHUNKS;
+    w.token += w.tokens, w.record_token += w.tokens;
 }
 
 /* a as operands: of a tile's tokens as rows (16 weights, then 8), and as columns of their sum. */
@@ -91,15 +122,46 @@ __device__ __forceinline__ void multiply_eight(float (&sum)[4], uint32_t a0, uin
         : "r"(a0), "r"(a1), "r"(b));
 }
 
-/* a fn of 8 channels; b: three words of either part. */
-__device__ __forceinline__ void add_fn(float (&sum)[4], const factors &a, const uint32_t *b)
+/* a fn of N times 8 channels, whose sums do not wait for each other; b: three words of either part. */
+template <int N>
+__device__ __forceinline__ void add_fn(float (&sum)[N][4], const factors &a, const uint32_t (&b)[N][6])
 {
-    mma16816<bf16>(sum, a.first[0], b[0], b[1]);
-    mma16816<bf16>(sum, a.first[0], b[3], b[4]);
-    mma16816<bf16>(sum, a.first[1], b[0], b[1]);
-    multiply_eight(sum, a.rest[0], a.rest[1], b[2]);
-    multiply_eight(sum, a.rest[0], a.rest[1], b[5]);
-    multiply_eight(sum, a.rest[2], a.rest[3], b[2]);
+#pragma unroll
+    for (int n = 0; n < N; n++) mma16816<bf16>(sum[n], a.first[0], b[n][0], b[n][1]);
+#pragma unroll
+    for (int n = 0; n < N; n++) mma16816<bf16>(sum[n], a.first[0], b[n][3], b[n][4]);
+#pragma unroll
+    for (int n = 0; n < N; n++) mma16816<bf16>(sum[n], a.first[1], b[n][0], b[n][1]);
+#pragma unroll
+    for (int n = 0; n < N; n++) multiply_eight(sum[n], a.rest[0], a.rest[1], b[n][2]);
+#pragma unroll
+    for (int n = 0; n < N; n++) multiply_eight(sum[n], a.rest[0], a.rest[1], b[n][5]);
+#pragma unroll
+    for (int n = 0; n < N; n++) multiply_eight(sum[n], a.rest[2], a.rest[3], b[n][2]);
+}
+
+/* The same of a warp's 16 channels of all copies. */
+__device__ __forceinline__ void multiply_fn(const uint4 (&fn)[COPIES][3][32], const factors &a,
+                                            float (&sum)[COPIES][2][4])
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < COPIES; i += 2) {
+        float here[4][4] = {};
+        uint32_t b[4][6];
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const uint4 f0 = fn[i + c][0][lane], f1 = fn[i + c][1][lane], f2 = fn[i + c][2][lane];
+            const uint32_t all[] = {f0.x, f0.y, f0.z, f0.w, f1.x, f1.y, f1.z, f1.w, f2.x, f2.y, f2.z, f2.w};
+#pragma unroll
+            for (int w = 0; w < 12; w++) b[c * 2 + w / 6][w % 6] = all[w];
+        }
+        add_fn<4>(here, a, b);
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[i + n / 2][n % 2][e] = here[n][e];
+    }
 }
 
 /* Adds a copy's channels of a tile to fn's gradient. */
@@ -136,85 +198,75 @@ __device__ __forceinline__ void add(four &to, float factor, const four &from)
     for (int e = 0; e < 4; e++) to.x[e] = fmaf(factor, from.x[e], to.x[e]);
 }
 
-__device__ __forceinline__ void store_four(const token_rows &r, int64_t token, int copy, int channel,
-                                           const four &x)
+/* Stored where `valid`: a branch around it would take along what makes x, a token's copies one by one. */
+__device__ __forceinline__ void store_four(bf16 *to, bool valid, const four &x)
 {
-    __stcs((uint2 *)((bf16 *)r.p + token * r.token + copy * r.copy + channel),
-           make_uint2(pack2<bf16>(x.x[0], x.x[1]), pack2<bf16>(x.x[2], x.x[3])));
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.cs.v2.u32 [%0], {%1, %2}; }" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(pack2<bf16>(x.x[0], x.x[1])), "r"(pack2<bf16>(x.x[2], x.x[3])), "r"((uint32_t)valid)
+                 : "memory");
 }
 
 /* d_c of a lane's channels; adds to the norm's gradient. */
-__device__ __forceinline__ four collapsed_backward(const tile_rows &t, int token, const four (&x)[COPIES],
-                                                   const four &norm, four &d_norm)
+__device__ __forceinline__ four collapsed_backward(const token_record &r, const four &h,
+                                                   const four (&x)[COPIES], const four &norm, four &d_norm)
 {
-    const token_record &r = t.record[token];
-    const four h = load_four(t, ROW_H, token);
     four c = {}, d;
 #pragma unroll
     for (int i = 0; i < COPIES; i++) add(c, r.pre[i], x[i]);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-        d_norm.x[e] = fmaf(h.x[e] * c.x[e], r.scale, d_norm.x[e]);
-        d.x[e] = (h.x[e] * norm.x[e] - c.x[e] * r.mean) * r.scale;
+        const float scaled = h.x[e] * r.scale;
+        d_norm.x[e] = fmaf(scaled, c.x[e], d_norm.x[e]);
+        d.x[e] = fmaf(scaled, norm.x[e], -c.x[e] * (r.mean * r.scale));
     }
     return d;
 }
 
-/* What a lane needs of its two tokens, lane / 4 and eight more. */
-struct token_values {
-    four x[2][COPIES], d_out[2][COPIES], d_c[2];
-};
-
-template <bool H, bool OUT>
-__device__ __forceinline__ void load_values(const tile_rows &t, const four &norm, four &d_norm,
-                                            token_values &v)
+/* A token's factors in registers; `a` is read as operands. */
+__device__ __forceinline__ token_record load_record(const token_record &from)
 {
+    token_record r;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int token = threadIdx.x % 32 / 4 + r * 8;
-#pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            v.x[r][i] = load_four(t, ROW_X + i, token);
-            if (OUT) v.d_out[r][i] = load_four(t, ROW_OUT + i, token);
-        }
-        if (H) v.d_c[r] = collapsed_backward(t, token, v.x[r], norm, d_norm);
-    }
+    for (int i = 0; i < (int)(offsetof(token_record, a) / 16); i++)
+        ((float4 *)&r)[i] = ((const float4 *)&from)[i];
+    return r;
 }
 
+/* A lane's places in the gradients: of its first token; the other one is eight further. */
+struct lane_out {
+    bf16 *d_x, *d_f;
+    int64_t token;
+};
+
+/* A lane's channels of one of its tokens: of all copies. */
 template <bool H, bool OUT>
-__device__ __forceinline__ void make_copies(const four_params &p, const shared &s, const tile_rows &t,
-                                            int64_t token0, int channel, const factors &a,
-                                            const token_values &v)
+__device__ __forceinline__ void make_token(const four_params &p, const tile_rows &t, const lane_out &to,
+                                           int r, const float (&sum)[COPIES][2][4], const four &norm,
+                                           four &d_norm)
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int token = threadIdx.x % 32 / 4 + r * 8;
+    const token_record m = load_record(t.record[token]);
+    const bool valid = to.token + r * 8 < p.tokens;
+    four x[COPIES], d_out[COPIES], d_c = {}, d_f = {};
 #pragma unroll
-    for (int i = 0; i < COPIES; i++) {
-        float sum[2][4] = {};
-        const uint4 f0 = s.fn[warp][i][0][lane], f1 = s.fn[warp][i][1][lane], f2 = s.fn[warp][i][2][lane];
-        const uint32_t b[2][6] = {{f0.x, f0.y, f0.z, f0.w, f1.x, f1.y}, {f1.z, f1.w, f2.x, f2.y, f2.z, f2.w}};
-        add_fn(sum[0], a, b[0]);
-        add_fn(sum[1], a, b[1]);
+    for (int i = 0; i < COPIES; i++) x[i] = load_four(t, ROW_X + i, token);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const token_record &m = t.record[lane / 4 + r * 8];
-            const int64_t token = token0 + lane / 4 + r * 8;
-            four d = {{sum[0][2 * r], sum[0][2 * r + 1], sum[1][2 * r], sum[1][2 * r + 1]}};
-            add(d, m.of_x, v.x[r][i]);
-            if (H) add(d, m.pre[i], v.d_c[r]);
+    for (int k = 0; OUT && k < COPIES; k++) d_out[k] = load_four(t, ROW_OUT + k, token);
+    if (H) d_c = collapsed_backward(m, load_four(t, ROW_H, token), x, norm, d_norm);
+    bf16 *d_x = to.d_x + r * 8 * p.d_x.token;
 #pragma unroll
-            for (int k = 0; OUT && k < COPIES; k++) add(d, m.comb[i][k], v.d_out[r][k]);
-            if (token < p.tokens) store_four(p.d_x, token, i, channel, d);
-        }
+    for (int i = 0; i < COPIES; i++, d_x += p.d_x.copy) {
+        four d = {{sum[i][0][2 * r], sum[i][0][2 * r + 1], sum[i][1][2 * r], sum[i][1][2 * r + 1]}};
+        add(d, m.of_x, x[i]);
+        if (H) add(d, m.pre[i], d_c);
+#pragma unroll
+        for (int k = 0; OUT && k < COPIES; k++) add(d, m.comb[i][k], d_out[k]);
+        store_four(d_x, valid, d);
     }
 #pragma unroll
-    for (int r = 0; OUT && r < 2; r++) {
-        const token_record &m = t.record[lane / 4 + r * 8];
-        const int64_t token = token0 + lane / 4 + r * 8;
-        four d = {};
-#pragma unroll
-        for (int k = 0; k < COPIES; k++) add(d, m.post[k], v.d_out[r][k]);
-        if (p.d_f.p != NULL && token < p.tokens) store_four(p.d_f, token, 0, channel, d);
-    }
+    for (int k = 0; OUT && k < COPIES; k++) add(d_f, m.post[k], d_out[k]);
+    if (OUT) store_four(to.d_f + r * 8 * p.d_f.token, valid && p.d_f.p != NULL, d_f);
 }
 
 /* Writes the sums of a block's share of the tokens. */
@@ -248,6 +300,10 @@ __global__ void __launch_bounds__(THREADS, 1) four_copies(const __grid_constant_
     const int strips = p.width / STRIP, strip = blockIdx.x % strips, warp = threadIdx.x / 32,
               channel0 = strip * STRIP + warp * 16, channel = channel0 + threadIdx.x % 4 * 4;
     const int64_t share = blockIdx.x / strips, shares = gridDim.x / strips, tiles = p.padded / TILE;
+    const int64_t token0 = share * TILE + threadIdx.x % 32 / 4;
+    lane_out to = {(bf16 *)p.d_x.p + token0 * p.d_x.token + channel,
+                   (bf16 *)p.d_f.p + token0 * p.d_f.token + channel, token0};
+    tile_walk walk(p, share, shares, strip);
     float d_fn[COPIES][WEIGHT_TILES][4] = {};
     four norm, d_norm = {};
     for (int i = threadIdx.x; i < (int)(sizeof s.fn / 16); i += THREADS)
@@ -256,24 +312,27 @@ __global__ void __launch_bounds__(THREADS, 1) four_copies(const __grid_constant_
     for (int e = 0; e < 4; e++) norm.x[e] = p.norm.at(channel + e);
 #pragma unroll
     for (int r = 0; r < RING - 1; r++) {
-        if (share + r * shares < tiles) copy_tile<H, OUT>(p, s.ring[r], share + r * shares, strip);
+        if (share + r * shares < tiles) copy_tile<H, OUT>(p, walk, smem_address(&s.ring[r]));
         cp_async_commit();
     }
     int place = 0;
     for (int64_t tile = share; tile < tiles; tile += shares, place = (place + 1) % RING) {
         const tile_rows &t = s.ring[place];
-        const int64_t next = tile + (RING - 1) * shares;
         cp_async_wait<RING - 2>();
         __syncthreads();
-        if (next < tiles) copy_tile<H, OUT>(p, s.ring[(place + RING - 1) % RING], next, strip);
+        if (tile + (RING - 1) * shares < tiles)
+            copy_tile<H, OUT>(p, walk, smem_address(&s.ring[(place + RING - 1) % RING]));
         cp_async_commit();
         factors a;
-        token_values v;
+        float sum[COPIES][2][4];
         load_factors(t, a);
 #pragma unroll
         for (int i = 0; i < COPIES; i++) add_d_fn(d_fn[i], t, i, a);
-        load_values<H, OUT>(t, norm, d_norm, v);
-        make_copies<H, OUT>(p, s, t, tile * TILE, channel, a, v);
+        multiply_fn(s.fn[warp], a, sum);
+#pragma unroll
+        for (int r = 0; r < 2; r++) make_token<H, OUT>(p, t, to, r, sum, norm, d_norm);
+        to.d_x += shares * TILE * p.d_x.token, to.d_f += shares * TILE * p.d_f.token,
+            to.token += shares * TILE;
     }
     store_shares(p, share, channel0, d_fn, d_norm);
 }

@@ -13,7 +13,7 @@
 #include "hyper/four/params.cuh"
 #include "variants.cuh"
 
-enum { TOKENS_LEAST = 512, SMALL_THREADS = 256 };
+enum { TOKENS_LEAST = 512, SMALL_THREADS = 512 };
 
 struct four_plan {
     four_params p;
@@ -114,12 +114,14 @@ __global__ void __launch_bounds__(SMALL_THREADS)
     __shared__ double sums[SMALL_THREADS / 32];
     const int b = blockIdx.x, part = b - WEIGHTS;
     const int first = part < 0 ? b : WEIGHTS + (part < 2 ? part * COPIES : 2 * COPIES),
-              count = part < 0   ? 1
-                      : part < 2 ? COPIES
-                                 : COPIES * COPIES;
+              bits = part < 0   ? 0
+                     : part < 2 ? 2
+                                : 4; /* of how many weights there are */
+    static_assert(COPIES == 1 << 2, "as many as a scale has");
     double sum = 0.0;
-    for (int64_t r = threadIdx.x; r < runs; r += SMALL_THREADS)
-        for (int j = 0; j < count; j++) sum += parts[r * 2 * WEIGHTS + first + j];
+#pragma unroll 8
+    for (int64_t i = threadIdx.x; i < runs << bits; i += SMALL_THREADS)
+        sum += parts[(i >> bits) * 2 * WEIGHTS + first + (i & ((1 << bits) - 1))];
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
@@ -133,10 +135,9 @@ __global__ void __launch_bounds__(SMALL_THREADS)
 static quern_status give_sums(const four_plan &plan, const hyper_args *args, cudaStream_t stream)
 {
     const four_params &p = plan.p;
-    quern_status status = sum_runs(p.d_norm_parts, plan.shares, p.width, args->d_weight, false, stream);
-    if (status == QUERN_OK)
-        status = sum_runs(p.d_fn_parts, plan.shares, (int64_t)WEIGHTS * COPIES * p.width, args->d_fn, false,
-                          stream);
+    const run_shares parts[] = {{p.d_norm_parts, plan.shares, p.width, args->d_weight},
+                                {p.d_fn_parts, plan.shares, (int64_t)WEIGHTS * COPIES * p.width, args->d_fn}};
+    const quern_status status = sum_runs(parts, 2, false, stream);
     if (status != QUERN_OK || (!present(args->d_base) && !present(args->d_scale))) return status;
     four_small<<<WEIGHTS + 3, SMALL_THREADS, 0, stream>>>(p.d_small, plan.runs, (float *)args->d_base.data,
                                                           (float *)args->d_scale.data);

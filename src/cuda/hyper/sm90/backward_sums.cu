@@ -78,17 +78,14 @@ __device__ __forceinline__ void ask(const row_maps &maps, shared &m, const tile_
     enum { BYTES = HALF / BOX * (BOX_BYTES + OUT * (BOX_BYTES + LINES) + H * LINES) };
     const ring_place<SLOTS> at = ring_place<SLOTS>::of(n);
     const int token = (int)((walk.first + n / 2 * walk.stride) * TOKENS),
-              channel0 = walk.panel * PANEL + n % 2 * HALF;
+              box = (walk.panel * PANEL + n % 2 * HALF) / BOX;
     half_rows &t = m.slots[at.stage];
     if (threadIdx.x % 32 == 0) {
         const uint32_t bar = m.halves.expect(at, BYTES);
-        for (int i = 0; i < HALF / BOX; i++) {
-            const int channel = channel0 + i * BOX;
-            tma_load(smem_address(t.x[i]), maps.x, bar, channel, 0, token, 0);
-            if (OUT) tma_load(smem_address(t.d_out[i]), maps.d_out, bar, channel, 0, token, 0);
-            if (OUT) tma_load(smem_address(t.f[i]), maps.f, bar, channel, 0, token, 0);
-            if (H) tma_load(smem_address(t.d_h[i]), maps.d_h, bar, channel, 0, token, 0);
-        }
+        tma_load(smem_address(t.x), maps.x, bar, 0, 0, token, box);
+        if (OUT) tma_load(smem_address(t.d_out), maps.d_out, bar, 0, 0, token, box);
+        if (OUT) tma_load(smem_address(t.f), maps.f, bar, 0, 0, token, box);
+        if (H) tma_load(smem_address(t.d_h), maps.d_h, bar, 0, 0, token, box);
     }
     __syncwarp();
 }
@@ -145,34 +142,50 @@ __device__ __forceinline__ void weigh_rows(half_rows &t, char (&rest)[TOKENS][HA
     *(uint4 *)(rest[token] + chunk * 16) = make_uint4(low[0], low[1], low[2], low[3]);
 }
 
-/* Adds a half's products of a token's rows: f, d_h norm and the rest of it are rows 8, 9 and 10. */
-__device__ __forceinline__ void multiply_rows(float (&sum)[2][4], const half_rows &t,
-                                              const char (&rest)[TOKENS][HALF * 2], int token)
+/* Where a lane's 16 bytes of its token's rows stand: x's and d_out's, and of f, d_h norm and the rest of it,
+ * which are rows 8, 9 and 10; how far on those of the next box are. */
+struct row_places {
+    uint32_t low, high, step;
+};
+
+__device__ __forceinline__ row_places places_of(const half_rows &t, const char (&rest)[TOKENS][HALF * 2],
+                                                int token)
 {
     const int lane = threadIdx.x % 32, row = lane / 4;
-    const uint32_t low = smem_address(row < COPIES ? t.x : t.d_out) +
-                         chunk_at(token, row % COPIES, lane % 4),
-                   line = token * LINE + ((lane % 4 ^ token) << 4),
-                   high = row < 2 ? smem_address(row == 0 ? t.f : t.d_h) + line
-                                  : smem_address(rest[token]) + lane % 4 * 16,
-                   step = row < 2 ? (uint32_t)LINES : 128u;
-    uint4 x[HALF / DEPTH / 2], f[HALF / DEPTH / 2];
+    const uint32_t line = token * LINE + ((lane % 4 ^ token) << 4);
+    return {smem_address(row < COPIES ? t.x : t.d_out) + chunk_at(token, row % COPIES, lane % 4),
+            row < 2 ? smem_address(row == 0 ? t.f : t.d_h) + line : smem_address(rest[token]) + lane % 4 * 16,
+            row < 2 ? (uint32_t)LINES : 128u};
+}
+
+/* Adds a half's products of a warp's two tokens' rows, in turn: a product waits for that of its token before
+ * it. */
+__device__ __forceinline__ void multiply_rows(float (&sum)[2][2][4], const half_rows &t,
+                                              const char (&rest)[TOKENS][HALF * 2], int token)
+{
+    enum { AT_ONCE = 2 };
+    const row_places at[] = {places_of(t, rest, token), places_of(t, rest, token + 1)};
 #pragma unroll
-    for (int part = 0; part < 2; part++) {
+    for (int first = 0; first < HALF / DEPTH; first += AT_ONCE) {
+        uint4 x[2][AT_ONCE], f[2][AT_ONCE];
 #pragma unroll
-        for (int c = 0; c < HALF / DEPTH / 2; c++) {
-            const int chunk = part * (HALF / DEPTH / 2) + c;
-            x[c] = load_shared16((low ^ chunk % 2 << 6) + chunk / 2 * BOX_BYTES);
-            f[c] = load_shared16((high ^ chunk % 2 << 6) + chunk / 2 * step);
-        }
+        for (int c = 0; c < AT_ONCE; c++)
 #pragma unroll
-        for (int c = 0; c < HALF / DEPTH / 2; c++)
-#pragma unroll
-            for (int s = 0; s < STEPS; s++) {
-                const uint32_t a[] = {word_of(x[c], 2 * s), word_of(f[c], 2 * s), word_of(x[c], 2 * s + 1),
-                                      word_of(f[c], 2 * s + 1)};
-                mma16816<bf16>(sum[s], a, a[0], a[2]);
+            for (int n = 0; n < 2; n++) {
+                const int chunk = first + c;
+                x[n][c] = load_shared16((at[n].low ^ chunk % 2 << 6) + chunk / 2 * BOX_BYTES);
+                f[n][c] = load_shared16((at[n].high ^ chunk % 2 << 6) + chunk / 2 * at[n].step);
             }
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++)
+#pragma unroll
+            for (int s = 0; s < STEPS; s++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const uint32_t a[] = {word_of(x[n][c], 2 * s), word_of(f[n][c], 2 * s),
+                                          word_of(x[n][c], 2 * s + 1), word_of(f[n][c], 2 * s + 1)};
+                    mma16816<bf16>(sum[n][s], a, a[0], a[2]);
+                }
     }
 }
 
@@ -220,8 +233,7 @@ __device__ __forceinline__ void pair_tiles(const four_params &p, const row_maps 
 #pragma unroll
             for (int t = 0; H && t < 2; t++) weigh_rows(rows, m.rest, warp * 2 + t, m.norm + half * HALF);
             __syncwarp();
-#pragma unroll
-            for (int t = 0; t < 2; t++) multiply_rows(sum[t], rows, m.rest, warp * 2 + t);
+            multiply_rows(sum, rows, m.rest, warp * 2);
             async_fence(); /* d_h was written */
             __syncwarp();
             if (lane == 0) m.halves.give_back(at);
@@ -279,11 +291,11 @@ quern_status hyper_sums_sm90_run(const four_params &p, cudaStream_t stream)
                         : h      ? hyper_sums_sm90<true, false>
                                  : hyper_sums_sm90<false, true>;
     row_maps maps;
-    quern_status status = describe_rows(&maps.x, p, p.x, COPIES, BOX);
+    quern_status status = describe_rows(&maps.x, p, p.x, COPIES);
     maps.d_out = maps.f = maps.d_h = maps.x;
-    if (status == QUERN_OK && out) status = describe_rows(&maps.d_out, p, p.d_out, COPIES, BOX);
-    if (status == QUERN_OK && out) status = describe_rows(&maps.f, p, p.f, 1, BOX);
-    if (status == QUERN_OK && h) status = describe_rows(&maps.d_h, p, p.d_h, 1, BOX);
+    if (status == QUERN_OK && out) status = describe_rows(&maps.d_out, p, p.d_out, COPIES);
+    if (status == QUERN_OK && out) status = describe_rows(&maps.f, p, p.f, 1);
+    if (status == QUERN_OK && h) status = describe_rows(&maps.d_h, p, p.d_h, 1);
     if (status != QUERN_OK) return status;
     return launch_shared({stream, NULL}, kernel, dim3((unsigned)(panels * shares)), THREADS, sizeof(shared),
                          "hyper, sums for gradients", p, maps);

@@ -23,8 +23,8 @@ enum {
     THREADS = SUM_THREADS + 128,
     SUM_REGISTERS = 216,
     OTHER_REGISTERS = 72,
-    TOKENS = 8,               /* of a tile */
-    HALF = PANEL / 2,         /* channels of a half; a warp has a half of each half */
+    TOKENS = 8,       /* of a tile */
+    HALF = PANEL / 2, /* channels of a half; a warp has a half of each half */
     HALF_CHUNKS = HALF / 2 / DEPTH,
     CHUNKS = 2 * HALF_CHUNKS, /* of DEPTH channels, a warp's */
     PRODUCTS = WEIGHTS * TOKENS
@@ -47,17 +47,18 @@ __device__ __forceinline__ uint32_t chunk_at(int token, int copy, int chunk)
     return chunk / 8 * BOX_BYTES + line * LINE + (((chunk ^ line) & 7) << 4);
 }
 
-/* Describes rows of tokens, in boxes of `channels` channels of eight tokens and all their copies. */
+/* Describes rows of tokens, `copies` of each: a box is a half of eight tokens, its boxes of 64 channels one
+ * after the other. */
 static inline quern_status describe_rows(CUtensorMap *map, const four_params &p, const token_rows &r,
-                                         int copies, int channels)
+                                         int copies)
 {
     const tma_tensor t = {r.p,
                           CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                           4,
-                          {p.width, copies, p.tokens, 1},
-                          {copies > 1 ? r.copy * 2 : 16, r.token * 2, 16},
-                          {channels, copies, TOKENS, 1},
-                          channels == BOX ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE};
+                          {BOX, copies, p.tokens, p.width / BOX},
+                          {r.copy * 2, r.token * 2, LINE},
+                          {BOX, copies, TOKENS, HALF / BOX},
+                          CU_TENSOR_MAP_SWIZZLE_128B};
     return tma_describe(map, t);
 }
 
@@ -68,8 +69,8 @@ struct fn_operand {
 __device__ __forceinline__ void load_operand(const four_params &p, int panel, fn_operand &fn)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float *const from = p.fn + lane / 4 * p.fn_row + (int64_t)(warp / 2) * p.width + panel * PANEL +
-                              lane % 4 * CHUNK;
+    const float *const from =
+        p.fn + lane / 4 * p.fn_row + (int64_t)(warp / 2) * p.width + panel * PANEL + lane % 4 * CHUNK;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
