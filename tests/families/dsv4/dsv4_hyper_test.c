@@ -258,6 +258,7 @@ static void many_tokens_of_four_copies(void **state)
         {512, 384, BIT(D_H) | BIT(D_POST) | BIT(D_FN)},
         {541, 512, BIT(PRE_IN)},
         {1030, 1024, BIT(F) | BIT(D_POST)},
+        {1100, 1280, BIT(PRE_IN)},
         {517, 1536, BIT(PRE_IN) | BIT(F) | BIT(COMB) | BIT(D_H)},
         {515, 4096, BIT(POST)},
         {515, 256, BIT(PRE_IN) | BIT(D_H) | BIT(D_COMB) | BIT(D_F) | BIT(D_NORM)},
