@@ -87,28 +87,23 @@ static void add(ranges *all, range r)
 
 static void send(ranges *all)
 {
-    mock_enter();
     for (int i = 0; i < all->count; i++) {
         range *r = &all->range[i];
         const size_t bytes = (size_t)(r->high - r->low);
         r->block = mock_allocate(bytes, (uintptr_t)r->low % PAGE);
-        memcpy(r->block, r->low, bytes);
+        mock_copy(r->block, r->low, bytes);
     }
-    mock_leave();
 }
 
 /* Copies back, where results are `wanted`, and frees. What a file's mapping holds cannot be written, and does
  * not change. */
 static void fetch(ranges *all, bool wanted)
 {
-    mock_enter();
-    for (int i = 0; i < all->count && wanted; i++) {
+    for (int i = 0; i < all->count; i++) {
         const range *r = &all->range[i];
-        const size_t bytes = (size_t)(r->high - r->low);
-        if (memcmp(r->low, r->block, bytes) != 0) memcpy(r->low, r->block, bytes);
+        if (wanted) mock_fetch(r->low, r->block, (size_t)(r->high - r->low));
+        mock_free(r->block);
     }
-    mock_leave();
-    for (int i = 0; i < all->count; i++) mock_free(all->range[i].block);
 }
 
 /* Where an address of the host stands on the device; elsewhere it stays as it is. */

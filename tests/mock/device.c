@@ -5,12 +5,14 @@
  * below where it looks for libquern_cuda.
  *
  * Every block is a mapping of its own between two pages that nothing may touch. What a block's pages hold
- * beside its bytes is a pattern, which is checked when the block is freed. A stage's run makes all blocks
- * readable and writable, and the end of the last run that is under way makes them PROT_NONE again.
+ * beside its bytes is a pattern, which is checked when the block is freed. A stage's run makes the blocks of
+ * its views readable and writable, and the end of the last that is under way makes them PROT_NONE again: a
+ * stage that follows a pointer which its list of views lacks ends the test, too.
  */
 #include "device.h"
 
 #include "cmocka_c11.h"
+#include "core/op_stage.h"
 #include "cpu/cpu.h"
 #include "runtime/build_id.h"
 #include "runtime/cuda_plugin.h"
@@ -22,19 +24,19 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { PAGE = 4096, PATTERN = 0x5a };
+enum { PAGE = 4096, HUGE = 2 << 20, PATTERN = 0x5a };
 
 /* ---- memory ---- */
 
 typedef struct block {
     struct block *next;
+    int open;             /* stages that are under way and may touch it */
     unsigned char *pages; /* the first that holds bytes */
     size_t past, bytes, mapped;
 } block;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static block *blocks;
-static int inside; /* runs and copies that are under way */
 static long stages_run, stages_replayed;
 static _Thread_local int faults;
 
@@ -43,20 +45,18 @@ static void protect(const block *b, int rights)
     if (mprotect(b->pages, b->mapped, rights) != 0) fail_msg("mprotect of %zu bytes failed", b->mapped);
 }
 
-void mock_enter(void)
+/* New pages between two of guards. Large ones are huge pages where the system has them: to open and to close
+ * these takes a step for each page that is there. */
+static unsigned char *map_pages(size_t bytes)
 {
-    pthread_mutex_lock(&lock);
-    if (inside++ == 0)
-        for (const block *b = blocks; b != NULL; b = b->next) protect(b, PROT_READ | PROT_WRITE);
-    pthread_mutex_unlock(&lock);
-}
-
-void mock_leave(void)
-{
-    pthread_mutex_lock(&lock);
-    if (--inside == 0)
-        for (const block *b = blocks; b != NULL; b = b->next) protect(b, PROT_NONE);
-    pthread_mutex_unlock(&lock);
+    const size_t spare = bytes >= HUGE ? HUGE : PAGE, all = bytes + spare + PAGE;
+    unsigned char *first = mmap(NULL, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (first == MAP_FAILED) fail_msg("no mapping of %zu bytes", bytes);
+    unsigned char *pages = first + spare - (uintptr_t)first % spare, *end = pages + bytes + PAGE;
+    if (pages - PAGE > first) munmap(first, (size_t)(pages - PAGE - first));
+    if (end < first + all) munmap(end, (size_t)(first + all - end));
+    if (bytes >= HUGE) (void)madvise(pages, bytes, MADV_HUGEPAGE);
+    return pages;
 }
 
 void *mock_allocate(size_t bytes, size_t past)
@@ -66,14 +66,13 @@ void *mock_allocate(size_t bytes, size_t past)
     b->past = past;
     b->bytes = bytes;
     b->mapped = (past + bytes + PAGE) / PAGE * PAGE;
-    unsigned char *all = mmap(NULL, b->mapped + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (all == MAP_FAILED) fail_msg("no mapping of %zu bytes", b->mapped);
-    b->pages = all + PAGE;
+    b->pages = map_pages(b->mapped);
     protect(b, PROT_READ | PROT_WRITE);
     memset(b->pages, PATTERN, past);
     memset(b->pages + past + bytes, PATTERN, b->mapped - past - bytes);
+    b->open = 0;
+    protect(b, PROT_NONE);
     pthread_mutex_lock(&lock);
-    if (inside == 0) protect(b, PROT_NONE);
     b->next = blocks;
     blocks = b;
     pthread_mutex_unlock(&lock);
@@ -114,52 +113,98 @@ void mock_free(void *p)
     free(b);
 }
 
-void mock_copy(void *to, const void *from, size_t bytes)
+/* The block that the address lies in; NULL: there is none. */
+static block *block_at(const void *p)
 {
-    mock_enter();
-    memmove(to, from, bytes);
-    mock_leave();
-}
-
-void mock_fill(void *to, int value, size_t bytes)
-{
-    mock_enter();
-    memset(to, value, bytes);
-    mock_leave();
+    const unsigned char *at = p;
+    block *b = blocks;
+    while (b != NULL && (at < b->pages + b->past || at >= b->pages + b->past + b->bytes)) b = b->next;
+    return b;
 }
 
 bool mock_owns(const void *p)
 {
-    const unsigned char *at = p;
-    bool found = false;
     pthread_mutex_lock(&lock);
-    for (const block *b = blocks; b != NULL && !found; b = b->next)
-        found = at >= b->pages + b->past && at < b->pages + b->past + b->bytes;
+    const bool found = block_at(p) != NULL;
     pthread_mutex_unlock(&lock);
     return found;
 }
 
+/* Opens the block that an address lies in, which may be open, or closes it (`by` is 1 or -1). */
+static void turn(const void *p, int by)
+{
+    block *b = block_at(p);
+    if (b == NULL) return;
+    const bool was_open = b->open > 0;
+    b->open += by;
+    if (was_open != (b->open > 0)) protect(b, b->open > 0 ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+static void turn_both(const void *p, const void *q, int by)
+{
+    turn(p, by);
+    turn(q, by);
+}
+
+void mock_copy(void *to, const void *from, size_t bytes)
+{
+    pthread_mutex_lock(&lock);
+    turn_both(to, from, 1);
+    memmove(to, from, bytes);
+    turn_both(to, from, -1);
+    pthread_mutex_unlock(&lock);
+}
+
+void mock_fetch(void *to, const void *from, size_t bytes)
+{
+    pthread_mutex_lock(&lock);
+    turn(from, 1);
+    if (memcmp(to, from, bytes) != 0) memcpy(to, from, bytes);
+    turn(from, -1);
+    pthread_mutex_unlock(&lock);
+}
+
+void mock_fill(void *to, int value, size_t bytes)
+{
+    pthread_mutex_lock(&lock);
+    turn(to, 1);
+    memset(to, value, bytes);
+    turn(to, -1);
+    pthread_mutex_unlock(&lock);
+}
+
 /* ---- stages ---- */
 
-typedef quern_status stage_call(const stage_exec *exec, const void *args, void *workspace);
+/* Opens or closes the blocks that a stage may touch: its views', the workspace's and the status word's. */
+static void turn_stage(const stage_exec *exec, op_stage stage, const void *args, const void *workspace,
+                       int by)
+{
+    op_view_list list[OP_VIEW_LISTS];
+    const int32_t lists = op_stage_views(stage, list);
+    pthread_mutex_lock(&lock);
+    for (int32_t n = 0; n < lists; n++)
+        for (int32_t i = 0; i < list[n].count; i++) turn(op_stage_view(args, &list[n], i)->data, by);
+    turn_both(workspace, exec->status, by);
+    pthread_mutex_unlock(&lock);
+}
 
 /* Runs a stage of the CPU. A fault becomes a bit of the status word, and the stage's results stay as they
  * were. */
-static quern_status run_now(const stage_exec *given, const void *args, void *workspace, stage_call *call)
+static quern_status run_now(const stage_exec *given, op_stage stage, const void *args, void *workspace)
 {
     stage_fault fault = {0};
     stage_exec exec = *given;
     exec.device = QUERN_CPU;
     exec.fault = &fault;
-    mock_enter();
+    turn_stage(&exec, stage, args, workspace, 1);
     __atomic_fetch_add(&stages_run, 1, __ATOMIC_RELAXED);
-    quern_status status = call(&exec, args, workspace);
+    quern_status status = op_stage_run(&quern_backend_cpu, stage, &exec, args, workspace);
     if (fault.kind != 0) {
         faults |= fault.kind;
         if (exec.status != NULL) __atomic_fetch_or(exec.status, fault.kind, __ATOMIC_RELAXED);
         status = QUERN_OK;
     }
-    mock_leave();
+    turn_stage(&exec, stage, args, workspace, -1);
     return status;
 }
 
@@ -167,8 +212,8 @@ static quern_status run_now(const stage_exec *given, const void *args, void *wor
 enum { MOST_STAGES = 2048, MOST_WAITS = 64 };
 typedef struct recorded_stage {
     stage_exec exec;
+    op_stage stage;
     void *args, *workspace;
-    stage_call *call;
     int waits, after[MOST_WAITS];
 } recorded_stage;
 
@@ -203,15 +248,14 @@ void mock_forget(mock_recording *r)
     free(r);
 }
 
-static quern_status write_down(const stage_exec *exec, const void *args, size_t bytes, void *workspace,
-                               stage_call *call)
+static quern_status write_down(const stage_exec *exec, op_stage stage, const void *args, void *workspace)
 {
     mock_recording *r = recorder;
     if (r->count == MOST_STAGES) fail_msg("more than %d stages in a recording", MOST_STAGES);
     recorded_stage *s = &r->stage[r->count];
-    *s = (recorded_stage){*exec, malloc(bytes), workspace, call, r->waits, {0}};
+    *s = (recorded_stage){*exec, stage, malloc(op_stage_bytes(stage)), workspace, r->waits, {0}};
     if (s->args == NULL) fail_msg("the test is out of memory");
-    memcpy(s->args, args, bytes);
+    memcpy(s->args, args, op_stage_bytes(stage));
     memcpy(s->after, r->after, sizeof s->after);
     r->waits = 1;
     r->after[0] = r->count++;
@@ -231,7 +275,7 @@ void mock_replay(const mock_recording *r)
         }
         if (next < 0) fail_msg("stages of a recording wait for each other");
         const recorded_stage *s = &r->stage[next];
-        if (run_now(&s->exec, s->args, s->workspace, s->call) != QUERN_OK)
+        if (run_now(&s->exec, s->stage, s->args, s->workspace) != QUERN_OK)
             fail_msg("a stage of a recording fails");
         done[next] = true;
         __atomic_fetch_add(&stages_replayed, 1, __ATOMIC_RELAXED);
@@ -256,14 +300,10 @@ long mock_stages_replayed(void)
 }
 
 #define STAGE(stage, name)                                                                                   \
-    static quern_status stage##_call(const stage_exec *exec, const void *args, void *workspace)              \
-    {                                                                                                        \
-        return quern_backend_cpu.stage.run(exec, args, workspace);                                           \
-    }                                                                                                        \
     static quern_status stage##_run(const stage_exec *exec, const name##_args *args, void *workspace)        \
     {                                                                                                        \
-        return recorder != NULL ? write_down(exec, args, sizeof *args, workspace, stage##_call)              \
-                                : run_now(exec, args, workspace, stage##_call);                              \
+        return recorder != NULL ? write_down(exec, OP_##stage, args, workspace)                              \
+                                : run_now(exec, OP_##stage, args, workspace);                                \
     }
 BACKEND_STAGES(STAGE, STAGE)
 

@@ -2,8 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * device.h - a device for tests on machines without a GPU: device.c stands in for libquern_cuda, with the
- * CPU's stages. Its memory cannot be read or written except while a stage runs: host code that follows a
- * device's pointer ends the test with a segmentation fault. A fault of data becomes a bit of the status word.
+ * CPU's stages. Its memory cannot be read or written except by a stage whose views lie there: host code that
+ * follows a device's pointer ends the test with a segmentation fault. A fault of data becomes a bit of the
+ * status word.
  */
 #ifndef QUERN_MOCK_DEVICE_H
 #define QUERN_MOCK_DEVICE_H
@@ -16,11 +17,10 @@
 void *mock_allocate(size_t bytes, size_t past);
 /* Frees it; fails the test where a guard was written. NULL is allowed. */
 void mock_free(void *p);
-/* Between these two, which may be nested, this thread may read and write the device's memory. */
-void mock_enter(void);
-void mock_leave(void);
 /* Copies bytes of which either side may be the device's. */
 void mock_copy(void *to, const void *from, size_t bytes);
+/* Copies to the host, and writes nothing where it has these bytes already. */
+void mock_fetch(void *to, const void *from, size_t bytes);
 void mock_fill(void *to, int value, size_t bytes);
 /* Whether the address lies in a block of the device. */
 bool mock_owns(const void *p);
