@@ -86,6 +86,21 @@ static void attention(void **state)
                 "attention_forward on cuda: attend_forward by attend_forward_f32");
 }
 
+/* To ask a framework for memory takes longer than to launch a small call. */
+static void a_small_call_asks_for_no_workspace(void **state)
+{
+    (void)state;
+    const int64_t q_shape[] = {1, 64, 8, D}, k_shape[] = {1, 64, HKV, D};
+    const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
+    quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
+    quern_tensor q = view(QUERN_BF16, 4, q_shape), k = view(QUERN_BF16, 4, k_shape);
+    size_t bytes = 1;
+    t.q = t.o = &q;
+    t.k = t.v = &k;
+    OK(quern_attention_forward_workspace(ctx, &params, &t, &bytes));
+    assert_int_equal(bytes, 0);
+}
+
 static void nsa(void **state)
 {
     (void)state;
@@ -147,8 +162,7 @@ static void nsa_index_loss(void **state)
     t.k = t.q_index = t.d_q_index = &kv;
     t.k_index = t.d_k_index = &k;
     t.block_idx = &lists;
-    expect_line(QUERN_OP_NSA_INDEX_LOSS, &params, &t,
-                "nsa_index_loss on cuda: index_loss by index_loss_any");
+    expect_line(QUERN_OP_NSA_INDEX_LOSS, &params, &t, "nsa_index_loss on cuda: index_loss by index_loss_any");
     q.data = (char *)q.data + 2;
     expect_line(QUERN_OP_NSA_INDEX_LOSS, &params, &t,
                 "nsa_index_loss on cuda: index_loss by index_loss_plain");
@@ -242,8 +256,12 @@ static void moe(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(nsa),
-                                       cmocka_unit_test(nsa_index), cmocka_unit_test(nsa_index_loss),
-                                       cmocka_unit_test(msa),   cmocka_unit_test(moe)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(attention),
+                                       cmocka_unit_test(a_small_call_asks_for_no_workspace),
+                                       cmocka_unit_test(nsa),
+                                       cmocka_unit_test(nsa_index),
+                                       cmocka_unit_test(nsa_index_loss),
+                                       cmocka_unit_test(msa),
+                                       cmocka_unit_test(moe)};
     return cmocka_run_group_tests(tests, open_context, close_context);
 }

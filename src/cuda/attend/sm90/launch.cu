@@ -143,7 +143,7 @@ quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, voi
 
 static size_t attend_forward_sm90_tokens_bytes(const stage_exec *, const attend_args *args)
 {
-    return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES;
+    return args->q.dtype == QUERN_F32 || !present(args->list) ? 0 : SM90_COUNT_BYTES;
 }
 
 /* None where every block has one piece, for memory that a small call asks for takes longer than its launch. A
