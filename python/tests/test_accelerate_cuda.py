@@ -5,6 +5,7 @@ whose layers have 16 bits on GPUs, in bf16."""
 
 import copy
 import inspect
+import re
 
 import pytest
 
@@ -35,9 +36,9 @@ KINDS = ("llama", "gpt_oss", "minimax_m3")
 PIECES = [[20, 12, 8], [31, 1, 1, 1, 1, 1, 4], [3, 5, 32]]
 
 
-def models(kind, dtype=torch.float32):
+def models(kind, dtype=torch.float32, seed=3):
     """The model with eager attention and experts, and accelerated."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     eager = MODELS[kind]().eval().cuda().to(dtype)
     eager.set_attn_implementation("eager")
     if kind != "llama":
@@ -234,13 +235,21 @@ def test_v4_fine_tuning():
 
 
 def test_v4_gradients():
-    """Within what the library's own are off by in bf16; those of a few sums have less to average."""
-    eager, quern = models("deepseek_v4", torch.bfloat16)
-    every = (quern, eager, exact(eager))
-    losses = [model.train()(ids(FEW), labels=ids(FEW)).loss for model in every]
-    for loss in losses:
-        loss.backward()
-    assert abs(float(losses[0]) - float(losses[1])) < 0.01 * float(losses[1])
-    for (name, ours), theirs, t in zip(quern.named_parameters(), *(m.parameters() for m in every[1:])):
-        if t.grad is not None and float(t.grad.norm()) > 0:
-            assert error(ours.grad, t.grad) <= max(0.06, 1.5 * error(theirs.grad, t.grad)), name
+    """Within what the library's own are off by in bf16. Those of a kind are one, over layers and models: of a
+    scale's three numbers a model's are by chance several times as far off, eager's as often as ours."""
+    sums = {}
+    for seed in range(6):
+        eager, quern = models("deepseek_v4", torch.bfloat16, seed)
+        every = (quern, eager, exact(eager))
+        losses = [model.train()(ids(FEW), labels=ids(FEW)).loss for model in every]
+        for loss in losses:
+            loss.backward()
+        assert abs(float(losses[0]) - float(losses[1])) < 0.01 * float(losses[1])
+        for (name, ours), theirs, t in zip(quern.named_parameters(), *(m.parameters() for m in every[1:])):
+            if t.grad is not None:
+                squares = [(p.grad.double() - t.grad).square().sum() for p in (ours, theirs)]
+                kind = re.sub(r"layers\.\d+\.", "", name)
+                sums[kind] = sums.get(kind, 0) + torch.stack([*squares, t.grad.square().sum()])
+    for kind, (ours, theirs, whole) in sums.items():
+        if whole > 0:
+            assert ours.sqrt() <= max(0.06 * whole.sqrt(), 1.5 * theirs.sqrt()), kind
