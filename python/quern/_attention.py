@@ -10,7 +10,7 @@ from ._faces import Short, run
 
 _SETTINGS = ("causal", "window", "scale", "query_offset")
 _INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "sink", "kv_first", "kv_count")
-_SHORT = Short("attention", _SETTINGS, (*_INPUTS, "o"))
+_SHORT = Short("attention", _SETTINGS, _INPUTS, "o")
 
 
 def attention(
@@ -52,10 +52,10 @@ def attention(
     inputs = q, k, v, cu_seqlens_q, cu_seqlens_kv, sink, kv_first, kv_count
     if not return_lse:
         if out is None:
-            made = _SHORT.make(values, (None, *inputs))
+            made = _SHORT.make(values, inputs)
             if made is not None:
                 return made
-        elif _SHORT.write(values, (None, *inputs), out):
+        elif _SHORT.write(values, inputs, out):
             return out
     settings, tensors = tuple(zip(_SETTINGS, values)), dict(zip(_INPUTS, inputs))
     written = None if out is None else {"o": out}

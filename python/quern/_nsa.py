@@ -52,7 +52,7 @@ _SETTINGS += ("scope", "metric", "compressed_visibility", "forced_first", "force
 _SETTINGS += ("max_compressed_groups", "causal", "scale", "branches", *_KINDS)
 _INPUTS = ("q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "k_cmp", "v_cmp", "w_k", "w_v", "pe_k", "pe_v")
 _INPUTS += ("w_gate", "gates", "block_idx", "group_idx", "q_index", "k_index", "cu_seqlens", "cu_seqlens_cmp")
-_SHORT = Short("nsa", _SETTINGS, (*_INPUTS, "o"))
+_SHORT = Short("nsa", _SETTINGS, _INPUTS, "o")
 
 
 def nsa(
@@ -125,17 +125,12 @@ def nsa(
     training forward keeps the statistics, gates, compressed keys and lists; with save_branches also the
     branches' outputs, which the backward otherwise computes again. Selection carries no gradient.
     """
-    values = (
-        *(preset, block_size, num_selected, window, stride, select_block, tile, compress),
-        *(scope, metric, compressed_visibility, forced_first, forced_local),
-        *(max_compressed_groups, causal, scale, branches),
-        *_kinds_of(gate, gates, block_idx, group_idx, q_index),
-    )
-    inputs = (
-        *(q, k, v, k_slc, v_slc, k_win, v_win, k_cmp, v_cmp, w_k, w_v, pe_k, pe_v),
-        *(gate, gates, block_idx, group_idx, q_index, k_index, cu_seqlens, cu_seqlens_cmp),
-    )
-    made = _SHORT.make(values, (None, *inputs))
+    values = (preset, block_size, num_selected, window, stride, select_block, tile, compress)
+    values += (scope, metric, compressed_visibility, forced_first, forced_local, max_compressed_groups)
+    values += (causal, scale, branches) + _kinds_of(gate, gates, block_idx, group_idx, q_index)
+    inputs = (q, k, v, k_slc, v_slc, k_win, v_win, k_cmp, v_cmp, w_k, w_v, pe_k, pe_v)
+    inputs += (gate, gates, block_idx, group_idx, q_index, k_index, cu_seqlens, cu_seqlens_cmp)
+    made = _SHORT.make(values, inputs)
     if made is not None:
         return made
     settings, tensors = tuple(zip(_SETTINGS, values)), dict(zip(_INPUTS, inputs))

@@ -149,14 +149,30 @@ static int take_tensor(tensor_list *to, int32_t i, const TVMFFIAny *a)
     return 0;
 }
 
-int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to)
+static int start_list(tensor_list *to, int32_t count)
 {
     if (count > QUERN_OP_TENSORS_MAX) return fail("TypeError", "fewer tensors are accepted");
     memset(&to->tensors, 0, sizeof to->tensors);
     to->first = NULL;
     to->tensors.size = sizeof to->tensors.size + (size_t)count * sizeof(void *);
+    return 0;
+}
+
+int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to)
+{
+    if (start_list(to, count) != 0) return -1;
     for (int32_t i = 0; i < count; i++)
         if (take_tensor(to, i, &args[i]) != 0) return -1;
+    return 0;
+}
+
+int take_placed(const TVMFFIAny *args, const uint8_t *places, int32_t given, int32_t count, tensor_list *to)
+{
+    if (start_list(to, count) != 0) return -1;
+    for (int32_t i = 0; i < given; i++) {
+        if (places[i] >= count) return fail("TypeError", "a place of the operation's tensors is accepted");
+        if (take_tensor(to, places[i], &args[i]) != 0) return -1;
+    }
     return 0;
 }
 

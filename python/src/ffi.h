@@ -50,6 +50,8 @@ typedef struct tensor_list {
 
 /* Takes tensors, or None where one is absent. */
 int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to);
+/* Takes those `given` of an operation's `count` tensors, each at its place. */
+int take_placed(const TVMFFIAny *args, const uint8_t *places, int32_t given, int32_t count, tensor_list *to);
 
 /* What a plan fixes of a call. */
 typedef struct plan_request {

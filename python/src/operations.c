@@ -12,8 +12,11 @@
  *                                                  dtype (-1: absent), device, ndim, shape[6] of each
  *   check(op, pass, params, tensors)               refuses what run() refuses of shapes and dtypes
  *   run(op, pass, params, tensors)
+ *   call(named, params, tensors)   run() of a forward by those tensors alone that are there. named: the bytes
+ *                                  of op and of each tensor's place among the operation's
  *
- * `tensors` are the remaining arguments, as many as the operation has tensors, None where one is absent.
+ * `tensors` are the remaining arguments; but for call() they are as many as the operation has tensors, None
+ * where one is absent.
  * `asked` is bytes of four int64 extents.
  */
 #include "ffi.h"
@@ -48,12 +51,12 @@ static void list_subjects(void)
     }
 }
 
-static int find_subject(const TVMFFIAny *number, subject *s)
+static int find_subject(int64_t number, subject *s)
 {
     (void)pthread_once(&subjects_once, list_subjects);
-    if (!is_int(number) || number->v_int64 < 0 || (size_t)number->v_int64 >= subject_count)
+    if (number < 0 || (size_t)number >= subject_count)
         return fail("TypeError", "an operation's number is accepted");
-    *s = subjects[number->v_int64];
+    *s = subjects[number];
     return 0;
 }
 
@@ -71,7 +74,7 @@ static int read_head(const TVMFFIAny *args, int32_t count, request *r)
     if (count < 3 || !is_int(&args[1]) || !read_params(&args[2], &r->params))
         return fail("TypeError", "an operation's number, a pass and params are accepted");
     r->pass = args[1].v_int64 != 0 ? QUERN_OP_BACKWARD : QUERN_OP_FORWARD;
-    return find_subject(&args[0], &r->subject);
+    return find_subject(is_int(&args[0]) ? args[0].v_int64 : -1, &r->subject);
 }
 
 static int read_tensors(const TVMFFIAny *args, int32_t count, request *r)
@@ -133,7 +136,7 @@ FUNCTION(parameters)
     subject s = {.op = NULL};
     if (count != 2 || !text_of(&args[1], &text) || text.size >= sizeof lines)
         return fail("TypeError", "an operation's number and name=value lines are accepted");
-    if (find_subject(&args[0], &s) != 0) return -1;
+    if (find_subject(is_int(&args[0]) ? args[0].v_int64 : -1, &s) != 0) return -1;
     memcpy(lines, text.data, text.size);
     lines[text.size] = '\0';
     quern_status status = quern_op_defaults(s.op, &params);
@@ -289,25 +292,54 @@ FUNCTION(check)
     return status == QUERN_OK ? give_nothing(result) : fail_as(status);
 }
 
+static int run_request(quern_context *context, const request *r)
+{
+    size_t bytes = 0;
+    const plan_request asked = {context,
+                                r->subject.operation[r->pass],
+                                &r->params,
+                                r->subject.params_size,
+                                &r->list,
+                                r->subject.tensor_count,
+                                stream_of(r->list.first)};
+    const quern_plan *plan = plan_of(&asked);
+    if (plan != NULL) return run_planned(plan, r);
+    const quern_status status =
+        quern_op_workspace(context, r->subject.op, r->pass, &r->params, &r->list.tensors, &bytes);
+    if (status != QUERN_OK) return fail_as(status);
+    return with_memory(r->list.first, bytes, compute, r);
+}
+
 FUNCTION(run)
 {
     (void)self;
     request r;
-    size_t bytes = 0;
     quern_context *context = need_context();
     if (context == NULL || read_request(args, count, &r) != 0) return -1;
-    const plan_request asked = {context,
-                                r.subject.operation[r.pass],
-                                &r.params,
-                                r.subject.params_size,
-                                &r.list,
-                                r.subject.tensor_count,
-                                stream_of(r.list.first)};
-    const quern_plan *plan = plan_of(&asked);
     (void)give_nothing(result);
-    if (plan != NULL) return run_planned(plan, &r);
-    const quern_status status =
-        quern_op_workspace(context, r.subject.op, r.pass, &r.params, &r.list.tensors, &bytes);
-    if (status != QUERN_OK) return fail_as(status);
-    return with_memory(r.list.first, bytes, compute, &r);
+    return run_request(context, &r);
+}
+
+/* Reads the operation and the places of the tensors that follow, and takes these. */
+static int read_call(const TVMFFIAny *args, int32_t count, request *r)
+{
+    TVMFFIByteArray named;
+    if (count < 2 || !text_of(&args[0], &named) || named.size != (size_t)count - 1 ||
+        !read_params(&args[1], &r->params))
+        return fail("TypeError", "an operation's number, a place for each tensor, and params are accepted");
+    const uint8_t *bytes = (const uint8_t *)named.data;
+    r->pass = QUERN_OP_FORWARD;
+    return find_subject(bytes[0], &r->subject) == 0
+               ? take_placed(&args[2], bytes + 1, count - 2, r->subject.tensor_count, &r->list)
+               : -1;
+}
+
+FUNCTION(call)
+{
+    (void)self;
+    request r;
+    quern_context *context = need_context();
+    if (context == NULL || read_call(args, count, &r) != 0) return -1;
+    (void)give_nothing(result);
+    return run_request(context, &r);
 }
