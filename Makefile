@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # Short names for CMake's presets. `make` builds build/release/quern and installs nothing on the machine.
 # `make demo` trains and times two attentions, `make demo-all` every kind; they build what they run and nothing of the
-# GPU. `make test` runs CI's tests in build/test; `make test-tsan` looks for data races, `make test-cuda` compiles and
-# inspects the GPU's kernels, `make test-python` runs what needs PyTorch.
+# GPU. `make test` runs CI's tests in build/test; `make test-tsan` looks for data races, `make test-tidy` runs clang-tidy,
+# `make test-cuda` compiles and inspects the GPU's kernels, `make test-numpy` and `make test-python` test the Python package
+# with NumPy alone and in PyTorch.
 # `make demo`, `make test` and setup* install packages that are missing.
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
@@ -38,6 +39,12 @@ test: setup-dev
 
 test-tsan: setup-dev
 	tests/run.sh tsan
+
+test-tidy: setup-dev
+	tests/run.sh tidy
+
+test-numpy: setup-dev
+	tests/run.sh numpy
 
 test-cuda: setup
 	tests/run.sh cuda
@@ -100,5 +107,5 @@ tidy: packages-dev all
 clean:
 	rm -rf build
 
-.PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-tsan test-cuda test-adding test-python
-.PHONY: test-gpu test-gpu-sanitize bench accept accept-package install package docs format tidy clean
+.PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-tsan test-tidy test-numpy test-cuda
+.PHONY: test-adding test-python test-gpu test-gpu-sanitize bench accept accept-package install package docs format tidy clean

@@ -4,6 +4,8 @@
 # Runs the tests and ends with one line `N passed, N failed`, counting cmocka's cases and each other check as one.
 #   tests/run.sh check   the quick tests in the build of the preset "test" (under two minutes)
 #   tests/run.sh test    everything else but .ci/run's other stages (about 13 minutes on two cores, half compiling)
+#   tests/run.sh tidy    clang-tidy (about a minute)
+#   tests/run.sh numpy   the Python package with NumPy alone, on the build of the preset "test"
 #   tests/run.sh tsan    data races: what runs tasks in parallel, under the thread sanitizer (about 2 minutes)
 #   tests/run.sh cuda    the GPU's kernels, compiled and inspected where nvcc is (about 4 minutes)
 set -u
@@ -146,7 +148,6 @@ numpy() {
 # small: checks of which most take one processor only.
 small() {
     local script
-    numpy
     count "build: bare" compile bare
     for script in consumers abi; do
         count "$script: test" tests/$script/run.sh test
@@ -211,6 +212,16 @@ finish() {
 case ${1:-test} in
 cuda) kernels; finish ;;
 tsan) races; finish ;;
+tidy)
+    cmake --preset test >/dev/null
+    count "clang-tidy" tests/tidy.sh 30000 build/test
+    finish
+    ;;
+numpy)
+    count "build: test" build test quern
+    numpy
+    finish
+    ;;
 esac
 count "build: test" build test
 mapfile -t quick < <(without '*_full_test' 'mock_*')
@@ -234,6 +245,5 @@ if [[ ${1:-test} == test ]]; then
     mapfile -t portable < <(cd tests && ls -- kernels/*_test.c families/*/*golden_test.c core/core_test.c | sed 's|.*/||; s|\.c$||')
     count "build: portable" build portable "${portable[@]}"
     programs portable "${portable[@]}"
-    count "clang-tidy" tests/tidy.sh 30000 build/test
 fi
 finish
