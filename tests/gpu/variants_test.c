@@ -87,7 +87,9 @@ static bool run_as(const attend_stage *stage, const attend_args *a, const char *
     if (!stage->supports(&exec, a, why)) return false;
     stage->kernel(&exec, a, kernel);
     assert_string_equal(kernel, name);
-    CHECK(cudaMalloc(&workspace, stage->workspace(&exec, a) + 1));
+    const size_t bytes = stage->workspace(&exec, a) + 1;
+    CHECK(cudaMalloc(&workspace, bytes));
+    CHECK(cudaMemset(workspace, 0xff, bytes)); /* NaN, whatever it is read as */
     if (stage->run(&exec, a, workspace) != QUERN_OK) fail_msg("%s: %s", name, quern_last_error(NULL));
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaFree(workspace));
@@ -269,21 +271,21 @@ static void lists_of_few_rows_agree(void **state)
     (void)state;
     static const token_case cases[] = {
         {6001, 16, 1, 128, 128, 128, 1, 16, false, true}, {6001, 32, 2, 64, 64, 128, 1, 8, false, false},
-        {3001, 16, 1, 128, 128, 128, 1, 32, true, true}, {6001, 16, 1, 128, 128, 64, 1, 64, false, true},
-        {6001, 32, 2, 64, 64, 128, 1, 40, false, false}, {3001, 8, 2, 128, 128, 64, 1, 33, true, true},
-        {700, 16, 1, 128, 128, 64, 1, 2, false, true},   {650, 32, 2, 64, 64, 64, 1, 6, true, true},
-        {500, 8, 2, 128, 128, 64, 1, 4, false, true},    {5, 16, 1, 128, 128, 64, 1, 1, false, false},
-        {3001, 32, 2, 128, 128, 64, 1, 8, false, false}, {3001, 32, 2, 128, 128, 64, 1, 8, true, false},
-        {3001, 32, 2, 128, 128, 64, 1, 8, false, true},  {3001, 32, 2, 128, 128, 64, 1, 8, true, true},
-        {1990, 16, 1, 64, 64, 64, 1, 8, false, true},    {5003, 16, 1, 96, 80, 128, 1, 8, false, true},
-        {2500, 32, 2, 192, 128, 64, 1, 8, false, true},  {777, 16, 2, 128, 128, 64, 1, 8, false, true},
-        {1500, 16, 2, 64, 64, 128, 2, 8, false, true},   {1500, 32, 1, 128, 64, 64, 1, 8, false, true},
-        {6001, 8, 2, 128, 128, 64, 1, 2, false, true},   {6001, 8, 2, 128, 128, 64, 1, 2, false, false},
-        {3001, 16, 2, 64, 64, 64, 1, 4, false, true},    {6001, 8, 2, 192, 128, 64, 1, 3, false, true},
-        {3001, 8, 2, 128, 128, 64, 2, 3, false, true},   {3001, 8, 2, 64, 64, 64, 4, 8, false, true},
-        {3001, 32, 2, 128, 128, 64, 1, 16, false, true}, {3001, 32, 2, 128, 128, 64, 1, 17, false, true},
-        {6001, 8, 2, 128, 128, 64, 1, 16, false, true},  {6001, 8, 2, 128, 128, 64, 1, 17, false, true},
-        {9001, 8, 2, 128, 128, 64, 1, 32, false, true},  {2000, 8, 1, 96, 80, 64, 1, 8, false, true}};
+        {3001, 16, 1, 128, 128, 128, 1, 32, true, true},  {6001, 16, 1, 128, 128, 64, 1, 64, false, true},
+        {6001, 32, 2, 64, 64, 128, 1, 40, false, false},  {3001, 8, 2, 128, 128, 64, 1, 33, true, true},
+        {700, 16, 1, 128, 128, 64, 1, 2, false, true},    {650, 32, 2, 64, 64, 64, 1, 6, true, true},
+        {500, 8, 2, 128, 128, 64, 1, 4, false, true},     {5, 16, 1, 128, 128, 64, 1, 1, false, false},
+        {3001, 32, 2, 128, 128, 64, 1, 8, false, false},  {3001, 32, 2, 128, 128, 64, 1, 8, true, false},
+        {3001, 32, 2, 128, 128, 64, 1, 8, false, true},   {3001, 32, 2, 128, 128, 64, 1, 8, true, true},
+        {1990, 16, 1, 64, 64, 64, 1, 8, false, true},     {5003, 16, 1, 96, 80, 128, 1, 8, false, true},
+        {2500, 32, 2, 192, 128, 64, 1, 8, false, true},   {777, 16, 2, 128, 128, 64, 1, 8, false, true},
+        {1500, 16, 2, 64, 64, 128, 2, 8, false, true},    {1500, 32, 1, 128, 64, 64, 1, 8, false, true},
+        {6001, 8, 2, 128, 128, 64, 1, 2, false, true},    {6001, 8, 2, 128, 128, 64, 1, 2, false, false},
+        {3001, 16, 2, 64, 64, 64, 1, 4, false, true},     {6001, 8, 2, 192, 128, 64, 1, 3, false, true},
+        {3001, 8, 2, 128, 128, 64, 2, 3, false, true},    {3001, 8, 2, 64, 64, 64, 4, 8, false, true},
+        {3001, 32, 2, 128, 128, 64, 1, 16, false, true},  {3001, 32, 2, 128, 128, 64, 1, 17, false, true},
+        {6001, 8, 2, 128, 128, 64, 1, 16, false, true},   {6001, 8, 2, 128, 128, 64, 1, 17, false, true},
+        {9001, 8, 2, 128, 128, 64, 1, 32, false, true},   {2000, 8, 1, 96, 80, 64, 1, 8, false, true}};
     const int count = (int)(sizeof cases / sizeof *cases), trials = test_trials(count);
     test_random random = {test_seed("lists_of_few_rows_agree", 5)};
     for (int i = 0; i < trials && i < count; i++) {
@@ -304,6 +306,48 @@ static void short_shares_agree(void **state)
                                        {4165, 112, 16, 128, 128, 8, 1, 0, false, false}};
     test_random random = {test_seed("short_shares_agree", 6)};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) token_variants_agree(&random, &cases[i]);
+}
+
+/* Sequences with fewer tiles of queries than there are shares of the rows: some shares between others leave
+ * nothing of a piece of keys. */
+static void few_tiles_agree(void **state)
+{
+    enum { TOKENS = 1500, SEQUENCES = 5, HEADS = 8 };
+    (void)state;
+    static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90", NULL};
+    static const int dims[][2] = {{64, 64}, {128, 128}, {192, 128}};
+    static const int32_t offsets[SEQUENCES + 1] = {0, 1, 130, 131, 700, TOKENS};
+    test_random random = {test_seed("few_tiles_agree", 7)};
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
+        const int64_t d = dims[i][0], dv = dims[i][1], q[] = {1, TOKENS, HEADS, d},
+                      o[] = {1, TOKENS, HEADS, dv}, k[] = {1, TOKENS, HKV, d}, v[] = {1, TOKENS, HKV, dv},
+                      statistics[] = {1, HEADS, TOKENS}, count[] = {SEQUENCES + 1};
+        attend_args a = {.mask = ATTEND_RANGE,
+                         .seqs = {SEQUENCES, TOKENS, TOKENS, {0}, {0}},
+                         .causal = true,
+                         .scale = 0.125f,
+                         .query_offset = -1,
+                         .tile = 1};
+        a.seqs.cu_q = make(QUERN_I32, 1, count);
+        CHECK(cudaMemcpy(a.seqs.cu_q.data, offsets, sizeof offsets, cudaMemcpyHostToDevice));
+        a.q = noise_of(&random, QUERN_BF16, TOKENS, HEADS, d);
+        a.k = noise_of(&random, QUERN_BF16, TOKENS, HKV, d);
+        a.v = noise_of(&random, QUERN_BF16, TOKENS, HKV, dv);
+        a.d_o = noise_of(&random, QUERN_BF16, TOKENS, HEADS, dv);
+        a.o = make(QUERN_BF16, 4, o);
+        a.lse = make(QUERN_F32, 3, statistics);
+        a.delta = make(QUERN_F32, 3, statistics);
+        a.d_q = make(QUERN_BF16, 4, q);
+        a.d_k = make(QUERN_BF16, 4, k);
+        a.d_v = make(QUERN_BF16, 4, v);
+        CHECK(cudaMemset(a.delta.data, 0, (size_t)(HEADS * TOKENS) * 4));
+        assert_true(run_as(&cuda->attend_forward, &a, "attend_forward_any"));
+        assert_int_equal(try_all(&cuda->attend_backward, &a, backward, 2, 5),
+                         exec_here.compute == 90 ? 2 : 1);
+        quern_tensor *const made[] = {&a.q, &a.k,   &a.v,   &a.d_o, &a.lse,      &a.delta,
+                                      &a.o, &a.d_q, &a.d_k, &a.d_v, &a.seqs.cu_q};
+        for (size_t t = 0; t < sizeof made / sizeof *made; t++) CHECK(cudaFree(made[t]->data));
+    }
 }
 
 /* Projected means of bf16 by f32 multiply-adds and, where there is a cuBLASLt, on tensor cores. */
@@ -370,12 +414,9 @@ static void later_lists_change_no_bit(void **state)
     static const struct {
         int64_t heads, size; /* size: of a block */
         const char *variant;
-    } cases[] = {{4, 64, "attend_forward_sm90_tokens"},
-                 {8, 64, "attend_forward_sm90_tokens"},
-                 {16, 64, "attend_forward_sm90_tokens"},
-                 {4, 64, "attend_forward_sm90_by_block"},
-                 {8, 64, "attend_forward_sm90_by_block"},
-                 {16, 128, "attend_forward_sm90_by_block"}};
+    } cases[] = {{4, 64, "attend_forward_sm90_tokens"},   {8, 64, "attend_forward_sm90_tokens"},
+                 {16, 64, "attend_forward_sm90_tokens"},  {4, 64, "attend_forward_sm90_by_block"},
+                 {8, 64, "attend_forward_sm90_by_block"}, {16, 128, "attend_forward_sm90_by_block"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const int64_t heads = cases[i].heads, size = cases[i].size;
         const int64_t later = LONG - 64 / heads; /* 128 rows a piece */
@@ -498,6 +539,7 @@ int main(void)
                                        cmocka_unit_test(lists_in_parts),
                                        cmocka_unit_test(lists_of_few_rows_agree),
                                        cmocka_unit_test(short_shares_agree),
+                                       cmocka_unit_test(few_tiles_agree),
                                        cmocka_unit_test(later_lists_change_no_bit),
                                        cmocka_unit_test(products_of_compression_agree),
                                        cmocka_unit_test(names_that_no_stage_has_force_nothing)};

@@ -7,25 +7,31 @@
 enum { THREADS = 256, CHUNKS = 4 /* blocks of threads for a listed block */ };
 enum {
     FILL = 528, /* blocks of threads that fill a large GPU four times */
-    FINER = 4   /* times as many for compressed entries */
+    FINER = 4,  /* times as many for compressed entries */
+    MOST_SHARES = 16 * FINER
 };
+static_assert(MOST_SHARES <= 64, "a bit and a thread each");
 
-/* The shares that left something of a piece. All threads of the block call. */
-__device__ __forceinline__ tile_range left_shares(const attend_kernel &a, const key_block &b, int keys)
+/* Lists the shares that left something of a piece in their order, and returns how many: where a sequence has
+ * fewer tiles than there are shares, some between others have none. All threads of the block call. */
+__device__ __forceinline__ int left_shares(const attend_kernel &a, const key_block &b, int keys,
+                                           uint8_t (&left)[MOST_SHARES])
 {
-    __shared__ tile_range left;
-    if (!a.tiles_shared) return {0, b.shares};
-    if (threadIdx.x == 0) left = {b.shares, 0};
+    __shared__ unsigned long long seen_by;
+    const int s = threadIdx.x;
+    if (s == 0) seen_by = 0;
     __syncthreads();
-    const tile_range seen = tiles_that_see(a, b.seq, b.key0, b.key_end - 1);
-    for (int s = threadIdx.x; s < b.shares; s += THREADS) {
-        const tile_range tiles = tiles_of_share(a, b.seq, keys, seen, s);
-        if (tiles.from >= tiles.to) continue;
-        atomicMin(&left.from, s);
-        atomicMax(&left.to, s + 1);
+    bool leaves = s < b.shares;
+    if (leaves && a.tiles_shared) {
+        const tile_range tiles =
+            tiles_of_share(a, b.seq, keys, tiles_that_see(a, b.seq, b.key0, b.key_end - 1), s);
+        leaves = tiles.from < tiles.to;
     }
+    if (leaves) atomicOr(&seen_by, 1ull << s);
     __syncthreads();
-    return left;
+    if (leaves) left[__popcll(seen_by & ((1ull << s) - 1))] = (uint8_t)s;
+    __syncthreads();
+    return __popcll(seen_by);
 }
 
 /* Grid as that of the shares, with gridDim.z blocks for all of them, each with a part of the keys. A thread
@@ -38,7 +44,8 @@ __global__ void __launch_bounds__(THREADS)
     key_block b;
     if (LISTED ? !find_block(a, blockIdx.x, &b) : !find_range(a, blockIdx.x, pieces, keys, &b)) return;
     if (b.shares <= 1) return;
-    const tile_range shares = LISTED ? tile_range{0, b.shares} : left_shares(a, b, keys);
+    __shared__ uint8_t left_by[MOST_SHARES];
+    const int shares = LISTED ? b.shares : left_shares(a, b, keys, left_by);
     const int width = a.dim_k + a.dim_v, wide = width / 4, per = (keys + gridDim.z - 1) / gridDim.z,
               first = (int)blockIdx.z * per, left = b.key_end - b.key0 - first,
               mine = left < per ? left : per;
@@ -49,8 +56,8 @@ __global__ void __launch_bounds__(THREADS)
         const float *from = a.part + slot + r * width + c;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
-        for (int s = shares.from; s < shares.to; s++) {
-            const float4 x = __ldcs((const float4 *)(from + s * next));
+        for (int s = 0; s < shares; s++) {
+            const float4 x = __ldcs((const float4 *)(from + (LISTED ? s : left_by[s]) * next));
             sum.x += x.x;
             sum.y += x.y;
             sum.z += x.z;
@@ -88,7 +95,7 @@ int backward_splits(const attend_args *args, int keys)
     if (present(args->list)) return 1;
     const int64_t blocks = backward_pieces(args, keys) * args->k.shape[2],
                   rows = args->seqs.n_q * (args->q.shape[2] / (args->k.shape[2] > 0 ? args->k.shape[2] : 1));
-    const int64_t finer = args->mask == ATTEND_COMPRESSED ? FINER : 1, most = 16 * finer;
+    const int64_t finer = args->mask == ATTEND_COMPRESSED ? FINER : 1, most = MOST_SHARES / FINER * finer;
     int64_t splits = blocks > 0 ? FILL * finer / blocks : 1;
     if (splits > rows / 1024) splits = rows / 1024;
     return splits < 2 ? 1 : splits > most ? (int)most : (int)splits;
