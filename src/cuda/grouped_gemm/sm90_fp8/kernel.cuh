@@ -11,6 +11,29 @@ namespace sm90_fp8
 
 using sm90_gemm::stage_units;
 
+/* ---- tiles ---- */
+
+/* The tiles of a block: those of its cluster, of which it has the tokens from PARTS * PART * rank on. */
+template <int PARTS, int SHARE> struct tile_walk {
+    typedef form<PARTS, SHARE> f;
+    int32_t tiles, first, stride, rank;
+
+    __device__ __forceinline__ tile_walk(const shared<PARTS, SHARE> &m)
+        : tiles(m.tiles.count), first((int32_t)blockIdx.x / SHARE), stride((int32_t)gridDim.x / SHARE),
+          rank((int32_t)blockIdx.x % SHARE)
+    {
+    }
+    /* `rows` is 0 or less where the block has none: it then multiplies the cluster's first tokens. */
+    __device__ __forceinline__ tile_place at(const shared<PARTS, SHARE> &m, const gemm_params &p,
+                                             int32_t tile) const
+    {
+        tile_place t = tile_at(m.tiles, p, tile, f::TOKENS * SHARE, GROUPS);
+        if (SHARE > 1 && t.rows > rank * f::TOKENS) t.row0 += rank * f::TOKENS;
+        t.rows -= rank * f::TOKENS;
+        return t;
+    }
+};
+
 /* ---- feeding ---- */
 
 /* The units of a step. */
@@ -20,13 +43,12 @@ __device__ __forceinline__ stage_units units_at(const gemm_params &p, int step)
 }
 
 /* Tokens and their scales; one thread. */
-template <int PARTS>
-__device__ __forceinline__ void copy_tokens(const fp8_params &f, const CUtensorMap &a, shared<PARTS> &m,
-                                            const tile_place &t, int step,
-                                            ring_place<form<PARTS>::STAGES> &at)
+template <int PARTS, int SHARE>
+__device__ __forceinline__ void copy_tokens(const fp8_params &f, const CUtensorMap &a,
+                                            shared<PARTS, SHARE> &m, const tile_place &t, int64_t scales,
+                                            int step, ring_place<form<PARTS, SHARE>::STAGES> &at)
 {
-    enum { TOKENS = form<PARTS>::TOKENS };
-    const int64_t scales = scale_place_of(f.p.ends, t.expert, t.row0 - f.p.ends.first_of(t.expert));
+    enum { TOKENS = form<PARTS, SHARE>::TOKENS };
     m.tokens.wait_free(at);
     const uint32_t bar = m.tokens.expect(at, TOKENS * (128 + sizeof(float)));
     tma_load(smem_address(m.a[at.stage]), a, bar, step * (FP8_GROUP / 2), 0, (int)t.row0, 0);
@@ -36,34 +58,37 @@ __device__ __forceinline__ void copy_tokens(const fp8_params &f, const CUtensorM
 }
 
 /* REPACKED: all by one thread. Else weights stand in the caller's layout, or out of line, and each thread of
- * the warpgroup loads a lane's part. */
-template <int PARTS, bool REPACKED>
-__device__ __forceinline__ void feed(const fp8_params &f, const CUtensorMap &a, shared<PARTS> &m)
+ * the warpgroup loads a lane's part. Of panels that blocks share each loads its own. */
+template <int PARTS, int SHARE, bool REPACKED>
+__device__ __forceinline__ void feed(const fp8_params &f, const CUtensorMap &a, shared<PARTS, SHARE> &m)
 {
+    typedef form<PARTS, SHARE> form;
     const gemm_params &p = f.p;
-    ring_place<form<PARTS>::STAGES> tokens;
-    ring_place<form<PARTS>::UNIT_STAGES> at;
-    const int32_t tiles = m.tiles.count;
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const tile_place t = tile_at(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
-        const int panels = min((int)GROUPS, p.panels - t.panel);
+    const tile_walk<PARTS, SHARE> walk(m);
+    ring_place<form::STAGES> tokens;
+    ring_place<form::UNIT_STAGES> at;
+    for (int32_t tile = walk.first; tile < walk.tiles; tile += walk.stride) {
+        const tile_place t = walk.at(m, p, tile);
+        const int panel = t.panel + (SHARE > 1 ? walk.rank : 0),
+                  panels = max(min((int)form::PANELS, p.panels - panel), 0);
+        const int64_t scales = scale_place_of(p.ends, t.expert, t.row0 - p.ends.first_of(t.expert));
         for (int step = 0; step < f.groups; step++) {
             const stage_units u = units_at(p, step);
             m.packed.wait_free(at);
             if (REPACKED) {
                 const uint32_t bar = m.packed.expect(at, (uint32_t)(u.count * panels * UNIT_BYTES));
                 for (int g = 0; g < panels; g++)
-                    sm90_gemm::copy_weights(p, m.units[at.stage][g], t.expert, t.panel + g, u, bar);
+                    sm90_gemm::copy_weights(p, m.units[at.stage][g], t.expert, panel + g, u, bar);
             } else {
                 for (int g = 0; g < panels; g++)
 #pragma unroll 1
                     for (int i = 0; i < u.count; i++)
                         sm90_gemm::put_part(m.units[at.stage][g][i],
-                                            load_part(p.b, t.expert, t.panel + g, u.unit + i));
+                                            load_part(p.b, t.expert, panel + g, u.unit + i));
                 m.packed.give(at);
             }
             at.advance();
-            if (REPACKED || threadIdx.x == 0) copy_tokens<PARTS>(f, a, m, t, step, tokens);
+            if (REPACKED || threadIdx.x == 0) copy_tokens<PARTS, SHARE>(f, a, m, t, scales, step, tokens);
         }
     }
 }
@@ -156,18 +181,25 @@ __device__ __forceinline__ void decode_unit(char *rows, const packed_part &unit,
     }
 }
 
-/* Where a tile's column of this thread stands in its panel; the other is 8 further. */
+/* `bytes` in a row to another block's shared memory, where `bar` counts them; all multiples of 16. */
+__device__ __forceinline__ void bulk_copy(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            to),
+        "r"(from), "r"(bytes), "r"(bar)
+        : "memory");
+}
+/* An arrival at a barrier of another block, for what this thread's products have read. */
+__device__ __forceinline__ void arrive_there(uint32_t bar)
+{
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+/* The place in its panel of a column of this thread; the other is 8 further. */
 __device__ __forceinline__ int column_here()
 {
     return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-}
-
-/* The factors of the sums of this thread's columns. */
-__device__ __forceinline__ sm90_gemm::column_scales powers_of(const fp8_params &f, const tile_place &t,
-                                                              int group)
-{
-    const int column = min(t.panel + group, f.p.panels - 1) * UNIT + column_here();
-    return {power_at(f, t.expert, column), power_at(f, t.expert, column + 8)};
 }
 
 /* A warp's arrivals: one for all its lanes. */
@@ -177,158 +209,206 @@ __device__ __forceinline__ bool arrives()
     return threadIdx.x % 32 == 0;
 }
 
-/* Decodes every DECODERS-th of a tile's panels, from `first` on. */
-template <int PARTS> __device__ __forceinline__ void decode(const fp8_params &f, shared<PARTS> &m, int first)
+/* Shows a warp's 16 rows of decoded weights to the products, of all blocks that share them. */
+template <int PARTS, int SHARE>
+__device__ __forceinline__ void give_rows(shared<PARTS, SHARE> &m, int stage, int panel, uint32_t other)
 {
-    enum { STRIDE = form<PARTS>::DECODERS, PANELS = GROUPS / STRIDE };
+    enum { BYTES = 16 * 128 };
+    wg_show();
+    if (!arrives()) return;
+    if constexpr (SHARE > 1) {
+        const uint32_t rows = smem_address(m.b) + (stage * GROUPS + panel) * (UNIT * 128) +
+                              threadIdx.x / 32 % 4 * BYTES,
+                       full = smem_address(m.decoded.full) + stage * 8;
+        bulk_copy(cluster_address(rows, other), rows, BYTES, cluster_address(full, other));
+        mbar_expect(full, BYTES);
+    } else mbar_arrive(smem_address(m.decoded.full) + stage * 8);
+}
+
+/* Decodes every DECODERS-th of a tile's panels, from `first` on, or of panels that blocks share the block's
+ * own; and tells what tiles' columns are multiplied by. */
+template <int PARTS, int SHARE>
+__device__ __forceinline__ void decode(const fp8_params &f, shared<PARTS, SHARE> &m, int first)
+{
+    typedef form<PARTS, SHARE> form;
+    enum { STRIDE = form::DECODERS, PANELS = form::PANELS / STRIDE };
     const gemm_params &p = f.p;
-    const int32_t tiles = m.tiles.count;
+    const tile_walk<PARTS, SHARE> walk(m);
     const decode_place here = decode_place_here();
-    ring_place<form<PARTS>::UNIT_STAGES> from;
-    ring_place<form<PARTS>::STAGES> to;
-    for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const tile_place t = tile_at(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
+    const int own = SHARE > 1 ? walk.rank : first;
+    ring_place<form::UNIT_STAGES> from;
+    ring_place<form::STAGES> to;
+    ring_place<2> table;
+    bool ready = false; /* the stages to come: a wait takes long even where it ends at once */
+    for (int32_t tile = walk.first; tile < walk.tiles; tile += walk.stride) {
+        const tile_place t = walk.at(m, p, tile);
+        if (first == 0) {
+            m.table.wait_free(table);
+            sm90_gemm::fill_columns(m.columns[table.stage], p, t.expert, t.panel * UNIT, threadIdx.x % 128,
+                                    128, [&](int column) { return power_at(f, t.expert, column); });
+            m.table.give(table);
+            table.advance();
+        }
         float low[PANELS], high[PANELS];
 #pragma unroll
         for (int i = 0; i < PANELS; i++) {
-            const sm90_gemm::column_scales power = powers_of(f, t, first + i * STRIDE);
-            low[i] = factor_of(power.low);
-            high[i] = factor_of(power.high);
+            const int column = min(t.panel + own + i * STRIDE, p.panels - 1) * UNIT + column_here();
+            low[i] = factor_of(power_at(f, t.expert, column));
+            high[i] = factor_of(power_at(f, t.expert, column + 8));
         }
         for (int step = 0; step < f.groups; step++) {
             packed_part x[PANELS][UNITS];
-            m.packed.wait_full(from);
-            m.decoded.wait_free(to);
+            if (!ready) {
+                m.packed.wait_full(from);
+                m.decoded.wait_free(to);
+            }
 #pragma unroll
             for (int i = 0; i < PANELS * UNITS; i++)
                 load_codes(x[i / UNITS][i % UNITS],
-                           m.units[from.stage][first + i / UNITS * STRIDE][i % UNITS], here);
+                           m.units[from.stage][SHARE > 1 ? 0 : first + i / UNITS * STRIDE][i % UNITS], here);
             const bool second = step * UNITS + 1 < p.units;
+            const int used = from.stage, given = to.stage;
+            from.advance();
+            to.advance();
+            ready = m.packed.test_full(from) &&
+                    mbar_test(smem_address(m.decoded.free) + to.stage * 8, to.parity ^ 1);
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
-                char *rows = m.b[to.stage][first + i * STRIDE];
+                char *rows = m.b[given][own + i * STRIDE];
                 decode_unit<0>(rows, x[i][0], low[i], high[i], true, here);
                 decode_unit<1>(rows, x[i][1], low[i], high[i], second, here);
             }
-            wg_show();
-            if (arrives()) {
-                m.decoded.give(to);
-                m.packed.give_back(from);
-            }
-            from.advance();
-            to.advance();
+            give_rows(m, given, own, walk.rank ^ 1);
+            if (threadIdx.x % 32 == 0) m.packed.give_back(used);
         }
     }
 }
 
 /* ---- products ---- */
 
-/* The products of 128 of K. */
-__device__ __forceinline__ void multiply_step(float (&part)[PART / 8][4], const char *weights,
-                                              const char *tokens)
+/* A warp gives back a stage's tokens and weights. */
+template <int PARTS, int SHARE>
+__device__ __forceinline__ void give_back_stage(shared<PARTS, SHARE> &m, int stage, uint32_t other)
 {
-    const uint64_t a = wg_fresh(wg_tile(smem_address(weights), 0)),
-                   b = wg_fresh(wg_tile(smem_address(tokens), 0));
-    wg_start();
-    wgmma_ss_e4m3<false>(part, a, b);
-#pragma unroll
-    for (int s = 1; s < 4; s++) wgmma_ss_e4m3<true>(part, wg_further(a, s * 32), wg_further(b, s * 32));
-    wg_commit();
-    wg_wait<0>(part);
+    if (!arrives()) return;
+    m.decoded.give_back(stage);
+    if constexpr (SHARE > 1) arrive_there(other + stage * 8);
+    m.tokens.give_back(stage);
 }
 
-/* c += scale part. */
-__device__ __forceinline__ void add_group(float (&c)[PART / 8][4], const float (&part)[PART / 8][4],
-                                          const float *scale)
+/* The sums of a tile's tokens, PARTS times 64 of them from those of GROUP on. `other`: where the barriers of
+ * free stages of the block are that shares weights. */
+template <int PARTS, int SHARE, int GROUP>
+__device__ __forceinline__ void sum_tokens(float (&c)[PARTS][EIGHTS][4], shared<PARTS, SHARE> &m, int steps,
+                                           uint32_t other, ring_place<form<PARTS, SHARE>::STAGES> &at)
 {
+    enum { FIRST = GROUP * PARTS * 64, TOKENS = form<PARTS, SHARE>::TOKENS };
+    const int lane = threadIdx.x % 32,
+              place = FIRST + threadIdx.x / 32 % 4 * 16 + lane / 8 * 4 + lane / 4 % 2; /* fp8.cuh */
+    bool full = false; /* the stage to come: a wait takes long even where it is full */
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        const ring_place<form<PARTS, SHARE>::STAGES> here = at;
+        if (!full) {
+            m.tokens.wait_full(here);
+            m.decoded.wait_full(here);
+        }
+        at.advance();
+        const uint64_t tokens = wg_tile(smem_address(m.a) + here.stage * (TOKENS * 128) + FIRST * 128, 0),
+                       weights = wg_tile(smem_address(m.b) + here.stage * (GROUPS * UNIT * 128), 0);
 #pragma unroll
-    for (int n = 0; n < PART / 8; n += 2) {
-        const float4 s = *(const float4 *)(scale + n * 8 + threadIdx.x % 4 * 4);
-        c[n][0] = fmaf(s.x, part[n][0], c[n][0]);
-        c[n][1] = fmaf(s.y, part[n][1], c[n][1]);
-        c[n][2] = fmaf(s.x, part[n][2], c[n][2]);
-        c[n][3] = fmaf(s.y, part[n][3], c[n][3]);
-        c[n + 1][0] = fmaf(s.z, part[n + 1][0], c[n + 1][0]);
-        c[n + 1][1] = fmaf(s.w, part[n + 1][1], c[n + 1][1]);
-        c[n + 1][2] = fmaf(s.z, part[n + 1][2], c[n + 1][2]);
-        c[n + 1][3] = fmaf(s.w, part[n + 1][3], c[n + 1][3]);
+        for (int i = 0; i < PARTS; i++) {
+            float part[EIGHTS][4];
+            const float *scale = m.scale[here.stage] + place + i * 64;
+            const float low = scale[0], high = scale[2];
+            wg_start();
+            wgmma_ss_e4m3<false>(part, wg_further(tokens, i * 64 * 128), weights);
+#pragma unroll
+            for (int s = 1; s < 4; s++)
+                wgmma_ss_e4m3<true>(part, wg_further(tokens, i * 64 * 128 + s * 32),
+                                    wg_further(weights, s * 32));
+            wg_commit();
+            if (i == PARTS - 1) full = m.tokens.test_full(at) && m.decoded.test_full(at);
+            wg_wait<0>(part);
+            if (i == PARTS - 1) give_back_stage(m, here.stage, other);
+            add_scaled_rows(c[i], part, low, high);
+        }
     }
 }
 
-/* Multiplies the parts of a tile one after the other, with the same weights and registers of `part`. Tokens
- * and weights have as many stages, and one place. */
-template <int PARTS>
-__device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS> &m, int group)
+template <int PARTS, int SHARE>
+__device__ __forceinline__ void multiply(const fp8_params &f, shared<PARTS, SHARE> &m, int group)
 {
     const gemm_params &p = f.p;
-    const int32_t tiles = m.tiles.count;
-    ring_place<form<PARTS>::STAGES> at;
-    for (int32_t tile = before_first(tiles); tile < tiles; tile += gridDim.x) {
-        float c[PARTS][PART / 8][4];
+    const tile_walk<PARTS, SHARE> walk(m);
+    const uint32_t other =
+        SHARE > 1 ? cluster_address(smem_address(m.decoded.free), (uint32_t)walk.rank ^ 1) : 0;
+    ring_place<form<PARTS, SHARE>::STAGES> at;
+    ring_place<2> table;
+    /* The first tile has no rows: until tokens come there is nothing to do, and storing none brings the code
+     * that runs once a tile. */
+    for (int32_t tile = walk.first < walk.tiles ? walk.first - walk.stride : walk.tiles; tile < walk.tiles;
+         tile += walk.stride) {
+        float c[PARTS][EIGHTS][4];
 #pragma unroll
         for (int i = 0; i < PARTS; i++) clear_sums(c[i]);
         const int steps = tile >= 0 ? f.groups : 0;
-        bool full = false; /* the stage to come: a wait takes long even where it is full */
-        for (int step = 0; step < steps; step++) {
-            const ring_place<form<PARTS>::STAGES> here = at;
-            if (!full) {
-                m.tokens.wait_full(here);
-                m.decoded.wait_full(here);
-            }
-            at.advance();
-#pragma unroll
-            for (int i = 0; i < PARTS; i++) {
-                float part[PART / 8][4];
-                multiply_step(part, m.b[here.stage][group], m.a[here.stage] + i * PART * 128);
-                if (i == PARTS - 1) {
-                    if (arrives()) m.decoded.give_back(here);
-                    full = m.tokens.test_full(at) && m.decoded.test_full(at);
-                }
-                add_group(c[i], part, m.scale[here.stage] + i * PART);
-            }
-            if (arrives()) m.tokens.give_back(here);
-        }
-        const tile_place t = tile_or_empty(m.tiles, p, tile, form<PARTS>::TOKENS, GROUPS);
-        const sm90_gemm::column_scales power = powers_of(f, t, group);
+        if (group == 0) sum_tokens<PARTS, SHARE, 0>(c, m, steps, other, at);
+        else sum_tokens<PARTS, SHARE, 1>(c, m, steps, other, at);
+        tile_place t = walk.at(m, p, tile >= 0 ? tile : walk.first);
+        if (tile >= 0) m.table.wait_full(table);
+        else t.rows = 0;
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
-            sm90_gemm::store_tile<PART>(c[i], p, {t.expert, t.panel, t.rows - i * PART, t.row0 + i * PART},
-                                        group, m.out[threadIdx.x / 32 % 4 + group * 4], power);
+            sm90_gemm::store_tokens(c[i], p, t, (group * PARTS + i) * 64, t.panel * UNIT,
+                                    m.columns[table.stage], m.out[threadIdx.x / 32 % 4 + group * 4]);
+        if (tile < 0) continue;
+        if (arrives()) m.table.give_back(table);
+        table.advance();
     }
 }
 
 /* bulk: weights are repacked, and bulk copies can read them; always where tiles have two parts. */
-template <int PARTS>
-__global__ void __launch_bounds__(form<PARTS>::THREADS, 1)
+template <int PARTS, int SHARE>
+__global__ void __launch_bounds__(form<PARTS, SHARE>::THREADS, 1)
     grouped_gemm_sm90_fp8(const __grid_constant__ fp8_params f, const __grid_constant__ CUtensorMap a,
                           bool bulk)
 {
 #ifdef QUERN_WGMMA
-    typedef form<PARTS> form;
+    typedef form<PARTS, SHARE> form;
     extern __shared__ __align__(1024) char memory[];
-    shared<PARTS> &m = *(shared<PARTS> *)memory;
+    shared<PARTS, SHARE> &m = *(shared<PARTS, SHARE> *)memory;
     const gemm_params &p = f.p;
     if (threadIdx.x == 0) {
         tma_prefetch(a);
         m.tokens.init(1, GROUPS * 4);
         m.packed.init(bulk ? 1 : 128, form::DECODERS * 4);
-        m.decoded.init(form::DECODERS * 4, GROUPS * 4);
+        m.decoded.init(form::DECODERS * 4, SHARE * GROUPS * 4);
+        m.table.init(128, GROUPS * 4);
         mbar_init_done();
     }
+    if (SHARE > 1) {
+        cluster_sync_arrive();
+        cluster_sync_wait();
+    }
     wait_for_before();
-    make_tiles(m.tiles, p, form::TOKENS, p.panels, GROUPS);
+    make_tiles(m.tiles, p, form::TOKENS * SHARE, p.panels, GROUPS);
     finish_tail(m.tiles, p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (role == 0) {
         registers_down<form::FEED_REGISTERS>();
-        if (PARTS == 1 && !bulk) feed<PARTS, false>(f, a, m);
-        else if (threadIdx.x == 0) feed<PARTS, true>(f, a, m);
+        if (PARTS == 1 && !bulk) feed<PARTS, SHARE, false>(f, a, m);
+        else if (threadIdx.x == 0) feed<PARTS, SHARE, true>(f, a, m);
     } else if (role <= form::DECODERS) {
         registers_down<form::DECODE_REGISTERS>();
-        decode<PARTS>(f, m, role - 1);
+        decode<PARTS, SHARE>(f, m, role - 1);
     } else {
         registers_up<form::MULTIPLY_REGISTERS>();
-        multiply<PARTS>(f, m, role - 1 - form::DECODERS);
+        multiply<PARTS, SHARE>(f, m, role - 1 - form::DECODERS);
+    }
+    if (SHARE > 1) { /* the other block still writes here, or arrives */
+        cluster_sync_arrive();
+        cluster_sync_wait();
     }
 #endif
 }

@@ -11,7 +11,9 @@ enum { ALIGNMENT = 16, SHARED_BYTES = 227 * 1024 };
 static bool grouped_gemm_sm90_fp8_supports(const stage_exec *exec, const grouped_gemm_args *args, char *)
 {
     char limits[STAGE_WHY_BYTES];
-    static_assert(sizeof(shared<1>) <= SHARED_BYTES && sizeof(shared<2>) <= SHARED_BYTES, "blocks fit");
+    static_assert(sizeof(shared<1, 1>) <= SHARED_BYTES && sizeof(shared<2, 1>) <= SHARED_BYTES &&
+                      sizeof(shared<2, 2>) <= SHARED_BYTES,
+                  "blocks fit");
     return args->fp8 && exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && args->k > 0 &&
            gemm_takes(args, limits);
 }
@@ -36,16 +38,17 @@ static quern_tensor a_of(const grouped_gemm_args *args, const gemm_plan &plan)
     return t;
 }
 
-template <int PARTS>
+template <int PARTS, int SHARE>
 static quern_status run(const stage_exec *exec, const grouped_gemm_args *args, const gemm_plan &plan,
                         bool bulk)
 {
     CUtensorMap a;
-    const quern_status status = tma_describe(&a, a_of(args, plan), 1, form<PARTS>::TOKENS);
+    const quern_status status = tma_describe(&a, a_of(args, plan), 1, form<PARTS, SHARE>::TOKENS);
     if (status != QUERN_OK) return status;
-    return launch_behind((cudaStream_t)exec->stream, grouped_gemm_sm90_fp8<PARTS>,
-                         dim3((unsigned)exec->multiprocessors), form<PARTS>::THREADS, sizeof(shared<PARTS>),
-                         "grouped_gemm", fp8_params_of(plan), a, bulk);
+    return launch_cluster((cudaStream_t)exec->stream, grouped_gemm_sm90_fp8<PARTS, SHARE>,
+                          dim3((unsigned)exec->multiprocessors / SHARE * SHARE), form<PARTS, SHARE>::THREADS,
+                          sizeof(shared<PARTS, SHARE>), "grouped_gemm", SHARE, true, fp8_params_of(plan), a,
+                          bulk);
 }
 
 static quern_status grouped_gemm_sm90_fp8_run(const stage_exec *exec, const grouped_gemm_args *args,
@@ -57,8 +60,9 @@ static quern_status grouped_gemm_sm90_fp8_run(const stage_exec *exec, const grou
     if (args->tokens == 0 || args->n == 0) return QUERN_OK;
     quern_status status = fp8_ready(exec, args, plan, true);
     if (status == QUERN_OK)
-        status = bulk && args->tokens > PART * experts ? run<2>(exec, args, plan, bulk)
-                                                       : run<1>(exec, args, plan, bulk);
+        status = !bulk || args->tokens <= PART * experts ? run<1, 1>(exec, args, plan, bulk)
+                 : args->tokens <= 2 * PART * experts    ? run<2, 1>(exec, args, plan, bulk)
+                                                         : run<2, 2>(exec, args, plan, bulk);
     return status == QUERN_OK ? gemm_finish(exec, args, plan) : status;
 }
 
