@@ -15,7 +15,9 @@ namespace sm90_gemm
     template <> quern_status launch<T, 64>(const stage_exec *, const gemm_params &, const CUtensorMap &);    \
     template <> quern_status launch<T, 128>(const stage_exec *, const gemm_params &, const CUtensorMap &);   \
     template <> quern_status launch<T, 256>(const stage_exec *, const gemm_params &, const CUtensorMap &);   \
-    template <> quern_status launch_wide<T>(const stage_exec *, const gemm_params &, const CUtensorMap &);
+    template <>                                                                                              \
+    quern_status launch_rows<T, 18>(const stage_exec *, const gemm_params &, const CUtensorMap &);           \
+    template <> quern_status launch_rows<T, 20>(const stage_exec *, const gemm_params &, const CUtensorMap &);
 INSTANCES(bf16)
 #ifndef QUERN_CUDA_ONE_DTYPE
 INSTANCES(f16)
@@ -44,23 +46,31 @@ static int width_of(const grouped_gemm_args *args)
     return width;
 }
 
-/* Whether tiles of WIDE_PANELS end sooner than those of two panels and WIDEST tokens, were experts equally
- * loaded: by the clocks of the busiest multiprocessor. */
-static bool is_wide(const stage_exec *exec, const grouped_gemm_args *args, int width)
+/* The columns, by eights, of tiles whose rows are tokens, where those end sooner than pairs of panels, were
+ * experts equally loaded: by the clocks of the busiest multiprocessor; else 0. */
+static int eights_of(const stage_exec *exec, const grouped_gemm_args *args, int width)
 {
-    /* Of half a pair's unit, and of a whole one of WIDE_PANELS: a product of n tokens takes n / 2 clocks, and
-     * 12 for its operand in registers. */
-    enum { HALF = 4 * (128 + 12), WIDE = 4 * (4 * (64 + 12) + 2 * (32 + 12)) };
-    if (width < WIDEST || !present(args->b_repacked)) return false;
+    /* Of half a pair's unit: a product of n tokens takes n / 2 clocks, and 12 for its operand in registers.
+     * Of a unit of rows: what shared memory takes, measured. */
+    enum { HALF = 4 * (128 + 12), ROWS = 340, ROWS_EIGHT = 60 };
+    if (width < WIDEST || !present(args->b_repacked)) return 0;
     const int64_t experts = present(args->offsets) ? args->offsets.shape[0] : 1,
                   rows = (args->tokens + experts - 1) / experts, panels = (args->n + UNIT - 1) / UNIT,
                   blocks = exec->multiprocessors, down = (rows + WIDEST - 1) / WIDEST * experts,
-                  pairs = panels / 2 * down,
-                  wide = (panels + WIDE_PANELS - 1) / WIDE_PANELS *
-                         ((rows + WIDE_TOKENS - 1) / WIDE_TOKENS) * experts;
+                  pairs = panels / 2 * down;
     /* Halves: of whole pairs alone, and of all panels. */
     const int64_t whole = (pairs + blocks - 1) / blocks * 2, all = (panels * down + blocks - 1) / blocks;
-    return (wide + blocks - 1) / blocks * WIDE < (whole > all ? whole : all) * HALF;
+    int64_t least = (whole > all ? whole : all) * HALF;
+    int found = 0;
+    for (int eights = 18; eights <= 20; eights += 2) {
+        const int64_t tiles = (args->n + 8 * eights - 1) / (8 * eights) * down,
+                      clocks = (tiles + blocks - 1) / blocks * (ROWS + ROWS_EIGHT * eights);
+        if (clocks < least) {
+            least = clocks;
+            found = eights;
+        }
+    }
+    return found;
 }
 
 /* A as the copy engine sees it. */
@@ -80,9 +90,10 @@ static quern_tensor a_of(const grouped_gemm_args *args, const gemm_plan &plan)
 
 template <typename T>
 static quern_status run(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a, int width,
-                        bool wide)
+                        int eights)
 {
-    if (wide) return launch_wide<T>(exec, p, a);
+    if (eights == 18) return launch_rows<T, 18>(exec, p, a);
+    if (eights == 20) return launch_rows<T, 20>(exec, p, a);
     if (width == 8) return launch<T, 8>(exec, p, a);
     if (width == 16) return launch<T, 16>(exec, p, a);
     if (width == 32) return launch<T, 32>(exec, p, a);
@@ -100,14 +111,14 @@ static quern_status grouped_gemm_sm90_run(const stage_exec *exec, const grouped_
 {
     const gemm_plan plan = gemm_plan_of(exec, args, ALIGNMENT, workspace);
     const int width = width_of(args);
-    const bool wide = is_wide(exec, args, width);
+    const int eights = eights_of(exec, args, width);
     CUtensorMap a;
     if (args->tokens == 0 || args->n == 0) return QUERN_OK;
     quern_status status = gemm_ready(exec, args, plan);
-    if (status == QUERN_OK) status = tma_describe(&a, a_of(args, plan), 1, wide ? WIDE_TOKENS : width);
+    if (status == QUERN_OK) status = tma_describe(&a, a_of(args, plan), 1, width);
     if (status == QUERN_OK)
-        status = plan.f16_product ? run<f16>(exec, plan.p, a, width, wide)
-                                  : run<bf16>(exec, plan.p, a, width, wide);
+        status = plan.f16_product ? run<f16>(exec, plan.p, a, width, eights)
+                                  : run<bf16>(exec, plan.p, a, width, eights);
     return status == QUERN_OK ? gemm_finish(exec, args, plan) : status;
 }
 

@@ -38,9 +38,7 @@ enum {
     FEW_REGISTERS = 56,
     MANY_REGISTERS = 224,
     STORE_BYTES = 1024,
-    FEW_TOKENS = 8, /* up to which calls are so short that kernels are launched behind each other */
-    WIDE_PANELS = 5,
-    WIDE_TOKENS = 128 /* of tiles of WIDE_PANELS (wide.cuh) */
+    FEW_TOKENS = 8 /* up to which calls are so short that kernels are launched behind each other */
 };
 
 /* How a width is run. */
@@ -68,11 +66,12 @@ template <int TOKENS> struct shared {
     tile_list tiles;
 };
 
-/* A specialisation an instance; wide: tiles of WIDE_PANELS; of the gradient, transposed weights. */
+/* A specialisation an instance; rows: tokens as the products' rows (rows.cuh); of the gradient, transposed
+ * weights. */
 template <typename T, int TOKENS>
 quern_status launch(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
-template <typename T>
-quern_status launch_wide(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
+template <typename T, int EIGHTS>
+quern_status launch_rows(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
 template <int TOKENS>
 quern_status launch_gradient(const stage_exec *exec, const gemm_params &p, const CUtensorMap &a);
 
