@@ -54,7 +54,7 @@ static int eights_of(const stage_exec *exec, const grouped_gemm_args *args, int 
      * Of a unit of rows: what shared memory takes, measured. */
     enum { HALF = 4 * (128 + 12), ROWS = 340, ROWS_EIGHT = 60 };
     if (width < WIDEST || !present(args->b_repacked)) return 0;
-    const int64_t experts = present(args->offsets) ? args->offsets.shape[0] : 1,
+    const int64_t experts = present(args->offsets) ? max(args->offsets.shape[0], (int64_t)1) : 1,
                   rows = (args->tokens + experts - 1) / experts, panels = (args->n + UNIT - 1) / UNIT,
                   blocks = exec->multiprocessors, down = (rows + WIDEST - 1) / WIDEST * experts,
                   pairs = panels / 2 * down;
