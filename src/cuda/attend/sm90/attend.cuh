@@ -118,9 +118,11 @@ quern_status sm90_lists_sum(const attend_launch &l, const sm90_lists &lists, int
 typedef quern_status sm90_attend_back(const attend_args *args, const attend_launch &l,
                                       const sm90_backward_plan &plan, const quern_tensor &d_q,
                                       cudaStream_t stream);
-sm90_attend_back sm90_backward_bf16_64, sm90_backward_bf16_128, sm90_backward_f16_64, sm90_backward_f16_128;
+sm90_attend_back sm90_backward_bf16_64, sm90_backward_bf16_128, sm90_backward_bf16_192;
+sm90_attend_back sm90_backward_f16_64, sm90_backward_f16_128, sm90_backward_f16_192;
 
-/* Above head dim 128: dQ, and dK and dV, by kernels of their own. */
+/* Of head dim 256, and of 192/128 where dQ's sums have no room: dQ, and dK and dV, by kernels of their own.
+ */
 sm90_attend sm90_rows_bf16_192, sm90_rows_bf16_256, sm90_rows_f16_192, sm90_rows_f16_256;
 typedef quern_status sm90_attend_keys(const attend_args *args, const attend_launch &l,
                                       const sm90_backward_plan &plan, cudaStream_t stream);

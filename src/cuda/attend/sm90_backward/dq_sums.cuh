@@ -123,7 +123,7 @@ struct stored_rows {
 /* Shared memory of a block that stores d_q. Each pair of a warp that fetches and a warpgroup that stores has
  * a ring of tiles. */
 template <int DIM, int PAIRS> struct store_memory {
-    enum { SLOTS = 6 / PAIRS };
+    enum { SLOTS = (DIM > 128 ? 4 : 6) / PAIRS };
     float tile[PAIRS * SLOTS][SM90_BACKWARD_ROWS * DIM];
     uint64_t full[PAIRS * SLOTS], free[PAIRS * SLOTS];
     stored_rows of[PAIRS * SLOTS];

@@ -15,26 +15,32 @@
 namespace sm90_backward
 {
 
-enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16, BUFFERS = 2 };
-/* Named barriers: one; of each buffer of dQ; of each buffer of dS and, where they alternate, warpgroup, so
- * that no warpgroup arrives a second time before the other has waited for the first; of the warpgroup whose
- * products are next. */
-enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4, TURN = 12 };
+enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16 };
+/* Named barriers: one; of dQ of each adding warp; of each buffer of dS, or, where warpgroups hand it to each
+ * other, of each warpgroup. */
+enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4 };
 
 struct maps {
     CUtensorMap q, d_o, k, v, d_q;
 };
 
-/* Of the rows of a stage. lse2: times log2 e, +inf where a row sees nothing. */
-struct statistics {
+/* Of the rows of a stage, with AT::FOURS each at place_of_row(). lse2: times log2 e, +inf where a row sees
+ * nothing. */
+struct alignas(16) statistics {
     float lse2[MOST_ROWS], delta[MOST_ROWS], row_scale[MOST_ROWS];
-    int32_t lo[MOST_ROWS], hi[MOST_ROWS]; /* the keys that it sees, with KEYS_OF_ROWS */
     int32_t part;        /* some rows do not see all keys: 1; and something in them is not finite: 3 */
     int32_t next_halves; /* halves_seen() of the step behind this one */
     uint32_t empty[2];   /* rows that see nothing, by their lse or as there are none: a bit each */
     int32_t query;       /* the first row's */
     int32_t pad[3];
 };
+
+/* Rows 2 c and 2 c + 1 of a tile of eight, and those of the next tile, follow one another: a thread loads
+ * these four at once. */
+__device__ __forceinline__ int place_of_row(int row)
+{
+    return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
+}
 
 /* The keys of a block, and its share of the tiles of queries that see them. */
 struct key_block {
@@ -332,12 +338,12 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
         AT::free::wait_before(base, AT::place::of(t));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = lane + i * 32;
-            st->lse2[row] = exp2_lse(lse[i]);
-            st->delta[row] = !AT::RATIO || a.row_scale.p == NULL ? delta[i]
-                             : row_scale[i] != 0.0f              ? delta[i] / row_scale[i]
-                                                                 : 0.0f;
-            st->row_scale[row] = row_scale[i];
+            const int row = lane + i * 32, place = AT::FOURS ? place_of_row(row) : row;
+            st->lse2[place] = exp2_lse(lse[i]);
+            st->delta[place] = a.row_scale.p == NULL  ? delta[i]
+                               : row_scale[i] != 0.0f ? delta[i] / row_scale[i]
+                                                      : 0.0f;
+            st->row_scale[place] = row_scale[i];
         }
         parts = __any_sync(~0u, parts);
         bool nonfinite = false;
@@ -352,16 +358,6 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
                         row_nonfinite<T, AT::ROWS, AT::DIM_V / 64>(smem + AT::DO + stage * AT::DO_BYTES, row);
             __syncwarp();
             nonfinite = __any_sync(~0u, nonfinite);
-        }
-        if (AT::KEYS_OF_ROWS && (parts || t == 0)) {
-#pragma unroll 1
-            for (int row = lane; row < AT::ROWS; row += 32) {
-                int lo = 0, hi = 0;
-                if (((row < 32 ? empty[0] : empty[1]) >> lane & 1) == 0)
-                    row_keys(a, sequence_of(b), query + row, &lo, &hi);
-                st->lo[row] = lo;
-                st->hi[row] = hi;
-            }
         }
         if (lane == 0) {
             st->part = (parts ? 1 : 0) | (nonfinite ? 2 : 0);
@@ -385,14 +381,13 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
     else fetch_and_search<T, AT, false>(a, plan, b, smem, base);
 }
 
-/* Warps 2 and 3 of the feeder, one for each buffer: one thread adds dQ of every second step when its turn
- * comes. */
+/* Warps 2 and 3 of the feeder: one thread each adds dQ of every second step when its turn comes. */
 template <typename AT>
 __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_backward_plan &plan,
-                                         const key_block &b, const maps &m, uint32_t base, int buffer)
+                                         const key_block &b, const maps &m, uint32_t base, int which)
 {
-    const int steps = b.tiles * a.hs;
-    for (int t = buffer; t < steps; t += BUFFERS) {
+    const int steps = b.tiles * a.hs, buffer = AT::DQ_BUFFERS == ADDERS ? which : 0;
+    for (int t = which; t < steps; t += ADDERS) {
         int head, lo = 0, hi;
         const int tile = tile_at_step(a, plan, b, t, &head);
         int32_t *turn = plan.turns + (int64_t)head * plan.tiles + b.turns + tile;
@@ -405,7 +400,7 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
             }
         }
         __syncwarp();
-        named_sync(DQ_FULL + buffer, AT::DQ_THREADS + 32);
+        named_sync(DQ_FULL + which, AT::DQ_THREADS + 32);
         if ((threadIdx.x & 31) == 0) {
             const int to_head = head - plan.kv0 * a.group, query = b.q0 + tile * AT::ROWS;
             const uint32_t from = base + AT::DQ + buffer * AT::DQ_BYTES;

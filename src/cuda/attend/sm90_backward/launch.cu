@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * launch.cu - the launches of attention's backward on Hopper. Above head dim 128 one kernel
- * writes dQ, one dK and dV. Up to 128 one kernel makes all three, and dQ is summed in f32: in place where d_q
- * is f32, else in workspace (dq_sums.cuh), as many key/value heads at a time as MOST_SUMS bytes hold, from
- * where blocks of the same launch store it in d_q's dtype.
+ * launch.cu - the launches of attention's backward on Hopper. Above head dims 192/128 one kernel writes dQ,
+ * one dK and dV. Up to there one kernel makes all three, and dQ is summed in f32: in place where d_q is f32,
+ * else in workspace (dq_sums.cuh), as many key/value heads at a time as MOST_SUMS bytes hold, from where
+ * blocks of the same launch store it in d_q's dtype.
  *
  * Workspace: the counters (of tickets, of blocks that are done and of tiles stored, each a word for each
  * key/value head; of turns, a word for each tile and head), then the sums, then what lists need, each from a
@@ -18,6 +18,17 @@
 static const size_t MOST_SUMS = (size_t)2 << 30;
 enum { ROWS = 16, CHUNKS = 16, BESIDE_KEYS = 1024, BESIDE_WAVES = 8 };
 
+static bool is_wide(const attend_args *args)
+{
+    return args->q.shape[3] > 128 || args->v.shape[3] > 128;
+}
+
+/* The padded head dim of K in the kernel that sums dQ. */
+static int padded_dim(const attend_args *args)
+{
+    return is_wide(args) ? 192 : sm90_padded_dim(args);
+}
+
 struct room {
     int64_t tiles;         /* of 64 queries, of all sequences */
     size_t counters, sums; /* bytes */
@@ -29,7 +40,7 @@ struct room {
 static size_t sums_of_a_head(const attend_args *args, int64_t tiles)
 {
     const int64_t kv_heads = args->k.shape[2], group = kv_heads > 0 ? args->q.shape[2] / kv_heads : 1;
-    return (size_t)(tiles * SM90_BACKWARD_ROWS * group * sm90_padded_dim(args)) * sizeof(float);
+    return (size_t)(tiles * SM90_BACKWARD_ROWS * group * padded_dim(args)) * sizeof(float);
 }
 
 static room room_of(const attend_args *args)
@@ -59,9 +70,13 @@ bool sm90_sums_fit(const attend_args *args)
     return tiles * SM90_BACKWARD_ROWS <= 2 * tokens || sums_of_a_head(args, tiles) <= MOST_SUMS;
 }
 
-static bool is_wide(const attend_args *args)
+/* Whether dQ has a kernel of its own: dK and dV take all registers, or, above head dim 128, dQ's sums have no
+ * room. */
+static bool is_apart(const attend_args *args)
 {
-    return args->q.shape[3] > 128 || args->v.shape[3] > 128;
+    if (!is_wide(args)) return false;
+    return args->q.shape[3] > 192 || args->v.shape[3] > 128 ||
+           !(args->d_q.dtype == QUERN_F32 ? tma_can(args->d_q) : sm90_sums_fit(args));
 }
 
 int sm90_backward_keys(const attend_args *args)
@@ -72,7 +87,7 @@ int sm90_backward_keys(const attend_args *args)
 size_t sm90_attend_backward_bytes(const attend_args *args)
 {
     if (args->q.dtype == QUERN_F32 || (present(args->list) && is_wide(args))) return 0;
-    if (is_wide(args)) return SM90_COUNT_BYTES;
+    if (is_apart(args)) return SM90_COUNT_BYTES;
     if (args->d_q.dtype != QUERN_F32 && !sm90_sums_fit(args)) return 0; /* another kernel's call */
     const room r = room_of(args);
     return r.counters + r.sums + r.lists.clean + r.lists.shares + r.lists.sums + SM90_LINE - 1;
@@ -203,9 +218,10 @@ static quern_status backward_lists(const attend_args *args, attend_launch l, con
 quern_status sm90_attend_backward(const attend_args *args, const attend_launch &l, int64_t pieces,
                                   const sm90_backward_call &call, cudaStream_t stream)
 {
-    static sm90_attend_back *const table[2][2] = {{sm90_backward_bf16_64, sm90_backward_bf16_128},
-                                                  {sm90_backward_f16_64, sm90_backward_f16_128}};
-    if (is_wide(args)) return backward_wide(args, l, pieces, call, stream);
+    static sm90_attend_back *const table[2][3] = {
+        {sm90_backward_bf16_64, sm90_backward_bf16_128, sm90_backward_bf16_192},
+        {sm90_backward_f16_64, sm90_backward_f16_128, sm90_backward_f16_192}};
+    if (is_apart(args)) return backward_wide(args, l, pieces, call, stream);
     const attend_kernel &a = l.kernel;
     const room r = room_of(args);
     char *const counters = (char *)sm90_whole_lines((uintptr_t)call.workspace);
@@ -222,7 +238,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     plan.turns = (int32_t *)counters + 3 * a.kv_heads;
     plan.sums = in_place ? NULL : sums;
     plan.wide = rows_aligned16(args->d_q);
-    sm90_attend_back *const back = table[l.dtype == QUERN_F16][l.dim > 64];
+    sm90_attend_back *const back = table[l.dtype == QUERN_F16][is_wide(args) ? 2 : l.dim > 64];
     char *const lists = (char *)sums + r.sums;
     quern_status status =
         cuda_report(cudaMemsetAsync(counters, 0, r.counters, stream), "attention's backward: its counters");

@@ -54,11 +54,11 @@ __device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_b
     named_sync(CLEANING, THREADS);
 }
 
-/* dQ of the rows that see what is not finite in K becomes NaN. */
+/* dQ of the rows that see what is not finite in K becomes NaN, in NQ columns from eight `first` on. */
 template <typename T, int NQ>
 __device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend_kernel &a,
                                             const key_block &b, const char *keys, int query, int head,
-                                            int group)
+                                            int first)
 {
     int lo[2] = {0, 0}, hi[2] = {0, 0};
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend
         if (!s0 && !s1) continue;
 #pragma unroll
         for (int i = 0; i < NQ / 8; i++) {
-            const T *p = (const T *)(keys + tile_at<KEYS>(j, group * (NQ / 8) + i)) + (threadIdx.x & 3) * 2;
+            const T *p = (const T *)(keys + tile_at<KEYS>(j, first + i)) + (threadIdx.x & 3) * 2;
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 const bool nonfinite = !isfinite(to_float<T>(p[c]));
@@ -102,7 +102,7 @@ __device__ __forceinline__ void columns_of_rows(float (&dq)[NQ / 8][4], uint32_t
     wg_commit();
 }
 
-/* Puts scale dq where TMA takes it from; `to`: this lane's first two columns. */
+/* Puts scale dq where TMA takes it from, in panels of 32 columns; `to`: this lane's first two columns. */
 template <int ROWS, int NQ>
 __device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_t to, float scale)
 {
@@ -124,32 +124,25 @@ __device__ __forceinline__ void write_held(const float (&dq)[NQ / 8][4], uint32_
                       dq[i][3] * scale);
 }
 
-/* A warpgroup that makes dS^T, or half of dQ's columns, or both: where it puts them, and what dQ's product
- * reads. */
+/* A warpgroup that makes dS^T, or columns of dQ, or both. */
 template <typename T, typename AT> struct computing {
-    static constexpr int NT = ROWS / 8, NQ = AT::DIM_K / 2;
+    static constexpr int NT = ROWS / 8;
     const attend_kernel &a;
     const sm90_backward_plan &plan;
     key_block &b;
     char *smem;
     uint32_t base;
     int group, steps;
-    /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the
-     * first store of dQ (panels of 32 columns). */
-    uint32_t own_ds, own_dq, all_ds, columns;
-    bool nonfinite; /* something in K is not finite */
+    uint32_t own_ds; /* a lane's part of the first stmatrix of dS^T: rows of 64 queries, one for each key */
+    bool nonfinite;  /* something in K is not finite */
 
     __device__ __forceinline__ computing(const attend_kernel &kernel, const sm90_backward_plan &shared,
                                          key_block &block, char *memory, uint32_t address, int which)
-        : a(kernel), plan(shared), b(block), smem(memory), base(address), group(which)
+        : a(kernel), plan(shared), b(block), smem(memory), base(address), group(which), nonfinite(false)
     {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
         steps = b.tiles * a.hs;
         own_ds = base + AT::DS + tile_at<KEYS>(group * 64 + warp * 16 + (lane & 15), lane >> 4);
-        own_dq = base + AT::DQ + group * (NQ / 32) * (ROWS * 128) +
-                 tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
-        all_ds = base + AT::DS;
-        columns = base + AT::K + (AT::DIM_K == 64 ? group * 64 : group * (KEYS * 128));
     }
 
     __device__ __forceinline__ const statistics *statistics_of(int t) const
@@ -172,7 +165,17 @@ template <typename T, typename AT> struct computing {
             });
     }
 
-    /* Puts step t's dS^T where dQ's products read it. */
+    /* Whether step t's dS^T may go where dQ's products read it. */
+    __device__ __forceinline__ bool may_put_ds(int t) const
+    {
+        return AT::ds_free::test_before(base, AT::ds_free::place::of(t));
+    }
+
+    __device__ __forceinline__ void wait_to_put_ds(int t) const
+    {
+        AT::ds_free::wait_before(base, AT::ds_free::place::of(t));
+    }
+
     __device__ __forceinline__ void put_ds(const uint32_t (&f)[NT / 2][4], int t) const
     {
 #pragma unroll
@@ -180,12 +183,7 @@ template <typename T, typename AT> struct computing {
             stmatrix4((own_ds + t % AT::DS_BUFFERS * AT::DS_BYTES) ^ i << 5, f[i]);
     }
 
-    __device__ __forceinline__ void multiply_ds(float (&dq)[NQ / 8][4], int t) const
-    {
-        columns_of_rows<T, NQ>(dq, all_ds + t % AT::DS_BUFFERS * AT::DS_BYTES, columns);
-    }
-
-    /* Whether step t's dQ may go where TMA takes it from. */
+    /* Whether step t's dQ may go where the copy engine takes it from. */
     __device__ __forceinline__ bool may_put_dq(int t) const
     {
         return AT::dq_free::test_before(base, AT::dq_free::place::of(t));
@@ -196,22 +194,57 @@ template <typename T, typename AT> struct computing {
         AT::dq_free::wait_before(base, AT::dq_free::place::of(t));
     }
 
-    __device__ __forceinline__ void put_dq(float (&dq)[NQ / 8][4], int t) const
+    /* Step t's dQ is there. */
+    __device__ __forceinline__ void show_dq(int t) const
     {
-        const uint32_t buffer = t % BUFFERS * AT::DQ_BYTES;
-        if (plan.sums != NULL)
-            write_held<NQ>(dq,
-                           base + AT::DQ + buffer + held_at(group * (NQ / 8)) * 4 + (threadIdx.x & 127) * 16,
-                           a.scale);
-        else write_rows<ROWS, NQ>(dq, own_dq + buffer, a.scale);
+        async_fence();
+        named_arrive(DQ_FULL + t % ADDERS, AT::DQ_THREADS + 32);
+    }
+};
+
+/* NQ columns of dQ, from `first` on, that a warpgroup makes of all keys. */
+template <typename T, typename AT, int NQ> struct dq_columns {
+    const computing<T, AT> &w;
+    int first;
+    /* A lane's part of the first store of dQ (panels of 32 columns), and what the product reads. */
+    uint32_t own_dq, all_ds, columns;
+
+    __device__ __forceinline__ dq_columns(const computing<T, AT> &warpgroup, int column)
+        : w(warpgroup), first(column)
+    {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+        all_ds = w.base + AT::DS;
+        own_dq = w.base + AT::DQ + first / 32 * (ROWS * 128) +
+                 tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
+        columns = w.base + AT::K + first / 64 * (KEYS * 128) + first % 64 * 2;
     }
 
-    /* dQ of step t's rows that see what is not finite in K becomes NaN. */
-    __device__ __forceinline__ void poison(float (&dq)[NQ / 8][4], int t) const
+    /* Those of step t. unclean: something in K is not finite, and not all rows see all keys. read: called
+     * when dS has been read. All threads that make dQ call. */
+    template <typename F>
+    __device__ __forceinline__ void make(float (&dq)[NQ / 8][4], int t, bool unclean, F read) const
     {
-        int head;
-        const int tile = tile_at_step(a, plan, b, t, &head);
-        poison_rows<T, NQ>(dq, a, b, smem + AT::K, tile * ROWS, head, group);
+        char *const keys = w.smem + AT::K;
+        if (unclean) clean_keys<T, AT::DIM_K, AT::DQ_THREADS>(keys);
+        columns_of_rows<T, NQ>(dq, all_ds + t % AT::DS_BUFFERS * AT::DS_BYTES, columns);
+        wg_wait<0>(dq);
+        read();
+        if (unclean) {
+            restore_keys<T, AT::DIM_K, AT::DQ_THREADS>(w.a, w.b, keys);
+            int head;
+            const int tile = tile_at_step(w.a, w.plan, w.b, t, &head);
+            poison_rows<T, NQ>(dq, w.a, w.b, keys, tile * ROWS, head, first / 8);
+        }
+    }
+
+    /* Puts them where the copy engine takes them from. */
+    __device__ __forceinline__ void put(float (&dq)[NQ / 8][4], int t) const
+    {
+        const uint32_t buffer = t % AT::DQ_BUFFERS * AT::DQ_BYTES;
+        if (w.plan.sums != NULL)
+            write_held<NQ>(dq, w.base + AT::DQ + buffer + held_at(first / 8) * 4 + (threadIdx.x & 127) * 16,
+                           w.a.scale);
+        else write_rows<ROWS, NQ>(dq, own_dq + buffer, w.a.scale);
     }
 };
 

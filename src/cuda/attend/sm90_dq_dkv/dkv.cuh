@@ -60,8 +60,7 @@ template <int DK, int DV> struct keys_layout {
     typedef barriers_at<offsetof(memory, free), STAGES> free;
     typedef barriers_at<offsetof(memory, stats_full), STAGES> stats_full;
     typedef barriers_at<CLEAN, 1> clean;
-    static constexpr bool RATIO = true, /* its delta is of rows without row_scale */
-        KEYS_OF_ROWS = false, HALVES = false;
+    static constexpr bool FOURS = false, HALVES = false;
     static_assert(FEED + GROUPS * COMPUTE <= 504,
                   "setmaxnreg waits for registers that a launch does not have");
     static_assert(sizeof(memory) <= 227 * 1024, "more than a block can have");
