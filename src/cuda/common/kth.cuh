@@ -122,7 +122,9 @@ template <int THREADS> __device__ __forceinline__ void kth_find_bin(kth_room<THR
     __syncthreads();
 }
 
-/* The k-th best of up to KTH_LEFT ranks; each warp finds it. */
+/* The k-th best of up to KTH_LEFT ranks; each warp finds it. ONCE: a block calls once or twice, so that short
+ * code is faster than a loop that is unrolled. */
+template <bool ONCE>
 __device__ __forceinline__ uint32_t kth_of_few(const uint32_t *rank, int n, uint32_t k)
 {
     const int lane = (int)threadIdx.x % 32;
@@ -131,9 +133,17 @@ __device__ __forceinline__ uint32_t kth_of_few(const uint32_t *rank, int n, uint
     for (int i = lane; i < KTH_LEFT; i += 32) {
         const uint32_t own = i < n ? rank[i] : 0;
         uint32_t better = 0, same = 0;
-        for (int other = 0; other < n; other++) {
-            better += rank[other] > own;
-            same += rank[other] == own;
+        if constexpr (ONCE) {
+#pragma unroll 1
+            for (int other = 0; other < n; other++) {
+                better += rank[other] > own;
+                same += rank[other] == own;
+            }
+        } else {
+            for (int other = 0; other < n; other++) {
+                better += rank[other] > own;
+                same += rank[other] == own;
+            }
         }
         if (i < n && better < k && k <= better + same) found = own;
     }
@@ -141,8 +151,9 @@ __device__ __forceinline__ uint32_t kth_of_few(const uint32_t *rank, int n, uint
 }
 
 /* The k-th best of all ranks but 0, of which there are k at least: each(use) calls use(rank) for this
- * thread's. All threads of the block call, and get it; a barrier comes before m is used again. */
-template <int THREADS, typename Each>
+ * thread's. All threads of the block call, and get it; a barrier comes before m is used again. ONCE: as
+ * above. */
+template <bool ONCE, int THREADS, typename Each>
 __device__ __forceinline__ uint32_t kth_best(kth_room<THREADS> &m, uint32_t k, const Each &each)
 {
     uint32_t low, high;
@@ -164,7 +175,7 @@ __device__ __forceinline__ uint32_t kth_best(kth_room<THREADS> &m, uint32_t k, c
                 if (here(rank)) m.left[atomicAdd(&m.lefts, 1u)] = rank;
             });
             __syncthreads();
-            return kth_of_few(m.left, n, k);
+            return kth_of_few<ONCE>(m.left, n, k);
         }
         kth_range(m, each, here, low, high);
     }

@@ -32,6 +32,13 @@ namespace sm90_indexer
 enum { STEPS = WIDTH / 16, PANELS = WIDTH / 64 };
 enum { Q_FILLERS = 96, CHOOSERS = 128, KEY_USERS = KEYS / 16, SCORE_GIVERS = KEYS };
 
+/* Heads of one query that a thread has asked for, before it stores them; none of several queries. */
+template <int Q> struct raw_heads {
+};
+template <> struct raw_heads<1> {
+    uint4 of[(HEADS * WIDTH / 8 + Q_FILLERS - 1) / Q_FILLERS][Q_FILLERS];
+};
+
 /* What the feed fills, of Q queries a tile. */
 template <typename K, int Q, int STAGES> struct fed {
     static constexpr int ROUNDS = Q == 1 ? 2 : 1, /* of queries */
@@ -41,6 +48,7 @@ template <typename K, int Q, int STAGES> struct fed {
     float w[ROUNDS][Q][HEADS];
     uint32_t here[STAGES]; /* which runs of a stage there are */
     item_of item[ROUNDS];  /* of one query a tile, whose; stages 0: there are no more */
+    raw_heads<Q> raw;
     ring<STAGES> keys;
     ring<ROUNDS> queries;
 };

@@ -117,6 +117,24 @@ template <typename K, entry_format FORMAT> struct bytes {
 
 /* Of types of keys K that scale a head as they store it, and its weight: K::store() returns by what. */
 template <typename K> struct scaled_queries {
+    /* Of one query: its heads stand in shared memory until a loop stores them. The loop's code, unrolled,
+     * would run once, and take some 5 us to come from L2. */
+    template <int N>
+    static __device__ __forceinline__ void fill_one(const index_kernel &a, fed<K, 1, N> &m, int stage,
+                                                    const item_of &x, int t)
+    {
+        const int c = t % CHUNKS * 8, row0 = t / CHUNKS;
+        const float weight = load_weight<1>(a, x, row0, t);
+        load_heads<bf16, 1>(a, x, row0, c, [&](int i, int, uint4 x) { m.raw.of[i][t] = x; });
+#pragma unroll 1
+        for (int i = 0, row = row0; i < at_once<1>(); i++, row += ROWS_AT_ONCE) {
+            const bool is_row = row < HEADS;
+            const float scale =
+                K::template store<HEADS>(a, (char *)m.q[stage][0], is_row ? row : -1, c, m.raw.of[i][t]);
+            if (is_row && t % CHUNKS == i) m.w[stage][0][row] = weight * scale;
+        }
+    }
+
     /* A tile's, by Q_FILLERS threads, this one number t; 16 lanes have a head. */
     template <int Q, int N>
     static __device__ __forceinline__ void fill_queries(const index_kernel &a, fed<K, Q, N> &m, int stage,
@@ -124,15 +142,18 @@ template <typename K> struct scaled_queries {
     {
         enum { TILE = fed<K, Q, N>::TILE };
         const int c = t % CHUNKS * 8;
-        for (int row0 = t / CHUNKS; row0 < Q * HEADS; row0 += at_once<Q>() * ROWS_AT_ONCE) {
-            const float weight = load_weight<Q>(a, x, row0, t);
-            load_heads<bf16, Q>(a, x, row0, c, [&](int i, int row, uint4 x) {
-                const bool is_row = row < Q * HEADS;
-                char *const tile = (char *)m.q[stage][is_row ? row / TILE : 0];
-                const float scale = K::template store<TILE>(a, tile, is_row ? row % TILE : -1, c, x);
-                if (is_row && t % CHUNKS == i) m.w[stage][row / HEADS][row % HEADS] = weight * scale;
-            });
-        }
+        if constexpr (Q == 1)
+            fill_one(a, m, stage, x, t);
+        else
+            for (int row0 = t / CHUNKS; row0 < Q * HEADS; row0 += at_once<Q>() * ROWS_AT_ONCE) {
+                const float weight = load_weight<Q>(a, x, row0, t);
+                load_heads<bf16, Q>(a, x, row0, c, [&](int i, int row, uint4 x) {
+                    const bool is_row = row < Q * HEADS;
+                    char *const tile = (char *)m.q[stage][is_row ? row / TILE : 0];
+                    const float scale = K::template store<TILE>(a, tile, is_row ? row % TILE : -1, c, x);
+                    if (is_row && t % CHUNKS == i) m.w[stage][row / HEADS][row % HEADS] = weight * scale;
+                });
+            }
     }
 };
 

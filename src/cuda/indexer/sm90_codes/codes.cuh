@@ -12,6 +12,7 @@ namespace sm90_indexer
 
 struct codes : bytes<codes, ENTRY_FP8>, scaled_queries<codes> {
     enum { STEPS = WIDTH / 32, Q_PANELS = 1, ONE_STAGES = 8 };
+    enum { SLOTS = 26 }; /* there is room, and lists are cut meanwhile */
 
     /* Stores eight channels of a head from c on, as codes; returns their scale. Row -1: none that is stored.
      * In a step of 32 channels lane l of four has those at 4 l and at 16 + 4 l: eight of its 32. */

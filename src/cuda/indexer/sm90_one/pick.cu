@@ -8,7 +8,8 @@
  * keys whose rank passes are read, and those that pass are kept in their order, among which the k-th best is
  * found. Where groups are too few for that, or those that pass have no room, the k-th best is found among
  * all, which reads the scores five times. It may start while the scores run. Limit: the steps that follow one
- * another.
+ * another, and their code: a block runs it once, and an instruction that comes from L2 takes some ten clocks.
+ * So the loops of long rows stay loops, and what is done twice is a function.
  */
 #include "common/kth.cuh"
 #include "indexer/sm90_one/params.cuh"
@@ -18,18 +19,20 @@ using namespace sm90_indexer;
 enum {
     TEAM = 1024,
     WARPS = TEAM / 32,
-    PASSED = 4 << 10,  /* keys, or groups of them */
-    GROUPS = 16 << 10, /* that the block's threads hold */
-    FOURS = 4,         /* scores that a thread reads at once, in fours */
-    ROUND = 8 * FOURS, /* groups of a warp's turn */
-    SHORT_EACH = 16,   /* keys of a thread */
-    SHORT_EARLY = 8    /* queries */
+    PASSED = 4 << 10,    /* keys, or groups of them */
+    GROUPS = 16 << 10,   /* whose ranks have room */
+    FOURS = 4,           /* scores that a thread reads at once, in fours */
+    AT_ONCE = 2,         /* the same, of groups that have passed */
+    ROUND = 8 * AT_ONCE, /* groups of a warp's turn */
+    SHORT_EACH = 16,     /* keys of a thread */
+    SHORT_EARLY = 8      /* queries */
 };
 
 struct pick_shared {
     kth_room<TEAM> kth;
     block_sums<TEAM> sums;
-    uint32_t rank[PASSED], key[PASSED];
+    alignas(16) uint32_t rank[GROUPS + PASSED]; /* of groups, and of keys that have passed */
+    uint32_t key[PASSED];
     uint16_t group[PASSED];
 };
 static_assert(TEAM * SHORT_EACH == SHORT_ROW, "rows without ranks are short");
@@ -82,7 +85,7 @@ static __device__ __noinline__ void choose_among_all(pick_shared &m, const float
     const int lane = (int)threadIdx.x % 32, rows = (seen + 127) / 128, each = (rows + WARPS - 1) / WARPS,
               first = (int)threadIdx.x / 32 * each * 128, end = min(first + each * 128, seen);
     const uint32_t kth =
-        kth_best(m.kth, (uint32_t)k, [&](const auto &use) { sweep(raw, seen, use); });
+        kth_best<true>(m.kth, (uint32_t)k, [&](const auto &use) { sweep(raw, seen, use); });
     const auto rank_at = [&](const float4 &x, int key, int e) {
         return key + e < end ? rank_of((&x.x)[e]) : 0;
     };
@@ -115,31 +118,36 @@ static __device__ __noinline__ void choose_among_all(pick_shared &m, const float
     }
 }
 
+/* The k-th best of n ranks from number `first` on. */
+static __device__ __noinline__ uint32_t kth_in(int first, int n, int k)
+{
+    extern __shared__ __align__(16) char memory[];
+    pick_shared &m = *(pick_shared *)memory;
+    return kth_best<true>(m.kth, (uint32_t)k, [&](const auto &use) {
+#pragma unroll 1
+        for (int i = (int)threadIdx.x; i < n; i += TEAM) use(m.rank[first + i]);
+    });
+}
+
 /* Notes the groups whose rank is as good as the k-th best of these, in their order; sets what that is.
  * Returns how many they are. */
 static __device__ __forceinline__ uint32_t pass_groups(pick_shared &m, const uint32_t *best, int groups,
                                                        int k, uint32_t &bound)
 {
-    enum { EACH = GROUPS / TEAM };
-    const int own = ((groups + TEAM - 1) / TEAM + 3) / 4 * 4, first = (int)threadIdx.x * own;
-    uint32_t rank[EACH], count = 0, all;
-#pragma unroll
-    for (int i = 0; i < EACH; i += 4) {
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (i < own && first + i < groups) x = __ldcg((const uint4 *)(best + first + i));
-#pragma unroll
-        for (int e = 0; e < 4; e++) rank[i + e] = first + i + e < groups ? (&x.x)[e] : 0;
-    }
-    bound = kth_best(m.kth, (uint32_t)k, [&](const auto &use) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) use(rank[i]);
-    });
-#pragma unroll
-    for (int i = 0; i < EACH; i++) count += rank[i] >= bound;
+    const int own = ((groups + TEAM - 1) / TEAM + 3) / 4 * 4, first = (int)threadIdx.x * own,
+              end = min(first + own, groups);
+    uint32_t count = 0, all;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x * 4; i < groups; i += TEAM * 4)
+        *(uint4 *)&m.rank[i] = __ldcg((const uint4 *)(best + i));
+    __syncthreads();
+    bound = kth_in(0, groups, k);
+#pragma unroll 1
+    for (int i = first; i < end; i++) count += m.rank[i] >= bound;
     uint32_t at = block_before(m.sums, 0, count, all);
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-        if (rank[i] >= bound && at < PASSED) m.group[at++] = (uint16_t)(first + i);
+#pragma unroll 1
+    for (int i = first; i < end; i++)
+        if (m.rank[i] >= bound && at < PASSED) m.group[at++] = (uint16_t)i;
     __syncthreads();
     return all;
 }
@@ -154,17 +162,17 @@ static __device__ __forceinline__ uint32_t pass_keys(pick_shared &m, const float
     uint32_t kept = 0;
     for (int from = 0, turn = 1; from < groups; from += ROUND * WARPS, turn ^= 1) {
         const int first = from + (int)threadIdx.x / 32 * ROUND + lane / 4;
-        int key[FOURS];
-        float4 x[FOURS];
+        int key[AT_ONCE];
+        float4 x[AT_ONCE];
         uint32_t passed = 0, counts = 0, all;
 #pragma unroll
-        for (int i = 0; i < FOURS; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             const bool here = first + i * 8 < groups;
             key[i] = here ? m.group[first + i * 8] * RANKED + lane % 4 * 4 : seen;
             if (key[i] < seen) x[i] = four_scores(raw, key[i]);
         }
 #pragma unroll
-        for (int i = 0; i < FOURS; i++)
+        for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const bool passes = key[i] + e < seen && rank_of((&x[i].x)[e]) >= bound;
@@ -175,12 +183,12 @@ static __device__ __forceinline__ uint32_t pass_keys(pick_shared &m, const float
                        warp = block_before(m.sums, turn, lane == 0 ? __dp4a(sums, 0x01010101u, 0u) : 0u, all);
         uint32_t place = kept + __shfl_sync(~0u, warp, 0);
 #pragma unroll
-        for (int i = 0; i < FOURS; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             uint32_t at = place + ((upto - counts) >> i * 8 & 255);
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 if ((passed >> (i * 4 + e) & 1) != 0 && at < PASSED) {
-                    m.rank[at] = rank_of((&x[i].x)[e]);
+                    m.rank[GROUPS + at] = rank_of((&x[i].x)[e]);
                     m.key[at++] = (uint32_t)(key[i] + e);
                 }
             place += sums >> i * 8 & 255;
@@ -195,15 +203,16 @@ static __device__ __forceinline__ uint32_t pass_keys(pick_shared &m, const float
 static __device__ __forceinline__ void choose_passed(pick_shared &m, int n, int k, int32_t *idx)
 {
     const int own = (n + TEAM - 1) / TEAM, first = (int)threadIdx.x * own, end = min(first + own, n);
+    const uint32_t *const rank = m.rank + GROUPS;
     uint32_t counts = 0, all;
-    const uint32_t kth = kth_best(m.kth, (uint32_t)k, [&](const auto &use) {
-        for (int i = (int)threadIdx.x; i < n; i += TEAM) use(m.rank[i]);
-    });
+    const uint32_t kth = kth_in(GROUPS, n, k);
+#pragma unroll 1
     for (int i = first; i < end; i++)
-        counts += (uint32_t)(m.rank[i] > kth) | (uint32_t)(m.rank[i] == kth) << 16;
+        counts += (uint32_t)(rank[i] > kth) | (uint32_t)(rank[i] == kth) << 16;
     const uint32_t before = block_before(m.sums, 0, counts, all);
     written w = {before & 0xffff, before >> 16};
-    for (int i = first; i < end; i++) write_key(idx, w, m.rank[i], kth, k - (all & 0xffff), (int)m.key[i]);
+#pragma unroll 1
+    for (int i = first; i < end; i++) write_key(idx, w, rank[i], kth, k - (all & 0xffff), (int)m.key[i]);
 }
 
 /* What needs no choice: the count, the list's end, the scores as they are asked for, and a list of all that a
@@ -278,7 +287,7 @@ static __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 #pragma unroll
         for (int e = 0; e < 4; e++) rank[i + e] = first + i * 32 + e < seen ? rank_of((&x.x)[e]) : 0;
     }
-    const uint32_t kth = kth_best(m.kth, (uint32_t)a.k, [&](const auto &use) {
+    const uint32_t kth = kth_best<false>(m.kth, (uint32_t)a.k, [&](const auto &use) {
 #pragma unroll
         for (int i = 0; i < SHORT_EACH; i++) use(rank[i]);
     });
