@@ -105,18 +105,26 @@ static __host__ __device__ inline bool plane_aligned(const plane_view &v, int64_
             (uint64_t)(bytes - 1)) == 0;
 }
 
-/* The keys of a head's block of sequence b; NULL where the table does not name a page of the pool. */
+/* Where the table names the page of a block of sequence b; NULL where it has no such column. */
+__device__ __forceinline__ const int32_t *plane_page(const plane_view &v, int64_t b, int64_t block)
+{
+    const uint32_t all = (uint32_t)block, /* positions are i32 */
+        column = v.ring > 0 ? all % (uint32_t)v.ring : all;
+    return column < (uint32_t)v.columns ? v.table + b * v.table_s[0] + column * v.table_s[1] : NULL;
+}
+/* The keys of a head's block in a page; NULL where the pool has no such page. */
+__device__ __forceinline__ char *plane_block_in(const plane_view &v, int32_t page, int head, int32_t *status)
+{
+    if ((uint32_t)page < (uint32_t)v.pages) return v.p + page * v.page + head * v.head;
+    raise_status(status, QUERN_STATUS_BAD_PAGE);
+    return NULL;
+}
+/* The same of a block of sequence b. */
 __device__ __forceinline__ char *plane_block(const plane_view &v, int64_t b, int head, int64_t block,
                                              int32_t *status)
 {
-    const int64_t column = v.ring > 0 ? block % v.ring : block;
-    if (column >= v.columns) return NULL;
-    const int32_t page = __ldg(v.table + b * v.table_s[0] + column * v.table_s[1]);
-    if ((uint32_t)page >= (uint32_t)v.pages) {
-        raise_status(status, QUERN_STATUS_BAD_PAGE);
-        return NULL;
-    }
-    return v.p + page * v.page + head * v.head;
+    const int32_t *const page = plane_page(v, b, block);
+    return page != NULL ? plane_block_in(v, __ldg(page), head, status) : NULL;
 }
 
 /* A key's row, and how far behind it its value's row begins. */
@@ -124,12 +132,15 @@ struct plane_row {
     char *key;
     int32_t value;
 };
+__device__ __forceinline__ plane_row plane_row_in(const plane_view &v, char *block, uint32_t row)
+{
+    const int slot = (int)(row % CACHE_BLOCK);
+    return {block != NULL ? block + slot * v.key : NULL, (CACHE_BLOCK - slot) * v.key + slot * v.value};
+}
 __device__ __forceinline__ plane_row plane_row_at(const plane_view &v, int64_t b, int head, int64_t row,
                                                   int32_t *status)
 {
-    char *const block = plane_block(v, b, head, row / CACHE_BLOCK, status);
-    const int slot = (int)(row % CACHE_BLOCK);
-    return {block != NULL ? block + slot * v.key : NULL, (CACHE_BLOCK - slot) * v.key + slot * v.value};
+    return plane_row_in(v, plane_block(v, b, head, (uint32_t)row / CACHE_BLOCK, status), (uint32_t)row);
 }
 
 /* Whether sequence b with `tokens` tokens fits into a plane's table. A block_size: the plane's rows are

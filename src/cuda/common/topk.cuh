@@ -118,23 +118,6 @@ __device__ __forceinline__ int warp_least(const uint32_t *rank, int n, uint32_t 
     return __reduce_add_sync(~0u, count);
 }
 
-/* By one warp: the k-th best of n ranks from `low` on, or `bits` of it below those that all have in common,
- * the rest 0. There is room behind them up to a multiple of 4. */
-__device__ __forceinline__ uint32_t warp_kth(uint32_t *rank, int n, int k, uint32_t low, int bits)
-{
-    const int lane = (int)threadIdx.x % 32, whole = (n + 3) / 4 * 4;
-    uint32_t high = 0;
-    if (n + lane < whole) rank[n + lane] = 0;
-    __syncwarp();
-    for (int i = lane; i < n; i += 32) high = max(high, rank[i]);
-    high = __reduce_max_sync(~0u, high);
-    const int same = low == high ? 32 : __clz((int)(low ^ high));
-    uint32_t found = same == 0 ? 0 : same == 32 ? high : high & ~(~0u >> same);
-    for (int bit = 31 - same, left = bits; bit >= 0 && left > 0; bit--, left--)
-        if (warp_least(rank, whole, found | 1u << bit) >= k) found |= 1u << bit;
-    return found;
-}
-
 /*
  * By a team of THREADS threads, whose barrier is `sync()` and in which this one is number `t`. The team's
  * memory: counts of its warps in two sets, used in turn.

@@ -54,6 +54,25 @@ struct walk_source {
         if (key < 0) return {NULL, 0};
         return plane_row_at(plane, b, head, key, status);
     }
+
+    /* The same in two steps, so that a warp does not wait for the table: a key and its page, as the table has
+     * it, and the row. */
+    struct place {
+        int64_t key; /* -1: none */
+        int32_t page;
+    };
+    template <class Keys> __device__ __forceinline__ place find(const Keys &keys, int slot, int n) const
+    {
+        const int64_t key = slot < n ? keys(slot) : -1;
+        const int32_t *const page = key < 0 ? NULL : plane_page(plane, b, (uint32_t)key / CACHE_BLOCK);
+        if (page == NULL) return {-1, 0};
+        return {key, __ldg(page)};
+    }
+    __device__ __forceinline__ plane_row row(const place &at) const
+    {
+        if (at.key < 0) return {NULL, 0};
+        return plane_row_in(plane, plane_block_in(plane, at.page, head, status), (uint32_t)at.key);
+    }
 };
 
 /* The rows of Q that a block takes, in elements. */
@@ -66,6 +85,7 @@ template <typename T> struct query_rows {
 
 /* Scores are not kept. */
 struct no_scores {
+    __device__ __forceinline__ bool wanted() const { return false; }
     __device__ __forceinline__ void operator()(int, int, float) const {}
 };
 

@@ -6,7 +6,7 @@
 #define QUERN_CUDA_NSA_DECODE_CHOOSE_CUH
 
 #include "common/chunk.cuh"
-#include "common/topk.cuh"
+#include "common/kth.cuh"
 #include "nsa_decode/params.cuh"
 
 namespace nsa_decode
@@ -29,7 +29,7 @@ struct contest {
 __device__ __forceinline__ contest contest_of(const nsa_kernel &a, const nsa_query &q)
 {
     contest c;
-    c.candidates = q.position < 0 ? 0 : (int)(q.position / a.select_block) + 1;
+    c.candidates = q.position < 0 ? 0 : (int)quotient((uint32_t)q.position, a.by_block) + 1;
     c.f0 = a.forced_first < c.candidates ? a.forced_first : c.candidates;
     c.g0 = c.candidates;
     if (a.forced_local > 0) {
@@ -45,29 +45,42 @@ __device__ __forceinline__ contest contest_of(const nsa_kernel &a, const nsa_que
 struct choose_room {
     team_room<THREADS> team;
     float mean[256];
-    alignas(16) uint32_t ranks[RANKS_MOST]; /* where there are no more candidates; each is read 33 times */
+    alignas(16) uint32_t ranks[RANKS_MOST]; /* where there are no more candidates */
     int32_t list[CHOSEN_MOST];
 };
 
-/* What each entry counts: the probabilities of rows [row0, row0 + rows), added. */
-__device__ __forceinline__ void add_probabilities(const nsa_kernel &a, const nsa_query &q, float *scratch,
-                                                  int row0, int rows)
+/* The same where keys stand during a walk: what entries count, if there are no more than ENTRIES. */
+template <int ENTRIES> struct choose_space {
+    kth_room<THREADS> kth;
+    alignas(16) float entries[ENTRIES];
+};
+
+/* What each entry counts: the probabilities of rows [row0, row0 + rows), added. Rows of scores have whole
+ * fours. */
+__device__ __forceinline__ void add_probabilities(const nsa_kernel &a, const nsa_query &q,
+                                                  const float *scratch, int row0, int rows, float *entries)
 {
-    const float *const lse2 = scratch + a.at.lse;
-    for (int e = threadIdx.x; e < q.seen; e += THREADS) {
-        float sum = 0.0f;
+    const float *const lse2 = scratch + a.at.lse, *const scores = scratch + a.at.scores;
+    for (int e = threadIdx.x * 4; e < q.seen; e += THREADS * 4) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
-        for (int r = row0; r < row0 + rows; r++)
-            sum += exp2_fast(fmaf(scratch[a.at.scores + r * a.at.width + e], a.scale2, -lse2[r]));
-        scratch[a.at.entries + e] = sum;
+        for (int r = row0; r < row0 + rows; r++) {
+            const float4 x = *(const float4 *)(scores + r * a.at.width + e);
+            const float lse = lse2[r];
+            sum.x += exp2_fast(fmaf(x.x, a.scale2, -lse));
+            sum.y += exp2_fast(fmaf(x.y, a.scale2, -lse));
+            sum.z += exp2_fast(fmaf(x.z, a.scale2, -lse));
+            sum.w += exp2_fast(fmaf(x.w, a.scale2, -lse));
+        }
+        *(float4 *)(entries + e) = sum;
     }
     __syncthreads();
 }
 
 /* The same by the scaled product with the rows' mean: eight lanes an entry. `mean`: shared memory. */
 template <typename T>
-__device__ __forceinline__ void add_means(const nsa_kernel &a, const nsa_query &q, float *scratch, int head0,
-                                          int rows, float *mean)
+__device__ __forceinline__ void add_means(const nsa_kernel &a, const nsa_query &q, int head0, int rows,
+                                          float *mean, float *entries)
 {
     enum { LANES = 8 };
     const plane_view &plane = a.plane[CMP];
@@ -91,7 +104,7 @@ __device__ __forceinline__ void add_means(const nsa_kernel &a, const nsa_query &
         }
 #pragma unroll
         for (int by = 1; by < LANES; by *= 2) dot += __shfl_xor_sync(~0u, dot, by);
-        if (lane == 0 && e < q.seen) scratch[a.at.entries + e] = dot * a.scale;
+        if (lane == 0 && e < q.seen) entries[e] = dot * a.scale;
     }
     __syncthreads();
 }
@@ -112,22 +125,26 @@ __device__ __forceinline__ float block_score(const nsa_kernel &a, const nsa_quer
     return score;
 }
 
-/* Chooses; returns how many. */
+/* Chooses by what the entries count; returns how many. */
 __device__ __forceinline__ int choose_blocks(const nsa_kernel &a, const nsa_query &q, float *scratch,
-                                             choose_room &m)
+                                             const float *entries, choose_room &m, kth_room<THREADS> &room)
 {
     const contest c = contest_of(a, q);
     uint32_t *const ranks = c.candidates <= RANKS_MOST ? m.ranks : (uint32_t *)scratch + a.at.ranks;
     const auto sync = []() { __syncthreads(); };
     int equal = 0, count = 0, sames = 0;
     uint32_t kth = ~0u;
-    for (int j = threadIdx.x; j < c.candidates; j += THREADS)
-        ranks[j] = c.forced(j) ? 0 : rank_of(block_score(a, q, scratch + a.at.entries, j));
+    const int whole = (c.candidates + 3) / 4 * 4;
+    for (int j = threadIdx.x; j < whole; j += THREADS)
+        ranks[j] = j >= c.candidates || c.forced(j) ? 0 : rank_of(block_score(a, q, entries, j));
     __syncthreads();
     if (c.g0 - c.f0 <= c.size) kth = 0; /* all others are chosen */
-    else if (c.size > 0 && ranks == m.ranks) { /* by each warp, without barriers */
-        kth = warp_kth(m.ranks, c.candidates, c.size, 0, 32);
-        equal = c.size - warp_least(m.ranks, (c.candidates + 3) / 4 * 4, kth + 1);
+    else if (c.size > 0 && ranks == m.ranks) {
+        kth = kth_best<true>(room, (uint32_t)c.size, [&](const auto &use) {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < c.candidates; i += THREADS) use(m.ranks[i]);
+        });
+        equal = c.size - warp_least(m.ranks, whole, kth + 1);
     } else if (c.size > 0)
         kth = team_kth(
             m.team, [&](int i) { return ranks[i]; }, c.candidates, c.size, &equal);
@@ -137,10 +154,10 @@ __device__ __forceinline__ int choose_blocks(const nsa_kernel &a, const nsa_quer
         const bool forced = j < c.candidates && c.forced(j), more = forced || rank > kth,
                    same = rank > 0 && rank == kth;
         const team_place p = team_count(m.team, set, threadIdx.x, same, more, sync);
-        const int room = equal - sames;
-        if (more || (same && p.same < room)) m.list[count + p.more + (p.same < room ? p.same : room)] = j;
-        count += p.all_more + (p.all_same < room ? p.all_same : room);
-        sames += p.all_same < room ? p.all_same : room;
+        const int left = equal - sames;
+        if (more || (same && p.same < left)) m.list[count + p.more + (p.same < left ? p.same : left)] = j;
+        count += p.all_more + (p.all_same < left ? p.all_same : left);
+        sames += p.all_same < left ? p.all_same : left;
     }
     __syncthreads();
     return count;

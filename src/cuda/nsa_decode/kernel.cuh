@@ -13,16 +13,15 @@ namespace nsa_decode
 struct branch_keys {
     range_keys range;
     const int32_t *list; /* NULL: the range */
-    int64_t length;
-    fast_div by;
+    fast_div by;         /* the blocks' length */
     int n; /* slots */
 
     __device__ __forceinline__ int64_t operator()(int slot) const
     {
         if (list == NULL) return range(slot);
-        const int i = (int)quotient((uint32_t)slot, by);
-        const int64_t key = list[i] * length + (slot - i * length);
-        return key < range.end ? key : -1;
+        const uint32_t i = quotient((uint32_t)slot, by);
+        const uint64_t key = (uint64_t)(uint32_t)list[i] * by.d + ((uint32_t)slot - i * by.d);
+        return key < (uint64_t)range.end ? (int64_t)key : -1;
     }
 };
 
@@ -31,6 +30,7 @@ struct kept_scores {
     float *to;
     int64_t width;
     int rows, n;
+    __device__ __forceinline__ bool wanted() const { return rows > 0; }
     __device__ __forceinline__ void operator()(int slot, int row, float score) const
     {
         if (row < rows && slot < n) to[row * width + slot] = score;
@@ -38,8 +38,13 @@ struct kept_scores {
 };
 
 template <class W> struct nsa_memory {
-    block_memory<W> walk;
+    enum { ENTRIES = (sizeof(block_memory<W>::o) - sizeof(choose_space<4>)) / 16 * 4 };
+    union {
+        block_memory<W> walk;
+        choose_space<ENTRIES> space;
+    };
     choose_room choose;
+    static_assert(sizeof(choose_space<ENTRIES>) <= sizeof(block_memory<W>::o), "queries stay where they are");
 };
 
 /* The gates of a head, by a warp: as the gate stage sums them. */
@@ -55,15 +60,18 @@ __device__ __forceinline__ void find_gates(const nsa_kernel &a, const nsa_query 
             lane * CHUNK < dim
                 ? load_chunk<T>((const T *)a.q.p + q.t * a.q.s[1] + head * a.q.s[2] + lane * CHUNK, a.q_wide)
                 : chunk{};
+        chunk w[3] = {};
 #pragma unroll
         for (int b = 0; b < 3; b++) {
             const int64_t at = head * a.w_s[0] + b * a.w_s[1] + lane * CHUNK;
-            chunk w = {};
             if (lane * CHUNK < dim)
-                w = a.w_f32 ? load_chunk<float>((const float *)a.w + at, false)
-                            : load_chunk<T>((const T *)a.w + at, false);
+                w[b] = a.w_f32 ? load_chunk<float>((const float *)a.w + at, a.w_wide)
+                               : load_chunk<T>((const T *)a.w + at, a.w_wide);
+        }
 #pragma unroll
-            for (int e = 0; e < CHUNK; e++) g[b] = fmaf(x.x[e], w.x[e], g[b]);
+        for (int b = 0; b < 3; b++) {
+#pragma unroll
+            for (int e = 0; e < CHUNK; e++) g[b] = fmaf(x.x[e], w[b].x[e], g[b]);
 #pragma unroll
             for (int by = 16; by > 0; by /= 2) g[b] += __shfl_xor_sync(~0u, g[b], by);
         }
@@ -134,10 +142,11 @@ __device__ __forceinline__ int find_list(const nsa_kernel &a, const nsa_query &q
                                          float *scratch, int row0, int rows, int list_head)
 {
     if (a.listed) return read_list(a, q, list_head, m.choose.list);
+    float *const entries = q.seen <= m.ENTRIES ? m.space.entries : scratch + a.at.entries;
     if (a.mean_logit)
-        add_means<typename W::element>(a, q, scratch, q.kv * a.group + row0, rows, m.choose.mean);
-    else add_probabilities(a, q, scratch, row0, rows);
-    const int count = choose_blocks(a, q, scratch, m.choose);
+        add_means<typename W::element>(a, q, q.kv * a.group + row0, rows, m.choose.mean, entries);
+    else add_probabilities(a, q, scratch, row0, rows, entries);
+    const int count = choose_blocks(a, q, scratch, entries, m.choose, m.space.kth);
     if (a.lists != NULL) write_list(a, q, list_head, m.choose.list, count);
     return count;
 }
@@ -147,7 +156,7 @@ template <class W>
 __device__ __forceinline__ branch_keys find_keys(const nsa_kernel &a, const nsa_query &q, nsa_memory<W> &m,
                                                  float *scratch, int branch, int j, int lists)
 {
-    branch_keys k = {{0, 0, q.seen}, NULL, a.select_block, a.by_block, q.seen};
+    branch_keys k = {{0, 0, q.seen}, NULL, a.by_block, q.seen};
     if (branch == WIN) {
         k.range = range_of(q.position < 0 ? 0 : mask_window_first(q.position, a.window), q.position + 1);
         k.n = (int)(k.range.end - k.range.start);

@@ -34,7 +34,7 @@ static scratch_layout layout_of(const nsa_kernel &a, int64_t capacity)
     at.lse = at.ranks + (selects ? four(mask_blocks(capacity, a.select_block)) : 0);
     at.gates = at.lse + four(a.group);
     at.sum = at.gates + four(3 * (int64_t)a.group);
-    at.floats = at.sum + BRANCHES * (int64_t)a.group * a.plane[SLC].dim_v;
+    at.floats = at.sum + four(BRANCHES * (int64_t)a.group * a.plane[SLC].dim_v);
     return at;
 }
 
@@ -52,6 +52,7 @@ static nsa_kernel kernel_of(const stage_exec *exec, const nsa_decode_args *args)
     a.w_s[0] = args->w_gate.strides[0];
     a.w_s[1] = args->w_gate.strides[1];
     a.w_f32 = args->w_gate.dtype == QUERN_F32;
+    a.w_wide = rows_aligned16(args->w_gate);
     a.q_wide = rows_aligned16(args->q);
     a.o_wide = rows_aligned(args->o, 4 * bytes_of(args->o.dtype));
     a.gate = (int32_t)args->gate;

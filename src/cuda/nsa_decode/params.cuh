@@ -31,7 +31,7 @@ struct nsa_kernel {
     view4 q, o, gates;
     const void *w;
     int64_t w_s[2];
-    bool w_f32, q_wide, o_wide;
+    bool w_f32, w_wide, q_wide, o_wide;
     bool listed, ungated; /* lists are read; O is the sum of the branches */
     int32_t gate;         /* gate_kind */
     uint32_t branches;

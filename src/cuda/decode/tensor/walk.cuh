@@ -14,15 +14,33 @@
 namespace decode_walk
 {
 
-/* Asks for a step's keys and values; a row that is not there becomes zeros. */
+/* Asks for a step's keys and values; a row that is not there becomes zeros. `there`: a bit a row. Most often
+ * all rows lie in one page, one behind the other: then no lane needs the others' addresses. */
 template <typename T, int KEYS, int CHUNKS>
-__device__ __forceinline__ void ask_for_rows(const plane_view &v, const plane_row &row, T *k, T *values)
+__device__ __forceinline__ void ask_for_rows(const plane_view &v, const plane_row &row, uint32_t there, T *k,
+                                             T *values)
 {
-    const int lane = threadIdx.x % 32;
+    enum { AT_ONCE = 32 / CHUNKS > 0 ? 32 / CHUNKS : 1, TURNS = KEYS * CHUNKS / 32 };
+    const int lane = threadIdx.x % 32, at = lane % CHUNKS * 16;
     const uint32_t to_k = smem_address(k), to_v = smem_address(values);
+    const char *const first = (const char *)__shfl_sync(~0u, (unsigned long long)row.key, 0);
+    const bool follows = row.key == first + lane % KEYS * v.key;
+    if (there == (1u << KEYS) - 1 && __all_sync(~0u, follows)) {
+        const char *from = first + lane / CHUNKS * v.key + at,
+                   *from_v = first + __shfl_sync(~0u, row.value, 0) + lane / CHUNKS * v.value + at;
 #pragma unroll
-    for (int j = 0; j < KEYS * CHUNKS / 32; j++) {
-        const int i = j * 32 + lane, r = i / CHUNKS, at = i % CHUNKS * 16;
+        for (int j = 0; j < TURNS; j++) {
+            const uint32_t to = tile_at<KEYS>(j * AT_ONCE + lane / CHUNKS, lane % CHUNKS);
+            cp_async16(to_k + to, from, at < v.key);
+            if (values != NULL) cp_async16(to_v + to, from_v, at < v.value);
+            from += AT_ONCE * v.key;
+            from_v += AT_ONCE * v.value;
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int j = 0; j < TURNS; j++) {
+        const int i = j * 32 + lane, r = i / CHUNKS;
         const char *const from = (const char *)__shfl_sync(~0u, (unsigned long long)row.key, r);
         const int further = __shfl_sync(~0u, row.value, r);
         const uint32_t to = tile_at<KEYS>(r, i % CHUNKS);
@@ -52,7 +70,6 @@ template <typename T, int DP> struct tensor_walk {
     };
 
     float o[DP / 8][4], top[2], sum[2];
-    uint32_t seen[STAGES]; /* which of the keys are there */
 
     static bool takes(const plane_view &v) { return v.dim <= DP && v.dim_v <= DP && plane_aligned(v, 16); }
 
@@ -138,36 +155,37 @@ template <typename T, int DP> struct tensor_walk {
 #pragma unroll
             for (int i = 0; i < DP / 16; i++) load_a<ROWS>(fq[i], q_tile, 0, i * 16, lane);
         }
-        plane_row next = from.row(keys, warp * KEYS + lane % KEYS, n);
-        const auto ask = [&](int step, int stage) {
-            if (step < steps) {
-                const uint32_t there = __ballot_sync(~0u, next.key != NULL) & ((1u << KEYS) - 1);
-#pragma unroll
-                for (int i = 0; i < STAGES; i++)
-                    if (i == stage) seen[i] = there;
-                ask_for_rows<T, KEYS, CHUNKS>(from.plane, next, m.k[stage], values ? m.v[stage] : NULL);
-                next = from.row(keys, (step + WARPS) * KEYS + lane % KEYS, n);
+        walk_source::place next = from.find(keys, warp * KEYS + lane % KEYS, n);
+        uint64_t seen = 0; /* 16 bits a step: which of its keys are there */
+        int into = 0;      /* the stage of the step that is asked for */
+        /* Each turn asks for a step and takes the one STAGES - 1 turns before. One text serves all stages, as
+         * code that does not fit into the instruction cache is slow. */
+#pragma unroll 1
+        for (int step = warp - (STAGES - 1) * WARPS; step < steps; step += WARPS) {
+            const int asked = step + (STAGES - 1) * WARPS, now = into + 1 == STAGES ? 0 : into + 1;
+            cp_async_wait<STAGES - 2>();
+            __syncwarp();
+            seen <<= KEYS;
+            if (asked < steps) {
+                const plane_row row = from.row(next);
+                next = from.find(keys, (asked + WARPS) * KEYS + lane % KEYS, n);
+                const uint32_t there = __ballot_sync(~0u, row.key != NULL) & ((1u << KEYS) - 1);
+                ask_for_rows<T, KEYS, CHUNKS>(from.plane, row, there, m.k[into], values ? m.v[into] : NULL);
+                seen |= there;
             }
             cp_async_commit();
-        };
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; i++) ask(warp + i * WARPS, i);
-        for (int first = warp; first < steps; first += STAGES * WARPS) {
-#pragma unroll
-            for (int i = 0; i < STAGES; i++) {
-                const int step = first + i * WARPS;
-                if (step >= steps) break;
-                cp_async_wait<STAGES - 2>();
-                __syncwarp();
-                ask(step + (STAGES - 1) * WARPS, (i + STAGES - 1) % STAGES);
-                float s[2][4];
-                multiply(s, fq, q_tile, smem_address(m.k[i]));
+            into = now;
+            if (step < 0) continue;
+            float s[2][4];
+            multiply(s, fq, q_tile, smem_address(m.k[now]));
+            if (scores.wanted()) {
 #pragma unroll
                 for (int e = 0; e < 8; e++)
                     scores(step * KEYS + e / 4 * 8 + lane % 4 * 2 + e % 2, lane / 4 + e % 4 / 2 * 8,
                            s[e / 4][e % 4]);
-                add(s, scale2, seen[i], smem_address(m.v[i]), values);
             }
+            add(s, scale2, (uint32_t)(seen >> (STAGES - 1) * KEYS) & ((1u << KEYS) - 1),
+                smem_address(m.v[now]), values);
         }
         cp_async_wait<0>();
     }
