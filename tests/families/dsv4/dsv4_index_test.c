@@ -224,6 +224,57 @@ static void released_shapes(void **state)
     }
 }
 
+/* Single queries of long sequences: a GPU finds the k-th best in registers, among the best of groups, or
+ * among all where groups are few for the list or all scores are the same, of which the first are chosen. */
+static void long_rows(void **state)
+{
+    static const struct {
+        int64_t entries, unseen, top_k;
+        quern_dsv4_format format;
+        bool by_codes, same;
+    } cases[] = {{300, 0, 7, QUERN_DSV4_FP8, true, false},
+                 {6001, 3, 2048, QUERN_DSV4_FP8, false, false},
+                 {8197, 0, 513, QUERN_DSV4_ROWS, false, false},
+                 {16384, 0, 1, QUERN_DSV4_FP8, true, false},
+                 {16385, 0, 7, QUERN_DSV4_ROWS, false, false},
+                 {16391, 1, 512, QUERN_DSV4_FP4, false, false},
+                 {17001, 130, 512, QUERN_DSV4_FP8, false, false},
+                 {20003, 0, 1024, QUERN_DSV4_FP8_POWER, true, false},
+                 {33003, 2, 1000, QUERN_DSV4_FP8, false, false},
+                 {18002, 1, 300, QUERN_DSV4_FP8, false, true},
+                 {16400, 0, 2048, QUERN_DSV4_FP8, true, true}};
+    (void)state;
+    for (size_t i = 0; i < (INDEX_ON_GPU ? sizeof cases / sizeof *cases : 1); i++) {
+        test_random random = {(uint64_t)i + 211};
+        const int64_t n = cases[i].entries;
+        const oracle_indexer x = {.queries = 1,
+                                  .heads = 64,
+                                  .width = 128,
+                                  .entries = n,
+                                  .ratio = 1,
+                                  .start = n - cases[i].unseen - 1};
+        index_case c = index_case_make(&random, &x, 1 + (int64_t)i % 2, cases[i].top_k, cases[i].format,
+                                       QUERN_BF16, QUERN_BF16, i % 2 == 0);
+        if (cases[i].by_codes) c.products = QUERN_DSV4_INDEX_FP8;
+        index_case_align_keys(&c, &random);
+        const quern_tensor *k = &c.t[INDEX_K].view;
+        for (int64_t e = 1; cases[i].same && e < c.batch * n; e++) {
+            memcpy((char *)k->data + e * k->strides[1], k->data, (size_t)k->shape[2]);
+            memcpy(c.keys + e * x.width, c.keys, (size_t)x.width * sizeof *c.keys);
+        }
+        memcpy(c.t[INDEX_K].snapshot, c.t[INDEX_K].buffer, c.t[INDEX_K].bytes);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        index_case_run(&c, ctx);
+        check_case(&c);
+        int32_t *idx = test_tensor_get_i32(&c.t[INDEX_IDX]);
+        for (int64_t j = 0; cases[i].same && j < c.batch * c.top_k; j++)
+            assert_int_equal(idx[j], j % c.top_k);
+        free(idx);
+        quern_context_destroy(ctx);
+        index_case_free(&c);
+    }
+}
+
 /* NaN of a key's codes or scale and negative scales, at the released models' heads: NaN comes last, and a
  * negative scale turns the products' signs. */
 static void special_rows_of_bytes(void **state)
@@ -451,7 +502,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_calls),    cmocka_unit_test(threads_and_cuts_change_no_bit),
         cmocka_unit_test(released_shapes), cmocka_unit_test(special_rows_of_bytes),
-        cmocka_unit_test(what_is_rounded),
+        cmocka_unit_test(what_is_rounded), cmocka_unit_test(long_rows),
         cmocka_unit_test(golden_layer),    cmocka_unit_test(ties_and_nonfinite_scores),
         cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
