@@ -38,8 +38,8 @@ static quern_tensor a_of(const grouped_gemm_args *args, const gemm_plan &plan)
     return t;
 }
 
-/* Whether two blocks share weights, of `rows` tokens an expert: that takes nine tenths of the time, but tiles of
- * twice the tokens. */
+/* Whether two blocks share weights, of `rows` tokens an expert: that takes nine tenths of the time, but tiles
+ * of twice the tokens. */
 static bool shares_weights(int64_t rows)
 {
     const int64_t tiles = (rows + 2 * PART - 1) / (2 * PART);
