@@ -1,17 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * f32.cu - norm_rope's forward pass of products in f32, whose rows can be read 16 bytes at a time: few
- * registers, as all dtypes but the result's are known, so that the rows of a step are under way at once.
+ * aligned.cu - norm_rope's forward pass of rows that can be read 16 bytes at a time, in f32 or in the
+ * result's dtype: few registers, as dtypes are known, so that the rows of a step are under way at once.
  * Threads, sums and roundings are those of kernel.cuh. Limit: a step's rows: latency; more: the copy rate.
  */
 #include "norm_rope/params.cuh"
 #include "variants.cuh"
 
-enum { F32_THREADS = 256, F32_BLOCKS = 5 };
+enum { ALIGNED_THREADS = 256, ALIGNED_BLOCKS = 5 };
 
-struct f32_kernel {
-    const float *x;
+struct aligned_kernel {
+    const void *x;
     void *out;
     int64_t x_s[3], out_s[3];
     fast_div heads, tokens, lanes;
@@ -26,20 +26,20 @@ struct f32_kernel {
     int32_t *status;
 };
 
-template <typename T> __device__ __forceinline__ chunk weight_chunk(const f32_kernel &a, int channel)
+template <typename T> __device__ __forceinline__ chunk weight_chunk(const aligned_kernel &a, int channel)
 {
     return a.half ? load_chunk<T>((const T *)a.weight + channel, true)
                   : load_chunk<float>((const float *)a.weight + channel, true);
 }
 
-/* T: of the result; W: of a weight of 16 bits. */
-template <typename T, typename W>
-__global__ void __launch_bounds__(F32_THREADS, F32_BLOCKS)
-    norm_rope_forward_f32(const __grid_constant__ f32_kernel a)
+/* X: of x; T: of the result; W: of a weight of 16 bits. */
+template <typename X, typename T, typename W>
+__global__ void __launch_bounds__(ALIGNED_THREADS, ALIGNED_BLOCKS)
+    norm_rope_forward_aligned(const __grid_constant__ aligned_kernel a)
 {
     __shared__ float parts[PARTS];
     const group g(parts, (int)a.lanes.d);
-    const uint32_t row = blockIdx.x * (F32_THREADS / a.lanes.d) + (uint32_t)g.index;
+    const uint32_t row = blockIdx.x * (ALIGNED_THREADS / a.lanes.d) + (uint32_t)g.index;
     const int channel = g.lane * CHUNK, start = a.width - a.rotated;
     let_next_start();
     wait_for_before();
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(F32_THREADS, F32_BLOCKS)
     if (a.positions != NULL) position = a.positions[n * a.position_row];
     chunk x = {}, w;
     if (here)
-        x = load_chunk<float, true>(a.x + b * a.x_s[0] + n * a.x_s[1] + head * a.x_s[2] + channel, true);
+        x = load_chunk<X, true>((const X *)a.x + b * a.x_s[0] + n * a.x_s[1] + head * a.x_s[2] + channel,
+                                true);
     const bool weighs = here && a.weight != NULL;
     if (weighs) w = weight_chunk<W>(a, channel);
     const bool some = a.rotated == 0 || (position >= 0 && position < a.angle_rows);
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(F32_THREADS, F32_BLOCKS)
 static int lanes_of(int64_t width)
 {
     int lanes = 32;
-    while (lanes < F32_THREADS && lanes * CHUNK < width) lanes *= 2;
+    while (lanes < ALIGNED_THREADS && lanes * CHUNK < width) lanes *= 2;
     return lanes;
 }
 
@@ -91,8 +92,8 @@ static bool supports(const stage_exec *, const norm_rope_args *args, char *)
 {
     const quern_tensor &x = args->x, &w = args->weight, &angles = args->cos_sin, &out = args->out;
     const int64_t width = x.shape[3], rows = x.shape[0] * x.shape[1] * x.shape[2];
-    if (x.dtype != QUERN_F32 || width % CHUNK != 0 || width > F32_THREADS * CHUNK || rows > INT32_MAX)
-        return false;
+    if (x.dtype != QUERN_F32 && x.dtype != out.dtype) return false;
+    if (width % CHUNK != 0 || width > ALIGNED_THREADS * CHUNK || rows > INT32_MAX) return false;
     if (!rows_aligned16(x) || !rows_aligned16(out)) return false;
     if (present(w) && (w.strides[0] != 1 || (uintptr_t)w.data % 16 != 0 ||
                        (w.dtype != QUERN_F32 && out.dtype != QUERN_F32 && w.dtype != out.dtype)))
@@ -101,19 +102,20 @@ static bool supports(const stage_exec *, const norm_rope_args *args, char *)
                                 (uintptr_t)angles.data % 16 == 0 && angles.strides[0] % 4 == 0);
 }
 
-template <typename T, typename W> static quern_status launch(const f32_kernel &a, cudaStream_t stream)
+template <typename X, typename T, typename W>
+static quern_status launch(const aligned_kernel &a, cudaStream_t stream)
 {
-    const int groups = F32_THREADS / (int)a.lanes.d;
-    return launch_behind(stream, norm_rope_forward_f32<T, W>, dim3(blocks_for(a.rows, groups)), F32_THREADS,
-                         0, "norm_rope of f32", a);
+    const int groups = ALIGNED_THREADS / (int)a.lanes.d;
+    return launch_behind(stream, norm_rope_forward_aligned<X, T, W>, dim3(blocks_for(a.rows, groups)),
+                         ALIGNED_THREADS, 0, "norm_rope", a);
 }
 
 static quern_status run(const stage_exec *exec, const norm_rope_args *args, void *)
 {
     const quern_tensor &x = args->x;
     const cudaStream_t stream = (cudaStream_t)exec->stream;
-    f32_kernel a = {};
-    a.x = (const float *)x.data;
+    aligned_kernel a = {};
+    a.x = x.data;
     a.out = args->out.data;
     for (int i = 0; i < 3; i++) {
         a.x_s[i] = x.strides[i];
@@ -143,10 +145,12 @@ static quern_status run(const stage_exec *exec, const norm_rope_args *args, void
         a.position_row = args->positions.strides[0];
     }
     a.status = exec->status;
-    if (args->out.dtype == QUERN_BF16) return launch<bf16, bf16>(a, stream);
-    if (args->out.dtype == QUERN_F16) return launch<f16, f16>(a, stream);
-    return a.half && args->weight.dtype == QUERN_F16 ? launch<float, f16>(a, stream)
-                                                     : launch<float, bf16>(a, stream);
+    if (x.dtype == QUERN_BF16) return launch<bf16, bf16, bf16>(a, stream);
+    if (x.dtype == QUERN_F16) return launch<f16, f16, f16>(a, stream);
+    if (args->out.dtype == QUERN_BF16) return launch<float, bf16, bf16>(a, stream);
+    if (args->out.dtype == QUERN_F16) return launch<float, f16, f16>(a, stream);
+    return a.half && args->weight.dtype == QUERN_F16 ? launch<float, float, f16>(a, stream)
+                                                     : launch<float, float, bf16>(a, stream);
 }
 
-extern const variant<norm_rope_args> norm_rope_of_f32 = {"norm_rope_of_f32", supports, NULL, run};
+extern const variant<norm_rope_args> norm_rope_aligned = {"norm_rope_aligned", supports, NULL, run};
