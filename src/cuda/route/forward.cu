@@ -4,6 +4,7 @@
 #include "route/params.cuh"
 #include "variants.cuh"
 
+#include <algorithm>
 #include <type_traits>
 
 /* An element as a float. T: the dtype of hidden states and weight; any_dtype: what they say. */
@@ -222,6 +223,8 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_choose(const __grid_const
     extern __shared__ float memory[];
     const int warp = threadIdx.x / 32;
     const int64_t token = (int64_t)blockIdx.x * ROUTE_WARPS + warp;
+    let_next_start();
+    wait_for_before();
     if (token < a.tokens) choose_for(a, token, choice_rows(a, memory, warp), NULL);
 }
 
@@ -307,6 +310,43 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_place(const __grid_consta
     }
     __syncthreads();
     place_slots(a, first, PER_WARP, own);
+}
+
+/* Sorts up to a block's threads of slots; of experts there are no more either. */
+__global__ void __launch_bounds__(ROUTE_MOST_EXPERTS) route_order(const __grid_constant__ route_params a)
+{
+    extern __shared__ int32_t at[]; /* [warps][E]: a warp's slots, then those before; [E]: the first row */
+    __shared__ int32_t ends[32];
+    const int slot = threadIdx.x, lane = slot % 32, warps = blockDim.x / 32, all = a.experts;
+    int32_t *const own = at + slot / 32 * all, *const begin = at + warps * all;
+    let_next_start();
+    for (int32_t i = slot; i < warps * all; i += blockDim.x) at[i] = 0;
+    wait_for_before();
+    const int32_t e = slot < a.tokens * a.top_k ? expert_of_slot(a, slot) : -1;
+    const unsigned same = __match_any_sync(~0u, e), below = same & ((1u << lane) - 1);
+    __syncthreads();
+    if (e >= 0 && below == 0) own[e] = __popc(same);
+    __syncthreads();
+    int32_t total = 0;
+    for (int w = 0; slot < all && w < warps; w++) {
+        const int32_t n = at[w * all + slot];
+        at[w * all + slot] = total;
+        total += n;
+    }
+    int32_t end = total;
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const int32_t lower = __shfl_up_sync(~0u, end, delta);
+        if (lane >= delta) end += lower;
+    }
+    if (lane == 31) ends[slot / 32] = end;
+    __syncthreads();
+    for (int w = 0; w < slot / 32; w++) end += ends[w];
+    if (slot < all) {
+        a.offsets[slot] = end;
+        begin[slot] = end - total;
+    }
+    __syncthreads();
+    if (e >= 0) a.permutation[begin[e] + own[e] + __popc(below)] = slot;
 }
 
 /* Routes and sorts few tokens in one block. */
@@ -431,12 +471,17 @@ static quern_status route_any_run(const stage_exec *exec, const route_args *args
     if (status == QUERN_OK && few)
         return launch_behind(to.stream, route_few, dim3(1), ROUTE_THREADS, choice_rows::bytes(a),
                              "route, few", a);
+    const int64_t slots = a.tokens * a.top_k;
     if (status == QUERN_OK && a.given_experts != NULL)
-        status = launch_shared(to, route_copy, dim3(blocks_for(a.tokens * a.top_k, ROUTE_THREADS)),
-                               ROUTE_THREADS, 0, "route, copy", a);
-    else if (status == QUERN_OK)
-        status = launch_shared(to, route_choose, dim3(blocks_for(a.tokens, ROUTE_WARPS)), ROUTE_THREADS,
-                               choice_rows::bytes(a), "route, choose", a);
+        status = launch_shared(to, route_copy, dim3(blocks_for(slots, ROUTE_THREADS)), ROUTE_THREADS, 0,
+                               "route, copy", a);
+    else if (status == QUERN_OK && a.tokens > 0)
+        status = launch_behind(to.stream, route_choose, dim3(blocks_for(a.tokens, ROUTE_WARPS)),
+                               ROUTE_THREADS, choice_rows::bytes(a), "route, choose", a);
+    const int64_t warps = (std::max(slots, (int64_t)a.experts) + 31) / 32;
+    const size_t room = (size_t)(warps + 1) * row;
+    if (status == QUERN_OK && slots <= ROUTE_MOST_EXPERTS && room <= ROUTE_ORDER_BYTES)
+        return launch_behind(to.stream, route_order, dim3(1), (int)warps * 32, room, "route, order", a);
     if (status == QUERN_OK)
         status =
             launch_shared(to, route_count, dim3((unsigned)a.chunks), ROUTE_THREADS, row, "route, count", a);

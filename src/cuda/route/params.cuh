@@ -10,6 +10,8 @@
  *           the lowest.
  *   sort    a counting sort of the slots by expert, in chunks: count, scan, place. It is stable: a slot comes
  *           behind those of its expert in the warps before its own, and in its own warp before it.
+ *   order   the sort of up to 1024 slots in one block, a thread a slot: those of its expert before it in its
+ *           warp, in the warps before, and of the experts before
  *   few     all three in one block, where launches would take longer than the work: a thread counts the slots
  *           before its expert's end, or before its slot.
  *
@@ -33,7 +35,8 @@ enum {
     ROUTE_FEW = 16, /* tokens, and below slots, up to which one block routes */
     ROUTE_FEW_SLOTS = 256,
     ROUTE_AT_ONCE = 8, /* logits that a lane loads before it uses them */
-    ROUTE_MOST_EXPERTS = 1024
+    ROUTE_MOST_EXPERTS = 1024,
+    ROUTE_ORDER_BYTES = 48 * 1024
 };
 
 struct route_params {
