@@ -31,9 +31,9 @@ extern "C" {
  * 6 s_max <= 448 2^e, s_max the row's largest scale (e = 0 where that is 0). Gradients pass straight through
  * and take W as it is stored. Float weights are refused with a8.
  *
- * On a GPU a call of one row may read FP8 weights before the kernel ahead of it on the stream has ended,
- * where that one lets the next start early (programmatic dependent launch): it must not be what writes them.
- * None of the library's is.
+ * On a GPU a call of up to 128 rows may read FP8 weights before the kernel ahead of it on the stream has
+ * ended, where that one lets the next start early (programmatic dependent launch): it must not be what writes
+ * them. None of the library's is.
  *
  * Faults of data, refused: a scale byte 0xFF, a scale in f32 that is not finite, a scale with which a weight
  * exceeds f32 (BAD_SCALE), an NVFP4 scale byte above 0x7E, a w_global that is not finite and above 0, with

@@ -12,12 +12,13 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SECONDS = 30 }; /* a kernel that never ends, ends with the program */
+enum { SECONDS = 60 }; /* a kernel that never ends, ends with the program */
 
 typedef struct product_case {
     int64_t rows, n, k, groups;
     quern_dtype dtype, scale_dtype;
     bool one, bias, round;
+    bool spread; /* a has zeros, and numbers far from each other in some runs of 128 */
 } product_case;
 
 static quern_tensor on_device(const test_tensor *t)
@@ -45,6 +46,22 @@ static quern_tensor drawn(test_random *random, quern_dtype dtype, int64_t rows, 
     return there;
 }
 
+/* In every third run of 128 numbers down to 2^-44, in every third one large; zeros in all. */
+static void spread(test_random *random, quern_tensor *a)
+{
+    const int64_t count = a->shape[0] * a->shape[1];
+    uint16_t *x = malloc((size_t)count * sizeof *x);
+    assert_non_null(x);
+    CHECK(cudaMemcpy(x, a->data, (size_t)count * sizeof *x, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t kind = i / 128 % 3, odds = test_random_int(random, 0, 15);
+        if (odds == 0) x[i] = 0;
+        else if (odds < 3 && kind > 0) x[i] = (uint16_t)(x[i] + (kind == 1 ? -(40 << 7) : 20 << 7));
+    }
+    CHECK(cudaMemcpy(a->data, x, (size_t)count * sizeof *x, cudaMemcpyHostToDevice));
+    free(x);
+}
+
 /* c by the variant; NULL where it does not take the call. */
 static uint16_t *product_by(const char *name, const e4m3_gemm_args *a)
 {
@@ -70,13 +87,14 @@ static uint16_t *product_by(const char *name, const e4m3_gemm_args *a)
 
 static void agree(test_random *random, const product_case *h)
 {
-    static const char *const names[] = {"e4m3_gemm_sm90", "e4m3_gemm_sm90_fp8", "e4m3_gemm_sm90_large",
-                                        "e4m3_gemm_sm90_row"};
+    static const char *const names[] = {"e4m3_gemm_sm90", "e4m3_gemm_sm90_few", "e4m3_gemm_sm90_short",
+                                        "e4m3_gemm_sm90_fp8", "e4m3_gemm_sm90_large", "e4m3_gemm_sm90_row"};
     const int64_t down = h->one ? 1 : (h->groups * h->n + 127) / 128,
                   across = h->one ? 1 : (h->k + 127) / 128;
     e4m3_gemm_args a = {.round = h->round, .groups = h->groups, .block_rows = 128, .block_columns = 128};
     if (h->one) a.block_rows = h->n, a.block_columns = h->k;
     a.a = drawn(random, h->dtype, h->rows, h->groups * h->k, 0, 0);
+    if (h->spread) spread(random, &a.a);
     a.codes = drawn(random, QUERN_U8, h->groups * h->n, h->k, 0, 255);
     a.scales = drawn(random, h->scale_dtype, down, across, 119, 123);
     if (h->bias) {
@@ -108,20 +126,31 @@ static void agree(test_random *random, const product_case *h)
 static void variants_agree(void **state)
 {
     static const product_case cases[] = {
-        {1, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, false},
-        {1, 1000, 4112, 1, QUERN_F16, QUERN_F32, false, true, false},
-        {1, 40, 256, 3, QUERN_BF16, QUERN_F32, false, true, false},
-        {1, 64, 8192, 1, QUERN_BF16, QUERN_F32, true, false, false},
-        {1, 20008, 384, 1, QUERN_BF16, QUERN_F32, false, true, false}, /* three panels of W a block */
-        {300, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, false},
-        {300, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, true},
-        {129, 264, 4112, 1, QUERN_F16, QUERN_F32, false, true, false},
-        {129, 264, 4112, 1, QUERN_F16, QUERN_F32, false, true, true},
-        {700, 128, 256, 3, QUERN_BF16, QUERN_F32, false, true, false},
-        {700, 128, 272, 3, QUERN_BF16, QUERN_F32, false, true, true},
-        {17, 6000, 4096, 1, QUERN_BF16, QUERN_F32, true, false, false}, /* in two passes */
-        {5000, 520, 144, 1, QUERN_BF16, QUERN_U8, false, false, false},
-        {5000, 520, 144, 1, QUERN_F16, QUERN_U8, false, false, true}};
+        {1, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, false, false},
+        {1, 1000, 4112, 1, QUERN_F16, QUERN_F32, false, true, false, false},
+        {1, 40, 256, 3, QUERN_BF16, QUERN_F32, false, true, false, false},
+        {1, 64, 8192, 1, QUERN_BF16, QUERN_F32, true, false, false, false},
+        {1, 20008, 384, 1, QUERN_BF16, QUERN_F32, false, true, false, false}, /* three panels of W a block */
+        {1, 200, 4112, 1, QUERN_BF16, QUERN_U8, false, false, false, true},
+        {1, 1024, 4096, 1, QUERN_BF16, QUERN_F32, false, true, false, true},
+        {2, 512, 4096, 1, QUERN_BF16, QUERN_U8, false, false, false, false},  /* in shares */
+        {7, 200, 4096, 3, QUERN_F16, QUERN_F32, true, true, false, false},
+        {16, 1000, 640, 1, QUERN_F16, QUERN_F32, false, true, false, false},
+        {33, 40, 512, 3, QUERN_BF16, QUERN_F32, false, true, false, false},
+        {50, 33000, 256, 1, QUERN_BF16, QUERN_U8, false, true, false, false}, /* several tiles a block */
+        {64, 1024, 1152, 8, QUERN_BF16, QUERN_U8, false, false, false, false},
+        {64, 1032, 4096, 1, QUERN_F16, QUERN_F32, false, true, false, false},
+        {64, 4096, 1920, 1, QUERN_BF16, QUERN_U8, false, false, false, false},
+        {128, 1000, 4112, 1, QUERN_BF16, QUERN_F32, false, true, false, false},
+        {300, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, false, false},
+        {300, 256, 512, 1, QUERN_BF16, QUERN_U8, false, false, true, false},
+        {129, 264, 4112, 1, QUERN_F16, QUERN_F32, false, true, false, false},
+        {129, 264, 4112, 1, QUERN_F16, QUERN_F32, false, true, true, false},
+        {700, 128, 256, 3, QUERN_BF16, QUERN_F32, false, true, false, false},
+        {700, 128, 272, 3, QUERN_BF16, QUERN_F32, false, true, true, false},
+        {17, 6000, 4096, 1, QUERN_BF16, QUERN_F32, true, false, false, false}, /* in two passes */
+        {5000, 520, 144, 1, QUERN_BF16, QUERN_U8, false, false, false, false},
+        {5000, 520, 144, 1, QUERN_F16, QUERN_U8, false, false, true, false}};
     test_random random = {test_seed("projections", 6)};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) agree(&random, &cases[i]);

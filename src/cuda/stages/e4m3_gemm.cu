@@ -4,13 +4,15 @@
 #include "variants.cuh"
 
 extern const variant<e4m3_gemm_args> e4m3_gemm_sm90_large, e4m3_gemm_sm90_row, e4m3_gemm_sm90_fp8,
-    e4m3_gemm_sm90, e4m3_gemm_any;
+    e4m3_gemm_sm90_short, e4m3_gemm_sm90_few, e4m3_gemm_sm90, e4m3_gemm_any;
 
 static const variant<e4m3_gemm_args> *const list[] = {
 #ifdef QUERN_SM90
     &e4m3_gemm_sm90_large,
     &e4m3_gemm_sm90_row,
     &e4m3_gemm_sm90_fp8,
+    &e4m3_gemm_sm90_short,
+    &e4m3_gemm_sm90_few,
     &e4m3_gemm_sm90,
 #endif
     &e4m3_gemm_any,

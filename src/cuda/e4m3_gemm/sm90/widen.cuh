@@ -33,22 +33,23 @@ template <typename T> __device__ __forceinline__ uint32_t widen(uint16_t codes)
     return halves;
 }
 
-/* A run of a thread's rows, as the products of 64 rows take them: `rows` are the warp's 16. */
-template <typename T> __device__ __forceinline__ void load_operand(uint32_t (&a)[STEPS][4], const char *rows)
+/* COUNT steps of a run of a thread's rows, as the products of 64 rows take them: `rows` are the warp's 16. */
+template <typename T, int FIRST, int COUNT>
+__device__ __forceinline__ void load_steps(uint32_t (&a)[COUNT][4], const char *rows)
 {
     const int lane = threadIdx.x % 32, row = lane / 4;
     const uint32_t from = smem_address(rows) + row * 128 + (row << 4) + lane % 4 * 2;
-    uint16_t x[STEPS][4];
+    uint16_t x[COUNT][4];
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        const uint32_t at = from ^ s << 4;
+    for (int s = 0; s < COUNT; s++) {
+        const uint32_t at = from ^ (FIRST + s) << 4;
         x[s][0] = two_codes(at);
         x[s][1] = two_codes(at + 8 * 128);
         x[s][2] = two_codes(at + 8);
         x[s][3] = two_codes(at + 8 * 128 + 8);
     }
 #pragma unroll
-    for (int s = 0; s < STEPS; s++)
+    for (int s = 0; s < COUNT; s++)
 #pragma unroll
         for (int i = 0; i < 4; i++) a[s][i] = widen<T>(x[s][i]);
 }

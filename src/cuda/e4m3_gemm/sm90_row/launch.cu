@@ -39,6 +39,7 @@ static quern_status run(const stage_exec *exec, const e4m3_gemm_args *args, void
     q.tall = (int32_t)std::min(std::max((int64_t)FEW / q.runs, (int64_t)1),
                                (panels * q.p.groups + at_once - 1) / at_once);
     q.panels = (panels + q.tall - 1) / q.tall;
+    q.window = q.panels * q.p.groups * 2 > exec->multiprocessors ? WINDOW : STAGES;
     q.wide = rows_aligned(args->a, 16) && q.p.in % 8 == 0;
     const quern_status status =
         describe_bytes(&w, args->codes.data, args->codes.shape[0], args->codes.shape[1], q.p.code_row, ROWS);

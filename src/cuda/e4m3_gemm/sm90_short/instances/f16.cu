@@ -1,20 +1,20 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-#include "e4m3_gemm/sm90/kernel.cuh"
+#include "e4m3_gemm/sm90_short/kernel.cuh"
 
-namespace sm90_e4m3
+namespace sm90_e4m3_short
 {
 
 #define INSTANCE(tokens)                                                                                     \
     template <>                                                                                              \
-    quern_status launch<__half, tokens>(const stage_exec *exec, const product_params &q,                     \
-                                        const CUtensorMap &w, const CUtensorMap &a)                          \
+    quern_status launch<f16, tokens>(const stage_exec *exec, const product_params &q, dim3 grid,            \
+                                      const CUtensorMap &w, const CUtensorMap &a)                            \
     {                                                                                                        \
-        return launch_kernel<__half, tokens>(exec, q, w, a);                                                 \
+        return launch_kernel<f16, tokens>(exec, q, grid, w, a);                                             \
     }
 INSTANCE(8)
+INSTANCE(16)
 INSTANCE(32)
 INSTANCE(64)
-INSTANCE(128)
 
-} // namespace sm90_e4m3
+} // namespace sm90_e4m3_short

@@ -1,0 +1,340 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * kernel.cuh - the product of few rows of 16 bits with e4m3 weights on Hopper: W is to pass through the chip
+ * once at the rate of a copy. A tile is 64 rows of W by TOKENS rows of a.
+ *
+ *   feed      a thread copies runs of W into their ring, another what a has there into its own
+ *   multiply  four warpgroups take runs in turn: a lane widens its codes, half a run at a time, while the
+ *             products of the half before are under way. A run is summed from zero.
+ *   fold      a warpgroup adds the runs' sums, times their rows' scales, in the order of the runs. Its warps
+ *             have the rows of W of those that multiply: each waits for one warp of these alone.
+ *
+ * Where there are few tiles, up to 8 blocks of a cluster split a tile's runs. They keep all their runs' sums
+ * and then add them in the order of the runs, each block for some tokens: the bits are those of one block.
+ * TOKENS, 8 to 64, is the width of the products and changes no bit either.
+ *
+ * The kernel may start while the one before it on the stream still runs: what W's ring holds is weights,
+ * which that one does not write. It waits for its end before it reads a, and lets the next start only then.
+ *
+ * Shared memory: rings of W, of a and of sums. A run of 64 rows takes 8 KiB of W through it once, read as
+ * words of two bytes, and four times the bytes of its tokens: 56 KB at 32 tokens, 448 clocks, and as many at
+ * the copy rate. Registers: 32 sums, 2 x 16 of operands at 64 tokens.
+ */
+#ifndef QUERN_CUDA_E4M3_GEMM_SM90_FEW_KERNEL_CUH
+#define QUERN_CUDA_E4M3_GEMM_SM90_FEW_KERNEL_CUH
+
+#include "e4m3_gemm/sm90/few.cuh"
+
+namespace sm90_e4m3_few
+{
+
+using namespace sm90_e4m3;
+
+enum {
+    FEW_THREADS = MATH + 256,
+    RUNS_MOST = 256
+};
+
+template <int TOKENS> struct form {
+    enum {
+        TILES = TOKENS / 8,         /* of a run's sums: eight tokens each */
+        A_BYTES = TOKENS * RUN * 2, /* of a run: its rows of a, or its sums */
+        W_STAGES = TOKENS == 64 ? 8 : TOKENS == 32 ? 10 : 12,
+        A_STAGES = TOKENS == 64 ? 5 : TOKENS == 16 ? 6 : 8,
+        FEED_REGISTERS = 32,
+        MATH_REGISTERS = TOKENS == 64 ? 96 : 88,
+        FOLD_REGISTERS = TOKENS == 64 ? 64 : 80,
+        SUMS = TOKENS == 64 ? 4 : TOKENS == 32 ? 8 : TOKENS == 16 ? 24 : 48 /* runs whose sums have room */
+    };
+    /* A warpgroup may be TAKERS runs ahead: in fewer stages its wait could end at an earlier use of the same
+     * parity. */
+    static_assert((int)SUMS >= (int)TAKERS && (int)A_STAGES >= (int)TAKERS, "parity tells uses apart");
+};
+
+template <int TOKENS> struct shared {
+    typedef form<TOKENS> f;
+    char w[f::W_STAGES][WG_ROWS * RUN]; /* first: tiles are aligned to 1024 bytes */
+    char a[f::A_STAGES][f::A_BYTES];
+    char sums[f::SUMS][f::A_BYTES];
+    char out[TOKENS * WG_ROWS * 2];
+    float2 scale[RUNS_MOST];
+    ring<f::W_STAGES> codes;
+    ring<f::A_STAGES> rows;
+    ring<f::SUMS * 4> warps; /* a run's sums of a warp's 16 rows of W */
+};
+
+/* The runs of a block, and its tiles: the first, the step from one to the next. */
+struct share {
+    int first, count;
+    int64_t tile, step;
+};
+
+__device__ __forceinline__ share share_here(const product_params &q)
+{
+    const int each = (q.runs + q.shares - 1) / q.shares,
+              first = min((int)(blockIdx.x % q.shares) * each, (int)q.runs);
+    return {first, min(each, q.runs - first), (int64_t)(blockIdx.x / q.shares),
+            (int64_t)(gridDim.x / q.shares)};
+}
+
+/* Tiles of the same rows of W follow one another. */
+__device__ __forceinline__ tile_place place_of(const product_params &q, int64_t tile, int tokens)
+{
+    const int64_t panel = tile / q.token_tiles, group = panel / q.panels;
+    return {group, (panel - group * q.panels) * WG_ROWS, (tile - panel * q.token_tiles) * tokens};
+}
+
+/* ---- feed ---- */
+
+template <int TOKENS>
+__device__ __forceinline__ void feed_codes(const product_params &q, const CUtensorMap &w, shared<TOKENS> &m)
+{
+    const share s = share_here(q);
+    ring_place<form<TOKENS>::W_STAGES> at;
+    for (int64_t i = s.tile; i < tiles_of(q); i += s.step) {
+        const tile_place t = place_of(q, i, TOKENS);
+#pragma unroll 1
+        for (int run = s.first; run < s.first + s.count; run++) {
+            m.codes.wait_free(at);
+            const uint32_t bar = m.codes.expect(at, WG_ROWS * RUN);
+            tma_load(stage_address(m.w, at.stage), w, bar, run * RUN, 0, (int)(t.group * q.p.out + t.column),
+                     0);
+            at.advance();
+        }
+    }
+}
+
+template <int TOKENS>
+__device__ __forceinline__ void feed_rows(const product_params &q, const CUtensorMap &a, shared<TOKENS> &m)
+{
+    const share s = share_here(q);
+    ring_place<form<TOKENS>::A_STAGES> at;
+    wait_for_before();
+    let_next_start();
+    for (int64_t i = s.tile; i < tiles_of(q); i += s.step) {
+        const tile_place t = place_of(q, i, TOKENS);
+#pragma unroll 1
+        for (int run = s.first; run < s.first + s.count; run++) {
+            m.rows.wait_free(at);
+            const uint32_t bar = m.rows.expect(at, form<TOKENS>::A_BYTES), to = stage_address(m.a, at.stage);
+            const int from = (int)(t.group * q.p.in) + run * RUN;
+            tma_load(to, a, bar, from, 0, (int)t.token, 0);
+            tma_load(to + TOKENS * 128, a, bar, from + 64, 0, (int)t.token, 0);
+            at.advance();
+        }
+    }
+}
+
+/* ---- products ---- */
+
+/* A thread's 16 bytes of eight tokens' sums: those of its two rows of W and two tokens. */
+__device__ __forceinline__ uint32_t sums_at(uint32_t sums, int tile)
+{
+    return sums + (uint32_t)(tile * 128 + threadIdx.x % 128) * 16;
+}
+
+__device__ __forceinline__ float4 load_sums(uint32_t address)
+{
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+/* A warp's place in the ring of sums. */
+template <int SUMS> __device__ __forceinline__ ring_place<SUMS * 4> warp_place(const ring_place<SUMS> &at)
+{
+    return {at.stage * 4 + (int)(threadIdx.x / 32 % 4), at.parity};
+}
+
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply(const product_params &q, shared<TOKENS> &m, int warpgroup)
+{
+    typedef form<TOKENS> f;
+    const share s = share_here(q);
+    const int runs = s.count * (int)((tiles_of(q) - s.tile + s.step - 1) / s.step);
+    ring_place<f::W_STAGES> w;
+    ring_place<f::A_STAGES> a;
+    ring_place<f::SUMS> to = ring_place<f::SUMS>::of(warpgroup);
+    run_operand operand;
+    advance_by(w, warpgroup);
+    advance_by(a, warpgroup);
+    if (warpgroup < runs) take_low<T>(operand, m.codes, w, m.w);
+    for (int run = warpgroup; run < runs; run += TAKERS) {
+        const uint32_t sums = stage_address(m.sums, to.stage);
+        float part[f::TILES][4];
+        m.rows.wait_full(a);
+        start_run<T, TOKENS>(part, operand, w, m.w, stage_address(m.a, a.stage));
+        give_back_by_warp(m.codes, w);
+        wait_low();
+        if (run + TAKERS < runs) {
+            advance_by(w, (int)TAKERS);
+            take_low<T>(operand, m.codes, w, m.w);
+        }
+        wg_wait<0>(part);
+        give_back_by_warp(m.rows, a);
+        m.warps.wait_free(warp_place(to));
+#pragma unroll
+        for (int n = 0; n < f::TILES; n++)
+            store_shared4(sums_at(sums, n), part[n][0], part[n][1], part[n][2], part[n][3]);
+        __syncwarp();
+        if (threadIdx.x % 32 < READER_ARRIVALS) m.warps.give(warp_place(to));
+        advance_by(a, (int)TAKERS);
+        advance_by(to, (int)TAKERS);
+    }
+}
+
+/* ---- sums ---- */
+
+template <int TOKENS>
+__device__ __forceinline__ void read_scales(const product_params &q, shared<TOKENS> &m, const tile_place &t)
+{
+    const tile_scales scales(q, t.group, t.column);
+    for (int run = threadIdx.x % 128; run < q.runs; run += 128) m.scale[run] = scales.of(q, run);
+}
+
+__device__ __forceinline__ void add_sums(float (&c)[4], const float4 &x, const row_scales &s)
+{
+    c[0] = fmaf(s.low, x.x, c[0]);
+    c[1] = fmaf(s.low, x.y, c[1]);
+    c[2] = fmaf(s.high, x.z, c[2]);
+    c[3] = fmaf(s.high, x.w, c[3]);
+}
+
+/* A warpgroup. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void fold_tiles(const product_params &q, shared<TOKENS> &m)
+{
+    typedef form<TOKENS> f;
+    const share s = share_here(q);
+    ring_place<f::SUMS> at;
+    for (int64_t i = s.tile; i < tiles_of(q); i += s.step) {
+        const tile_place t = place_of(q, i, TOKENS);
+        const late_rows late(q, t.group, t.column);
+        float c[f::TILES][4];
+        clear_sums(c);
+        read_scales(q, m, t);
+        if (q.shares > 1) return;
+        named_sync(1, 128);
+#pragma unroll 1
+        for (int run = 0; run < q.runs; run++) {
+            const uint32_t sums = stage_address(m.sums, at.stage);
+            const row_scales by = late.of(m.scale[run]);
+            m.warps.wait_full(warp_place(at));
+#pragma unroll
+            for (int n = 0; n < f::TILES; n++) add_sums(c[n], load_sums(sums_at(sums, n)), by);
+            give_back_by_warp(m.warps, warp_place(at));
+            at.advance();
+        }
+        store_tile<T, TOKENS>(c, q, t, 0, m.out);
+    }
+}
+
+/* ---- shares ---- */
+
+/* All threads of the cluster. */
+__device__ __forceinline__ void cluster_sync()
+{
+    cluster_sync_arrive();
+    cluster_sync_wait();
+}
+
+/* Two rows of W and two tokens, those of thread threadIdx.x % 128 in eight tokens' sums: the blocks' sums of
+ * all runs, in order. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void fold_shares(const product_params &q, shared<TOKENS> &m, const tile_place &t,
+                                            int tile)
+{
+    const int each = (q.runs + q.shares - 1) / q.shares, token = tile * 8 + threadIdx.x % 4 * 2;
+    const int64_t column = t.column + low_row(0), row0 = t.group * q.p.out;
+    const late_rows late(q, t.group, t.column);
+    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int run = 0; run < q.runs; run += each) {
+        const uint32_t from = cluster_address(sums_at(smem_address(m.sums), tile), (uint32_t)(run / each));
+#pragma unroll 8
+        for (int i = 0; i < min(each, q.runs - run); i++)
+            add_sums(c, cluster_load(from + i * (uint32_t)form<TOKENS>::A_BYTES), late.of(m.scale[run + i]));
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int64_t to = column + e / 2 * 8, row = t.token + token + e % 2;
+        if (to >= q.p.out || row >= q.p.tokens) continue;
+        const float bias = q.p.bias.p != NULL ? q.p.bias.at(row0 + to) : 0.0f;
+        ((T *)q.p.c)[row * q.p.c_row + row0 + to] = from_float<T>(c[e] + bias);
+    }
+}
+
+/* Warpgroup w of block b adds tiles b, b + shares, ... of four of the cluster's warpgroups. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void fold(const product_params &q, shared<TOKENS> &m, int warpgroup)
+{
+    const int rank = (int)(blockIdx.x % q.shares);
+    const tile_place t = place_of(q, blockIdx.x / q.shares, TOKENS);
+    for (int tile = warpgroup * q.shares + rank; tile < form<TOKENS>::TILES; tile += TAKERS * q.shares)
+        fold_shares<T, TOKENS>(q, m, t, tile);
+}
+
+template <typename T, int TOKENS>
+__global__ void __launch_bounds__(FEW_THREADS, 1)
+    e4m3_gemm_sm90_few(const __grid_constant__ product_params q, const __grid_constant__ CUtensorMap w,
+                       const __grid_constant__ CUtensorMap a)
+{
+#ifdef QUERN_WGMMA
+    extern __shared__ __align__(1024) char memory[];
+    shared<TOKENS> &m = *(shared<TOKENS> *)memory;
+    if (threadIdx.x == 0) {
+        m.codes.init(1, 4 * READER_ARRIVALS);
+        m.rows.init(1, 4 * READER_ARRIVALS);
+    }
+    for (int i = threadIdx.x; i < form<TOKENS>::SUMS * 4; i += FEW_THREADS) {
+        mbar_init(smem_address(&m.warps.full[i]), READER_ARRIVALS);
+        mbar_init(smem_address(&m.warps.free[i]), READER_ARRIVALS);
+    }
+    mbar_init_done();
+    __syncthreads();
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role < TAKERS) {
+        registers_up<form<TOKENS>::MATH_REGISTERS>();
+        multiply<T, TOKENS>(q, m, role);
+        if (q.shares > 1) {
+            cluster_sync(); /* sums are there */
+            fold<T, TOKENS>(q, m, role);
+        }
+    } else if (role == TAKERS) {
+        registers_down<form<TOKENS>::FOLD_REGISTERS>();
+        fold_tiles<T, TOKENS>(q, m);
+        if (q.shares > 1) cluster_sync();
+    } else {
+        registers_down<form<TOKENS>::FEED_REGISTERS>();
+        if (threadIdx.x == MATH + 128) feed_codes(q, w, m);
+        if (threadIdx.x == MATH + 160) feed_rows(q, a, m);
+        __syncwarp();
+        if (q.shares > 1) cluster_sync();
+    }
+    if (q.shares > 1) cluster_sync(); /* and read */
+#endif
+}
+
+/* An instance a width and dtype. */
+template <typename T, int TOKENS>
+quern_status launch(const stage_exec *exec, const product_params &q, const CUtensorMap &w,
+                    const CUtensorMap &a);
+
+template <typename T, int TOKENS>
+static quern_status launch_kernel(const stage_exec *exec, const product_params &q, const CUtensorMap &w,
+                                  const CUtensorMap &a)
+{
+    const int64_t tiles = q.panels * q.p.groups * q.token_tiles,
+                  grid = q.shares > 1 || tiles < exec->multiprocessors ? tiles * q.shares
+                                                                       : (int64_t)exec->multiprocessors;
+    return launch_cluster((cudaStream_t)exec->stream, e4m3_gemm_sm90_few<T, TOKENS>, dim3((unsigned)grid),
+                          FEW_THREADS, sizeof(shared<TOKENS>), "e4m3_gemm", (unsigned)q.shares, true, q, w,
+                          a);
+}
+
+} // namespace sm90_e4m3_few
+
+#endif
