@@ -22,6 +22,10 @@
  * With `head`, which ends a model, fn has n rows, base n and scale 1 number, and h alone is made; with pre_in
  * it takes no fn, base and scale.
  *
+ * On a GPU a call of up to 511 tokens may read fn before the kernel ahead of it on the stream has ended,
+ * where that one lets the next start early (programmatic dependent launch): it must not be what writes fn.
+ * None of the library's is.
+ *
  * Sources: hyper-connections, arXiv 2409.19606; normalisations in turn, Sinkhorn and Knopp 1967; the
  * DeepSeek-V4 report, arXiv 2606.19348. A GPU takes copies of some 28000 channels, by its shared memory, and
  * says so of more.
