@@ -19,7 +19,8 @@ __device__ __forceinline__ float element_at(const void *p, quern_dtype dtype, in
 
 /* Adds to the sums of a tile of tokens and experts, over a share of the dimension. The shares' sums are added
  * in their order, a lane's first, so their bits do not depend on which warp has a share. AT_ONCE: elements of
- * each row that a lane asks for before it uses them, where their dtype is known. */
+ * each row that a lane asks for before it uses them, where their dtype is known. A row past the last is that
+ * one again: no load waits for a branch. */
 template <typename T, int AT_ONCE>
 __device__ __forceinline__ void add_share(const route_params &a, int64_t t0, int64_t e0, int share,
                                           float (&sum)[ROUTE_TILE][ROUTE_TILE])
@@ -32,9 +33,9 @@ __device__ __forceinline__ void add_share(const route_params &a, int64_t t0, int
         float h[ROWS], w[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            const int64_t t = t0 + i, e = e0 + i;
-            h[i] = t < a.tokens ? element_at<T>(a.hidden, a.hidden_dtype, t * a.hidden_s + d) : 0.0f;
-            w[i] = e < a.experts ? element_at<T>(a.weight, a.weight_dtype, e * a.weight_s + d) : 0.0f;
+            const int64_t t = min(t0 + i, a.tokens - 1), e = min(e0 + i, (int64_t)a.experts - 1);
+            h[i] = element_at<T>(a.hidden, a.hidden_dtype, t * a.hidden_s + d);
+            w[i] = element_at<T>(a.weight, a.weight_dtype, e * a.weight_s + d);
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS) route_few_logits(const __grid_c
     const int64_t across = (a.experts + ROWS - 1) / ROWS, t0 = blockIdx.x / across * ROWS,
                   e0 = blockIdx.x % across * ROWS;
     float sum[ROWS][ROWS] = {};
+    wait_for_before();
     let_next_start();
     if (a.hidden_dtype == QUERN_BF16 && a.weight_dtype == QUERN_BF16)
         add_share<bf16, 8>(a, t0, e0, warp, sum);
@@ -435,8 +437,8 @@ quern_status route_make_logits(const launcher &to, const route_params &a)
 {
     const int64_t tiles =
         (a.tokens + ROUTE_TILE - 1) / ROUTE_TILE * ((a.experts + ROUTE_TILE - 1) / ROUTE_TILE);
-    if (tiles <= ROUTE_FEW_TILES)
-        return launch_shared(to, route_few_logits, dim3((unsigned)tiles), ROUTE_THREADS, 0,
+    if (tiles > 0 && tiles <= ROUTE_FEW_TILES && to.most == NULL)
+        return launch_behind(to.stream, route_few_logits, dim3((unsigned)tiles), ROUTE_THREADS, 0,
                              "route, logits of few tokens", a);
     return launch_shared(to, route_logits, dim3(blocks_for(tiles, ROUTE_WARPS)), ROUTE_THREADS, 0,
                          "route, logits", a);
