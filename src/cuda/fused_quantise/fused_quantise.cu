@@ -6,7 +6,7 @@
  * where rows follow one another without padding, block i of the result is made of columns 32 i on, all of
  * which a thread loads at once. A value that is not finite counts as 0 and sets its bit. Limit: x read once.
  */
-#include "common/fp4.cuh"
+#include "common/fp4_bf16.cuh"
 #include "common/launch.cuh"
 #include "common/rows.cuh"
 #include "common/swiglu.cuh"
@@ -116,6 +116,25 @@ template <typename T> struct raw_pair {
     }
 };
 
+/* The values of a part, of which what is not finite becomes 0, and the largest magnitude. counts: the part is
+ * of use. */
+template <typename T>
+__device__ __forceinline__ float finite_values(const fused_params &a, const raw_pair<T> &raw, int part,
+                                               bool counts, float (&x)[FP4_BLOCK])
+{
+    raw.values(x, part);
+    if constexpr (__is_same(T, bf16)) {
+        const uint4 &low = raw.words[part], &high = raw.words[2 + part];
+        const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        const uint32_t most = largest_bf16(pairs);
+        if (most < INFINITE_BITS) return __uint_as_float(most);
+    }
+    bool bad;
+    const float largest = largest_finite(x, &bad);
+    if (bad && counts) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
+    return largest;
+}
+
 template <fp4_kind KIND>
 __device__ __forceinline__ void store_flat(const fused_params &a, int part, int64_t block, float global,
                                            const float (&x)[FP4_BLOCK])
@@ -125,11 +144,12 @@ __device__ __forceinline__ void store_flat(const fused_params &a, int part, int6
     ((uint8_t *)a.scales[part].p)[block] = (uint8_t)b.scale;
 }
 
-/* SwiGLU of finite gates and ups, over the gates. It may be infinite: that saturates. */
-__device__ __forceinline__ void swiglu_block(const swiglu_rule &rule, float (&gate)[FP4_BLOCK],
+/* SwiGLU of finite gates, of which the largest is given, and ups, over the gates. It may be infinite: that
+ * saturates. */
+__device__ __forceinline__ void swiglu_block(const swiglu_rule &rule, float largest, float (&gate)[FP4_BLOCK],
                                              float (&up)[FP4_BLOCK])
 {
-    if (__uint_as_float(largest_bits(gate)) * fabsf(rule.alpha) <= SWIGLU_NEAR) {
+    if (largest * fabsf(rule.alpha) <= SWIGLU_NEAR) {
         const float slope = rule.alpha * -1.44269504089f; /* log2(e) */
         if (rule.limit > 0.0f) {
 #pragma unroll
@@ -153,15 +173,13 @@ __global__ void __launch_bounds__(THREADS) fused_flat(const __grid_constant__ fu
     if (i >= a.rows * a.blocks) return;
     raw_pair<T> raw;
     raw.load((const T *)a.x.p + i * 2 * FP4_BLOCK);
-    float global[2], x[2][FP4_BLOCK];
+    float global[2], largest[2], x[2][FP4_BLOCK];
 #pragma unroll
     for (int p = 0; p < 2; p++) global[p] = a.part[p] ? *a.global[p] : 1.0f;
 #pragma unroll
-    for (int p = 0; p < 2; p++) {
-        raw.values(x[p], p);
-        if (a.part[p] || a.swiglu) make_finite(a, x[p]);
-    }
-    if (a.swiglu) swiglu_block(a.rule, x[0], x[1]);
+    for (int p = 0; p < 2; p++)
+        largest[p] = finite_values(a, raw, p, a.part[p] || a.swiglu, x[p]);
+    if (a.swiglu) swiglu_block(a.rule, largest[0], x[0], x[1]);
     if (a.part[0]) store_flat<KIND>(a, 0, i, global[0], x[0]);
     if (a.part[1]) store_flat<KIND>(a, 1, i, global[1], x[1]);
 }

@@ -4,8 +4,8 @@
  * kernel.cuh - the quantisers' kernels.
  *
  * Activations: a thread has a block of 16 values of a row, two 16-byte loads in 16 bits, and stores 8 bytes
- * of codes and a scale; it loads the next block before it makes this one's codes. Weights, whose blocks lie
- * along K: a thread has 16 rows of one or two columns.
+ * of codes and a scale; where blocks follow one another, the next ones are loaded meanwhile. Weights, whose
+ * blocks lie along K: a thread has 16 rows of one or two columns.
  *
  * A global of a tensor or an expert is known after a pass of its own, which finds the largest magnitude: as
  * integers the bits of magnitudes have a maximum that no order changes. Of a tensor that pass writes a number
@@ -17,7 +17,7 @@
  * bit.
  *
  * Limit: x read once (twice where a tensor's or an expert's global is computed), 9/16 byte a value written.
- * The instructions are 14 a value, of which memory's rate allows 24.
+ * The instructions are 10 a value of bf16, of which memory's rate allows 24.
  */
 #ifndef QUERN_CUDA_QUANTISE_KERNEL_CUH
 #define QUERN_CUDA_QUANTISE_KERNEL_CUH
@@ -72,17 +72,48 @@ __device__ __forceinline__ float global_of_row(const quantise_params &a, const r
                                                                  : 0);
 }
 
-__device__ __forceinline__ void store_block(const quantise_params &a, int64_t row, int64_t block,
-                                            const fp4_block &b)
-{
-    uint8_t *codes = a.codes.row<uint8_t>(row) + 8 * block;
-    if (a.wide_codes) {
-        __stcs((uint2 *)codes, make_uint2(b.codes[0], b.codes[1]));
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++) codes[i] = (uint8_t)(b.codes[i / 4] >> i % 4 * 8);
+/* Where the codes and the scales of a row stand. */
+struct coded_row {
+    uint8_t *codes, *scales;
+
+    __device__ __forceinline__ coded_row(const quantise_params &a, int64_t row)
+        : codes(a.codes.row<uint8_t>(row)), scales(a.scales.row<uint8_t>(row))
+    {
     }
-    a.scales.row<uint8_t>(row)[block] = (uint8_t)b.scale;
+    __device__ __forceinline__ void store(const quantise_params &a, int64_t block, const fp4_block &b) const
+    {
+        uint8_t *to = codes + 8 * block;
+        if (a.wide_codes) {
+            __stcs((uint2 *)to, make_uint2(b.codes[0], b.codes[1]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) to[i] = (uint8_t)(b.codes[i / 4] >> i % 4 * 8);
+        }
+        scales[block] = (uint8_t)b.scale;
+    }
+};
+
+struct bf16_pairs {
+    uint32_t pair[8];
+
+    __device__ __forceinline__ explicit bf16_pairs(const raw_block<bf16> &raw)
+        : pair{raw.words[0].x, raw.words[0].y, raw.words[0].z, raw.words[0].w,
+               raw.words[1].x, raw.words[1].y, raw.words[1].z, raw.words[1].w}
+    {
+    }
+};
+
+/* The bits of the largest magnitude of a block; what is not finite counts as 0. */
+template <typename T> __device__ __forceinline__ uint32_t largest_in(const raw_block<T> &raw)
+{
+    if constexpr (__is_same(T, bf16)) {
+        const uint32_t most = largest_bf16(bf16_pairs(raw).pair);
+        if (most < INFINITE_BITS) return most;
+    }
+    float x[FP4_BLOCK];
+    bool bad;
+    raw.values(x);
+    return __float_as_uint(largest_finite(x, &bad));
 }
 
 /* Quantises a block, faults included. */
@@ -114,9 +145,8 @@ __device__ __forceinline__ fp4_block ruled_block(const quantise_params &a, const
 {
     if constexpr (has_bf16_rule<T, KIND>()) {
         fp4_block b;
-        const uint32_t pair[8] = {raw.words[0].x, raw.words[0].y, raw.words[0].z, raw.words[0].w,
-                                  raw.words[1].x, raw.words[1].y, raw.words[1].z, raw.words[1].w};
-        if (bf16_block<KIND>(b, rule, pair)) return b;
+        bf16_pairs x(raw);
+        if (bf16_block<KIND>(b, rule, x.pair)) return b;
         return block_alone<KIND, T>(a, rule.global, raw);
     }
     float x[FP4_BLOCK];
@@ -128,7 +158,7 @@ __device__ __forceinline__ fp4_block ruled_block(const quantise_params &a, const
 template <fp4_kind KIND, typename T> __device__ __forceinline__ bf16_rule rule_of(float global)
 {
     if constexpr (has_bf16_rule<T, KIND>()) return bf16_rule_of<KIND>(global);
-    return {global, 0.0f, 0.0f, 0, false};
+    return {global, 0.0f, 0, -1, false};
 }
 
 /* The largest of a group of threads' numbers; all of them get it. A group is a warp or the block. */
@@ -184,39 +214,62 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(const __grid_c
         } else if (used && block == 0) {
             raise_status(a.status, QUERN_STATUS_BAD_ID);
         }
-        store_block(a, row, block, b);
+        coded_row(a, row).store(a, block, b);
     }
+}
+
+/* Blocks of a thread that are under way, and blocks of threads on a multiprocessor. */
+template <typename T, fp4_kind KIND> constexpr int flat_ahead()
+{
+    return has_bf16_rule<T, KIND>() ? 3 : 1;
+}
+template <typename T, fp4_kind KIND> constexpr int flat_residents()
+{
+    return has_bf16_rule<T, KIND>() ? 3 : 4;
 }
 
 /* One global, and tensors whose blocks follow one another in memory: block i of each. */
 template <typename T, fp4_kind KIND>
-__global__ void __launch_bounds__(QUANTISE_THREADS) quantise_flat(const __grid_constant__ quantise_params a)
+__global__ void __launch_bounds__(QUANTISE_THREADS, flat_residents<T, KIND>())
+    quantise_flat(const __grid_constant__ quantise_params a)
 {
-    const int64_t all = a.rows * a.blocks, step = (int64_t)gridDim.x * QUANTISE_THREADS;
-    int64_t i = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x;
-    raw_block<T> next;
-    if (i < all) next.load((const T *)a.x.p, item_of(a, i, all) * FP4_BLOCK, INT64_MAX, true);
+    enum { AHEAD = flat_ahead<T, KIND>() };
+    const int64_t all = a.rows * a.blocks, step = (int64_t)gridDim.x * QUANTISE_THREADS,
+                  first = (int64_t)blockIdx.x * QUANTISE_THREADS + threadIdx.x,
+                  turn = a.parts > 0 ? -step : step, item = item_of(a, first, all);
+    const T *x = (const T *)a.x.p + item * FP4_BLOCK;
+    uint2 *codes = (uint2 *)a.codes.p + item;
+    uint8_t *scales = (uint8_t *)a.scales.p + item;
+    raw_block<T> ahead[AHEAD];
+#pragma unroll
+    for (int n = 0; n < AHEAD; n++, x += turn * FP4_BLOCK)
+        if (first + n * step < all) ahead[n].load(x, 0, FP4_BLOCK, true);
     if (a.parts > 0) wait_for_before();
     const bf16_rule rule = rule_of<KIND, T>(a.parts > 0 ? global_of_parts(a) : *(const float *)a.given.p);
-    for (; i < all; i += step) {
-        const raw_block<T> raw = next;
-        if (i + step < all)
-            next.load((const T *)a.x.p, item_of(a, i + step, all) * FP4_BLOCK, INT64_MAX, true);
-        const fp4_block b = ruled_block<KIND, T>(a, rule, raw);
-        const int64_t item = item_of(a, i, all);
-        __stcs((uint2 *)a.codes.p + item, make_uint2(b.codes[0], b.codes[1]));
-        ((uint8_t *)a.scales.p)[item] = (uint8_t)b.scale;
+    for (int32_t left = first < all ? (int32_t)((all - 1 - first) / step) + 1 : 0; left > 0; left -= AHEAD) {
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++, x += turn * FP4_BLOCK, codes += turn, scales += turn) {
+            if (n >= left) break;
+            const raw_block<T> raw = ahead[n];
+            if (AHEAD == 1 && n + AHEAD < left) ahead[n].load(x, 0, FP4_BLOCK, true);
+            const fp4_block b = ruled_block<KIND, T>(a, rule, raw);
+            if (AHEAD > 1 && n + AHEAD < left) ahead[n].load(x, 0, FP4_BLOCK, true);
+            __stcs(codes, make_uint2(b.codes[0], b.codes[1]));
+            *scales = (uint8_t)b.scale;
+        }
     }
 }
 
 /* A global a row, computed: a warp or a block of threads a row, QUANTISE_HELD blocks of which a thread holds;
- * of longer rows it reads the others again. */
+ * of longer rows, which the largest group has, it reads the others again. */
 template <typename T, fp4_kind KIND, int GROUP>
-__global__ void __launch_bounds__(QUANTISE_THREADS)
+__global__ void __launch_bounds__(QUANTISE_THREADS, GROUP == QUANTISE_THREADS ? 3 : 0)
     quantise_whole_rows(const __grid_constant__ quantise_params a)
 {
     const int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / GROUP;
     const int lane = threadIdx.x % GROUP;
+    const int64_t held_blocks = QUANTISE_HELD * GROUP,
+                  last = GROUP == QUANTISE_THREADS ? a.blocks : held_blocks;
     a.ends.check(a.status);
     if (row >= a.rows) return;
     const int64_t from = source_row(a, row);
@@ -224,25 +277,21 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
     const T *values = a.x.row<const T>(used ? from : 0);
     raw_block<T> held[QUANTISE_HELD];
     uint32_t most = 0;
-    bool bad;
 #pragma unroll
     for (int h = 0; h < QUANTISE_HELD; h++)
         if (used && lane + h * GROUP < a.blocks)
             held[h].load(values, (int64_t)(lane + h * GROUP) * FP4_BLOCK, a.columns, a.wide);
 #pragma unroll
     for (int h = 0; h < QUANTISE_HELD; h++) {
-        float x[FP4_BLOCK];
         if (!used || lane + h * GROUP >= a.blocks) break;
-        held[h].values(x);
-        most = max(most, __float_as_uint(largest_finite(x, &bad)));
+        most = max(most, largest_in(held[h]));
     }
-    for (int64_t block = lane + QUANTISE_HELD * GROUP; used && block < a.blocks; block += GROUP) {
+    for (int64_t block = lane + held_blocks; used && block < last; block += GROUP) {
         raw_block<T> raw;
-        float x[FP4_BLOCK];
         raw.load(values, block * FP4_BLOCK, a.columns, a.wide);
-        raw.values(x);
-        most = max(most, __float_as_uint(largest_finite(x, &bad)));
+        most = max(most, largest_in(raw));
     }
+    const coded_row to(a, row);
     const float g = global_from_largest(a.profile, __uint_as_float(group_largest<GROUP>(most)));
     const bf16_rule rule = rule_of<KIND, T>(g);
     if (lane == 0 && used) *a.global.row<float>(row) = g;
@@ -251,16 +300,16 @@ __global__ void __launch_bounds__(QUANTISE_THREADS)
         fp4_block b = {{0, 0}, 0};
         if (lane + h * GROUP >= a.blocks) break;
         if (used) b = ruled_block<KIND, T>(a, rule, held[h]);
-        store_block(a, row, lane + h * GROUP, b);
+        to.store(a, lane + h * GROUP, b);
     }
-    for (int64_t block = lane + QUANTISE_HELD * GROUP; block < a.blocks; block += GROUP) {
+    for (int64_t block = lane + held_blocks; block < last; block += GROUP) {
         fp4_block b = {{0, 0}, 0};
         if (used) {
             raw_block<T> raw;
             raw.load(values, block * FP4_BLOCK, a.columns, a.wide);
             b = ruled_block<KIND, T>(a, rule, raw);
         }
-        store_block(a, row, block, b);
+        to.store(a, block, b);
     }
 }
 
@@ -289,13 +338,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) find_largest(const __grid_co
         for (int n = 0; n < AHEAD; n++) {
             const int64_t expert = row[n] >= 0 && (by_expert || bounded) ? expert_of_row(a, row[n]) : -1;
             const bool counts = row[n] >= 0 && (!bounded || expert < a.ends.experts);
-            uint32_t bits = 0;
-            if (counts) {
-                float x[FP4_BLOCK];
-                bool bad;
-                raw[n].values(x);
-                bits = __float_as_uint(largest_finite(x, &bad));
-            }
+            uint32_t bits = counts ? largest_in(raw[n]) : 0;
             most = max(most, bits);
             if (!by_expert) continue;
             int same;
@@ -436,7 +479,7 @@ template <typename T, fp4_kind KIND>
 static void launch_kind(const quantise_params &a, bool columns, bool pairs, bool whole, int64_t all, int sms,
                         cudaStream_t stream)
 {
-    enum { THREADS = QUANTISE_THREADS, RESIDENT = 5, EACH = 8 /* blocks of a thread of a flat call */ };
+    enum { THREADS = QUANTISE_THREADS, EACH = 8 /* blocks of a thread of a flat call */ };
     if (whole && a.rows > 0) {
         if (a.blocks <= 32 * QUANTISE_HELD)
             quantise_whole_rows<T, KIND, 32><<<blocks_for(a.rows, THREADS / 32), THREADS, 0, stream>>>(a);
@@ -448,7 +491,8 @@ static void launch_kind(const quantise_params &a, bool columns, bool pairs, bool
     } else if (columns && all > 0) {
         quantise_columns<T, KIND, 1><<<blocks_for(all, THREADS), THREADS, 0, stream>>>(a);
     } else if (all > 0 || a.parts > 0) {
-        const int64_t most = (int64_t)sms * RESIDENT, need = (all + THREADS - 1) / THREADS;
+        const int64_t most = (int64_t)sms * (a.flat ? flat_residents<T, KIND>() : 5),
+                      need = (all + THREADS - 1) / THREADS;
         const int64_t turns = a.flat ? (need + EACH - 1) / EACH : need,
                       given = need < most ? need : turns < most ? most : turns,
                       grid = a.parts == 0 ? given : need < 1 ? 1 : need < most ? need : most;

@@ -382,7 +382,8 @@ static void nonfinite_values_are_refused(void **state)
 
 #endif
 
-/* Globals for which many numbers of 8 bits are the middle of two codes, and the f32 numbers beside them. */
+/* Globals for which many numbers of 8 bits are the middle of two codes, and the f32 numbers beside them; rows
+ * from those whose scales are the least to those beyond the largest. */
 static void values_between_codes(void **state)
 {
     enum { T = 48, D = 512 };
@@ -407,7 +408,8 @@ static void values_between_codes(void **state)
         const quern_tensor given = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
         test_tensor_normal(&x, &random, 1);
         double *values = test_tensor_get(&x);
-        for (int i = 0; i < T * D; i++) values[i] = rint(values[i] * 64) / 64; /* of 8 bits in f16, too */
+        for (int i = 0; i < T * D; i++) /* of 8 bits in f16, too */
+            values[i] = ldexp(rint(values[i] * 64) / 64, i / D % 24 - 13);
         test_tensor_set(&x, values);
         t.x = &x.view;
         t.given_global = &given;
