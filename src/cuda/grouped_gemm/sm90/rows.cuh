@@ -6,8 +6,9 @@
  * tiles of 144.
  *
  *   feed      one thread copies tokens and the panels that have a tile's columns, a unit of 64 of K a stage
- *   decode    the other three warps of its warpgroup, 16 columns a turn, to rows of 64 in shared memory; they
- *             also tell what a tile's columns are multiplied by
+ *   decode    six warps of two warpgroups, half of 16 columns' unit a turn, to rows of 64 in shared memory;
+ *             they also tell what a tile's columns are multiplied by. Three warps are too few: products wait
+ *             for the latency of decoding
  *   multiply  two warpgroups of 128 tokens: both operands from shared memory
  *
  * Registers: EIGHTS * 8 accumulators. Limit: a unit takes 64 EIGHTS clocks of products, and of shared memory
@@ -23,7 +24,11 @@
 namespace sm90_gemm
 {
 
-enum { ROWS_TOKENS = 256, ROWS_DECODERS = 3 };
+enum {
+    ROWS_TOKENS = 256,
+    ROWS_DECODERS = 6, /* warps: of two neighbours each has half of a unit's K */
+    ROWS_AT_ONCE = ROWS_DECODERS / 2 /* sixteens of columns */
+};
 
 template <int EIGHTS> struct rows_form {
     static_assert(EIGHTS % 2 == 0, "weights are decoded by 16 columns");
@@ -32,10 +37,11 @@ template <int EIGHTS> struct rows_form {
         SIXTEENS = EIGHTS / 2,
         PANELS = 3,                   /* at most, that have a tile's columns */
         PARTS = ROWS_TOKENS / 2 / 64, /* products of a warpgroup */
-        THREADS = 384,
-        STAGES = 3,      /* of tokens, and of decoded weights */
-        UNIT_STAGES = 4, /* of weights as they are packed */
-        FEED_REGISTERS = 72,
+        THREADS = 512,
+        STAGES = EIGHTS > 18 ? 3 : 4, /* of tokens: products hold two */
+        DECODED_STAGES = 3,           /* of weights: likewise */
+        UNIT_STAGES = 6 - STAGES,     /* of weights as they are packed */
+        FEED_REGISTERS = 40,
         MULTIPLY_REGISTERS = 216
     };
 };
@@ -43,11 +49,12 @@ template <int EIGHTS> struct rows_form {
 template <int EIGHTS> struct rows_shared {
     typedef rows_form<EIGHTS> f;
     char a[f::STAGES][ROWS_TOKENS * 128]; /* first, and then b: tiles are aligned to 1024 bytes */
-    char b[f::STAGES][f::COLUMNS * 128];
+    char b[f::DECODED_STAGES][f::COLUMNS * 128];
     char units[f::UNIT_STAGES][f::PANELS][1][UNIT_BYTES];
     column_table<EIGHTS> columns[2];
     char out[8][2][STORE_BYTES]; /* a warp's results on their way to C */
-    ring<f::STAGES> tokens, decoded;
+    ring<f::STAGES> tokens;
+    ring<f::DECODED_STAGES> decoded;
     ring<f::UNIT_STAGES> packed;
     ring<2> table; /* of columns */
     tile_list tiles;
@@ -80,16 +87,18 @@ __device__ __forceinline__ void feed_rows(const gemm_params &p, const CUtensorMa
     }
 }
 
-/* Decodes every ROWS_DECODERS-th 16 columns of a tile, from `first` on; a warp. A fragment's matrices of
- * 8 x 8 are stored as they are. */
+/* Decodes half of the K of every ROWS_AT_ONCE-th 16 columns of a tile; warp number `first`. What it reads of a
+ * unit is loaded before any is stored: a load behind a store waits for it. A fragment's matrices of 8 x 8 are
+ * stored as they are. */
 template <typename T, int EIGHTS>
 __device__ __forceinline__ void decode_rows(const gemm_params &p, rows_shared<EIGHTS> &m, int first)
 {
     typedef rows_form<EIGHTS> f;
-    const int lane = threadIdx.x % 32, row = lane / 8 % 2 * 8 + lane % 8;
+    enum { OWN = (f::SIXTEENS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE };
+    const int lane = threadIdx.x % 32, row = lane / 8 % 2 * 8 + lane % 8, half = first % 2;
     const int32_t tiles = m.tiles.count, steps = p.parts * p.units;
     ring_place<f::UNIT_STAGES> from;
-    ring_place<f::STAGES> to;
+    ring_place<f::DECODED_STAGES> to;
     ring_place<2> table;
     bool ready = false;
     for (int32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -105,25 +114,26 @@ __device__ __forceinline__ void decode_rows(const gemm_params &p, rows_shared<EI
                 m.packed.wait_full(from);
                 m.decoded.wait_free(to);
             }
-            const char *units = m.units[from.stage][0][0];
+            uint2 codes[OWN];
+            uint32_t scales[OWN];
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                const int of = sixteen + min(first / 2 + i * ROWS_AT_ONCE, f::SIXTEENS - 1);
+                const char *unit = m.units[from.stage][of / 4][0];
+                codes[i] = *(const uint2 *)(unit + of % 4 * 512 + lane * 16 + half * 8);
+                scales[i] = *(const uint32_t *)(unit + UNIT_CODES + of % 4 * 64 + lane / 4 * 8 + half * 4);
+            }
             const uint32_t rows = smem_address(m.b) + to.stage * (f::COLUMNS * 128) + row * 128;
 #pragma unroll
-            for (int i = 0; i < f::SIXTEENS; i += ROWS_DECODERS) {
-                const int of = i + first;
-                if (i + ROWS_DECODERS > f::SIXTEENS && of >= f::SIXTEENS) break;
-                const char *unit = units + (sixteen + of) / 4 * UNIT_BYTES,
-                           *codes = unit + (sixteen + of) % 4 * 512;
-                const uint4 x = *(const uint4 *)(codes + lane * 16);
-                const uint2 scales =
-                    *(const uint2 *)(unit + UNIT_CODES + (sixteen + of) % 4 * 64 + lane / 4 * 8);
-                uint32_t w[UNIT_STEPS][4];
-                decode_step<T>(w[0], x.x, scales.x, 0);
-                decode_step<T>(w[1], x.y, scales.x, 1);
-                decode_step<T>(w[2], x.z, scales.y, 2);
-                decode_step<T>(w[3], x.w, scales.y, 3);
+            for (int i = 0; i < OWN; i++) {
+                const int of = first / 2 + i * ROWS_AT_ONCE;
+                if (i == OWN - 1 && f::SIXTEENS % ROWS_AT_ONCE != 0 && of >= f::SIXTEENS) break;
+                uint32_t w[2][4];
+                decode_step<T>(w[0], codes[i].x, scales[i], 0);
+                decode_step<T>(w[1], codes[i].y, scales[i], 1);
 #pragma unroll
-                for (int s = 0; s < UNIT_STEPS; s++)
-                    stmatrix4(rows + of * 2048 + (((s * 2 + lane / 16) ^ (row & 7)) << 4), w[s]);
+                for (int s = 0; s < 2; s++)
+                    stmatrix4(rows + of * 2048 + (((half * 4 + s * 2 + lane / 16) ^ (row & 7)) << 4), w[s]);
             }
             const int given = to.stage, back = from.stage;
             from.advance();
@@ -160,24 +170,40 @@ __device__ __forceinline__ void add_product(float (&c)[EIGHTS][4], uint64_t a, u
 #endif
 }
 
+/* Where a unit's tokens and weights are. */
+template <int EIGHTS> struct row_stages {
+    ring_place<rows_form<EIGHTS>::STAGES> tokens;
+    ring_place<rows_form<EIGHTS>::DECODED_STAGES> weights;
+};
+
+/* A warp gives them back. */
+template <int EIGHTS>
+__device__ __forceinline__ void give_back_rows(rows_shared<EIGHTS> &m, const row_stages<EIGHTS> &of)
+{
+    if (threadIdx.x % 32 != 0) return;
+    m.tokens.give_back(of.tokens);
+    m.decoded.give_back(of.weights);
+}
+
 /* The sums of 128 tokens of a tile, those from `first` on. */
 template <typename T, int EIGHTS>
 __device__ __forceinline__ void sum_rows(float (&c)[rows_form<EIGHTS>::PARTS][EIGHTS][4],
                                          rows_shared<EIGHTS> &m, int steps, int first,
-                                         ring_place<rows_form<EIGHTS>::STAGES> &at)
+                                         row_stages<EIGHTS> &at)
 {
     typedef rows_form<EIGHTS> f;
-    bool full = false; /* the stage to come */
-    int before = 0;
+    bool full = false; /* the stages to come */
+    row_stages<EIGHTS> before;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         if (!full) {
-            m.tokens.wait_full(at);
-            m.decoded.wait_full(at);
+            m.tokens.wait_full(at.tokens);
+            m.decoded.wait_full(at.weights);
         }
-        const uint64_t tokens = wg_fresh(
-                           wg_tile(smem_address(m.a) + at.stage * (ROWS_TOKENS * 128) + first * 128, 0)),
-                       weights = wg_fresh(wg_tile(smem_address(m.b) + at.stage * (f::COLUMNS * 128), 0));
+        const uint64_t tokens = wg_fresh(wg_tile(
+                           smem_address(m.a) + at.tokens.stage * (ROWS_TOKENS * 128) + first * 128, 0)),
+                       weights = wg_fresh(
+                           wg_tile(smem_address(m.b) + at.weights.stage * (f::COLUMNS * 128), 0));
         wg_start();
 #pragma unroll
         for (int s = 0; s < UNIT_STEPS; s++)
@@ -185,22 +211,17 @@ __device__ __forceinline__ void sum_rows(float (&c)[rows_form<EIGHTS>::PARTS][EI
             for (int i = 0; i < f::PARTS; i++)
                 add_product<T>(c[i], wg_further(tokens, i * 64 * 128 + s * 32), wg_further(weights, s * 32));
         wg_commit();
-        const int here = at.stage;
-        at.advance();
-        full = m.tokens.test_full(at) && m.decoded.test_full(at);
+        const row_stages<EIGHTS> here = at;
+        at.tokens.advance();
+        at.weights.advance();
+        full = m.tokens.test_full(at.tokens) && m.decoded.test_full(at.weights);
         wg_wait<1>(c[0]);
-        if (step > 0 && threadIdx.x % 32 == 0) {
-            m.tokens.give_back(before);
-            m.decoded.give_back(before);
-        }
+        if (step > 0) give_back_rows(m, before);
         before = here;
     }
 #pragma unroll
     for (int i = 0; i < f::PARTS; i++) wg_wait<0>(c[i]);
-    if (steps > 0 && threadIdx.x % 32 == 0) {
-        m.tokens.give_back(before);
-        m.decoded.give_back(before);
-    }
+    if (steps > 0) give_back_rows(m, before);
 }
 
 template <typename T, int EIGHTS>
@@ -208,7 +229,7 @@ __device__ __forceinline__ void multiply_by_rows(const gemm_params &p, rows_shar
 {
     typedef rows_form<EIGHTS> f;
     const int32_t tiles = m.tiles.count;
-    ring_place<f::STAGES> at;
+    row_stages<EIGHTS> at;
     ring_place<2> table;
     for (int32_t tile = before_first(tiles); tile < tiles; tile += gridDim.x) {
         float c[f::PARTS][EIGHTS][4];
@@ -220,7 +241,7 @@ __device__ __forceinline__ void multiply_by_rows(const gemm_params &p, rows_shar
 #pragma unroll 1
         for (int i = 0; i < f::PARTS; i++) {
             store_tokens(c[0], p, t, (group * f::PARTS + i) * 64, t.panel * f::COLUMNS,
-                         m.columns[table.stage], m.out[threadIdx.x / 32 - 4]);
+                         m.columns[table.stage], m.out[threadIdx.x / 32 - 8]);
 #pragma unroll
             for (int n = 0; n < EIGHTS; n++)
 #pragma unroll
@@ -252,13 +273,13 @@ __global__ void __launch_bounds__(rows_form<EIGHTS>::THREADS, 1)
     make_tiles(m.tiles, p, ROWS_TOKENS, (p.width + f::COLUMNS - 1) / f::COLUMNS, 1);
     finish_tail(m.tiles, p);
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (role == 0) {
+    if (role < 2) {
         registers_down<f::FEED_REGISTERS>();
-        if (warp > 0) decode_rows<T>(p, m, warp - 1);
+        if (warp > 0 && warp <= ROWS_DECODERS) decode_rows<T>(p, m, warp - 1);
         else if (threadIdx.x == 0) feed_rows(p, a, m);
     } else {
         registers_up<f::MULTIPLY_REGISTERS>();
-        multiply_by_rows<T>(p, m, role - 1);
+        multiply_by_rows<T>(p, m, role - 2);
     }
 #endif
 }
