@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* cluster.cuh - stages that the blocks of a cluster fill for each other: bulk copies of boxes to all of them,
- * and the arrivals that free a stage in all of them. */
+ * the arrivals that free a stage in all of them, and numbers that a block sends to another one. */
 #ifndef QUERN_CUDA_HOPPER_CLUSTER_CUH
 #define QUERN_CUDA_HOPPER_CLUSTER_CUH
 
@@ -32,6 +32,32 @@ __device__ __forceinline__ void give_back_to_cluster(ring<STAGES> &stages, const
     const int lane = threadIdx.x % 32;
     if (lane < BLOCKS)
         cluster_arrive_read(cluster_address(smem_address(stages.free) + at.stage * 8, (uint32_t)lane));
+}
+
+/* Two or four floats to a place in another block of the cluster, whose barrier there counts their bytes: that
+ * block waits by cluster_wait(). */
+__device__ __forceinline__ void cluster_send(uint32_t to, float2 x, uint32_t bar)
+{
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+        "f"(x.x), "f"(x.y), "r"(bar)
+        : "memory");
+}
+__device__ __forceinline__ void cluster_send(uint32_t to, float4 x, uint32_t bar)
+{
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+                     "r"(to),
+                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(bar)
+                 : "memory");
+}
+/* The same of `bytes` of this block's shared memory, which an async_fence() has shown to the copy engine; they
+ * and both addresses are multiples of 16. */
+__device__ __forceinline__ void cluster_send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "r"(from), "r"(bytes), "r"(bar)
+        : "memory");
 }
 
 #endif

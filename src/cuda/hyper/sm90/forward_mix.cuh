@@ -9,6 +9,7 @@
 #define QUERN_CUDA_HYPER_SM90_FORWARD_MIX_CUH
 
 #include "hyper/sm90/forward.cuh"
+#include "hyper/sm90/weights.cuh"
 
 namespace sm90_hyper_forward
 {
@@ -29,9 +30,6 @@ __device__ __forceinline__ mix_walk mix_walk_of(const forward_params &p, int blo
     return w;
 }
 
-/* The sums over fn that a lane's row of its token's weights follows from: of pre, of post, of comb's row. */
-enum { ROW_WEIGHTS = 2 + COPIES };
-
 __device__ __forceinline__ float sum_row(const forward_params &p, int64_t token, int row,
                                          float (&sum)[ROW_WEIGHTS])
 {
@@ -41,48 +39,12 @@ __device__ __forceinline__ float sum_row(const forward_params &p, int64_t token,
 #pragma unroll 4
     for (int s = 0; s < p.panels; s++)
 #pragma unroll
-        for (int j = 0; j < ROW_WEIGHTS; j++) {
-            const int column = j < 2 ? j * COPIES + row : COMB + row * COPIES + j - 2;
-            sum[j] += __ldcg(p.sums + ((int64_t)s * COLUMNS + column) * p.padded + token);
-        }
+        for (int j = 0; j < ROW_WEIGHTS; j++)
+            sum[j] += __ldcg(p.sums + ((int64_t)s * COLUMNS + row_column(row, j)) * p.padded + token);
     for (int s = row; s < p.panels; s += COPIES)
         square += __ldcg(p.sums + ((int64_t)s * COLUMNS + WEIGHTS) * p.padded + token);
     square += __shfl_xor_sync(~0u, square, 1);
     return square + __shfl_xor_sync(~0u, square, 2);
-}
-
-/* A matrix whose rows four lanes have: its rows, or columns, over their sums + eps. */
-__device__ __forceinline__ void normalise_row(float (&c)[COPIES], float eps)
-{
-    const float factor = __fdividef(1.0f, ((c[0] + c[1]) + (c[2] + c[3])) + eps);
-#pragma unroll
-    for (int k = 0; k < COPIES; k++) c[k] *= factor;
-}
-__device__ __forceinline__ void normalise_columns(float (&c)[COPIES], float eps)
-{
-#pragma unroll
-    for (int k = 0; k < COPIES; k++) {
-        float sum = c[k] + __shfl_xor_sync(~0u, c[k], 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        c[k] *= __fdividef(1.0f, sum + eps);
-    }
-}
-
-/* A row of comb from its logits. */
-__device__ __forceinline__ void make_row(const forward_params &p, float (&c)[COPIES])
-{
-    const float most = fmaxf(fmaxf(c[0], c[1]), fmaxf(c[2], c[3]));
-#pragma unroll
-    for (int k = 0; k < COPIES; k++) c[k] = expf(c[k] - most);
-    const float factor = 1.0f / ((c[0] + c[1]) + (c[2] + c[3]));
-#pragma unroll
-    for (int k = 0; k < COPIES; k++) c[k] = fmaf(c[k], factor, p.eps);
-    normalise_columns(c, p.eps);
-#pragma unroll 1
-    for (int i = 1; i < p.iterations; i++) {
-        normalise_row(c, p.eps);
-        normalise_columns(c, p.eps);
-    }
 }
 
 /* A unit's weights: four lanes have a token, each a row of its matrix. */
@@ -90,24 +52,16 @@ __device__ __forceinline__ void weigh_unit(const forward_params &p, int unit)
 {
     const int row = threadIdx.x % COPIES;
     const int64_t token = (int64_t)unit * UNIT + threadIdx.x % 32 / COPIES;
-    float sum[ROW_WEIGHTS], comb[COPIES];
-    const float square = sum_row(p, token, row, sum),
-                root = 1.0f / sqrtf(square / ((float)COPIES * (float)p.width) + p.rms_eps);
-    float pre = sigmoid(fmaf(sum[0] * root, p.scale[0], p.base[row])) + p.eps;
-    const float post = 2.0f * sigmoid(fmaf(sum[1] * root, p.scale[1], p.base[COPIES + row]));
-#pragma unroll
-    for (int k = 0; k < COPIES; k++)
-        comb[k] = fmaf(sum[2 + k] * root, p.scale[2], p.base[COMB + row * COPIES + k]);
-    make_row(p, comb);
+    float sum[ROW_WEIGHTS];
+    row_weights w;
+    const float square = sum_row(p, token, row, sum);
+    make_weights(p, row_bases{p.scale, p.base, row}, square, sum, w);
     if (token < p.tokens) {
-        if (p.pre.p != NULL) ((float *)p.pre.p)[token * p.pre.token + row] = pre;
-        if (p.post.p != NULL) ((float *)p.post.p)[token * p.post.token + row] = post;
-        give_four(p.comb, token, row, comb);
-        if (p.pre_in.p != NULL) pre = ((const float *)p.pre_in.p)[token * p.pre_in.token + row];
+        give_weights(p, token, row, w);
         float *const to = p.weights + token * WEIGHTS;
-        to[row] = pre;
-        to[COPIES + row] = post;
-        *(float4 *)(to + COMB + row * COPIES) = make_float4(comb[0], comb[1], comb[2], comb[3]);
+        to[row] = w.pre;
+        to[COPIES + row] = w.post;
+        *(float4 *)(to + COMB + row * COPIES) = make_float4(w.comb[0], w.comb[1], w.comb[2], w.comb[3]);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) add_release(p.weighed + unit, 1);

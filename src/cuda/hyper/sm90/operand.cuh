@@ -66,6 +66,25 @@ struct fn_operand {
     uint32_t a[CHUNKS][STEPS][ROW_TILES][4];
 };
 
+/* A step of 16 of a lane's channels, of which `from` is the first, of fn's row lane / 4. */
+__device__ __forceinline__ void load_step(const four_params &p, const float *from, uint32_t (&a)[ROW_TILES][4])
+{
+    uint32_t words[FN_PARTS * WEIGHTS / 8][2]; /* of rows lane / 4 + 8 r */
+#pragma unroll
+    for (int r = 0; r < WEIGHTS / 8; r++) {
+        const float4 x = __ldg((const float4 *)(from + r * 8 * p.fn_row));
+#pragma unroll
+        for (int part = 0; part < FN_PARTS; part++) {
+            words[part * (WEIGHTS / 8) + r][0] = pack_two(x.x, x.y, part);
+            words[part * (WEIGHTS / 8) + r][1] = pack_two(x.z, x.w, part);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int w = 0; w < 4; w++) a[m][w] = words[2 * m + w % 2][w / 2];
+}
+
 __device__ __forceinline__ void load_operand(const four_params &p, int panel, fn_operand &fn)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -74,23 +93,7 @@ __device__ __forceinline__ void load_operand(const four_params &p, int panel, fn
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            uint32_t words[FN_PARTS * WEIGHTS / 8][2]; /* of rows lane / 4 + 8 r */
-#pragma unroll
-            for (int r = 0; r < WEIGHTS / 8; r++) {
-                const float *const row = from + r * 8 * p.fn_row + chunk_channel(warp, c) + s * 4;
-                const float4 x = __ldg((const float4 *)row);
-#pragma unroll
-                for (int part = 0; part < FN_PARTS; part++) {
-                    words[part * (WEIGHTS / 8) + r][0] = pack_two(x.x, x.y, part);
-                    words[part * (WEIGHTS / 8) + r][1] = pack_two(x.z, x.w, part);
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; m++)
-#pragma unroll
-                for (int w = 0; w < 4; w++) fn.a[c][s][m][w] = words[2 * m + w % 2][w / 2];
-        }
+        for (int s = 0; s < STEPS; s++) load_step(p, from + chunk_channel(warp, c) + s * 4, fn.a[c][s]);
 }
 
 __device__ __forceinline__ uint4 load_shared16(uint32_t at)

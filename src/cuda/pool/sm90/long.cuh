@@ -16,6 +16,7 @@
 #ifndef QUERN_CUDA_POOL_SM90_LONG_CUH
 #define QUERN_CUDA_POOL_SM90_LONG_CUH
 
+#include "hopper/cluster.cuh"
 #include "pool/sm90/rows.cuh"
 
 enum {
@@ -255,16 +256,6 @@ __device__ __forceinline__ void long_rows(const pool_gradients_kernel &k, long_r
 }
 
 /* ---- channels ---- */
-
-/* Two floats to a place in another block of the cluster, whose barrier there counts their 8 bytes: that block
- * waits by cluster_wait(). */
-__device__ __forceinline__ void cluster_send(uint32_t to, float2 x, uint32_t bar)
-{
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
-        "f"(x.x), "f"(x.y), "r"(bar)
-        : "memory");
-}
 
 struct channel_sums {
     float most, sum, weighted;
