@@ -45,17 +45,19 @@ __device__ __forceinline__ void cluster_send(uint32_t to, float2 x, uint32_t bar
 }
 __device__ __forceinline__ void cluster_send(uint32_t to, float4 x, uint32_t bar)
 {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
-                     "r"(to),
-                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(bar)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            to),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(bar)
+        : "memory");
 }
-/* The same of `bytes` of this block's shared memory, which an async_fence() has shown to the copy engine; they
- * and both addresses are multiples of 16. */
+/* The same of `bytes` of this block's shared memory, which an async_fence() has shown to the copy engine;
+ * they and both addresses are multiples of 16. */
 __device__ __forceinline__ void cluster_send(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar)
 {
     asm volatile(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            to),
         "r"(from), "r"(bytes), "r"(bar)
         : "memory");
 }

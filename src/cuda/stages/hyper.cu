@@ -4,7 +4,8 @@
 #include "variants.cuh"
 
 extern const variant<hyper_args> hyper_forward_once, hyper_forward_sm90, hyper_forward_four;
-extern const variant<hyper_args> hyper_backward_four, hyper_forward_few, hyper_forward_any, hyper_backward_any;
+extern const variant<hyper_args> hyper_backward_four, hyper_forward_few, hyper_forward_any;
+extern const variant<hyper_args> hyper_backward_any;
 
 static const variant<hyper_args> *const forward_list[] = {
 #ifdef QUERN_SM90

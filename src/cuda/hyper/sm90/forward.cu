@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * forward.cu - hyper-connections of 512 tokens or more of four copies in bf16.
+ * forward.cu - hyper-connections of 512 tokens or more of four copies in bf16, of widths that forward_once.cu
+ * does not take.
  *
  *   up to 6144 tokens   one kernel, whose blocks either sum or mix (forward.cuh), the mix blocks `lag` tiles
  *                       of 64 tokens behind: it spares gaps between kernels, and their first and last waves

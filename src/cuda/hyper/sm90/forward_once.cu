@@ -6,13 +6,13 @@
  *
  *   feed    asks for x and f of a tile
  *   sum     a warp a copy: products with fn, which stays in registers
- *   pair    products of copies with copies; one block of the cluster, each in turn, gets the sums of all blocks
+ *   pair    products of copies with copies; one block of the cluster, each in turn, gets the sums of all
  *   weigh   makes the weights of that block's tiles, four lanes a token, and sends them to all blocks
  *   mix     a warp a token: its input and new copies, from x that has stayed in shared memory
  *
  * The norm of the input follows from the products of copies with copies, so no other sums are exchanged. A
- * tile takes 1.1 us at the copy rate, and some 7 from its copy to its stores: nine of them are on their way.
- * Limit: the copy rate.
+ * tile takes 1.1 us at the copy rate, and some 8 from its copy to its stores, most of it the weights': nine
+ * tiles of 20 KB a block are on their way. An H200 has room for seven such clusters. Limit: the copy rate.
  */
 #include "hyper/four/weights.cuh"
 #include "hyper/sm90/operand.cuh"
@@ -36,7 +36,7 @@ enum {
     SUM_FIRST = GROUP_THREADS, /* the first group feeds, weighs and pairs */
     MIX_FIRST = 2 * GROUP_THREADS,
     THREADS = MIX_FIRST + TOKENS * 32,
-    PAIR_FIRST = 2 * 32,     /* warps of that group */
+    PAIR_FIRST = 2 * 32, /* warps of that group */
     PAIR_THREADS = 2 * 32,
     FEED_REGISTERS = 72,
     OPERAND_REGISTERS = 240,
@@ -112,7 +112,8 @@ __device__ __forceinline__ void feed_tiles(const row_maps &maps, shared &m, cons
 __device__ __forceinline__ void load_fn(const four_params &p, int copy, int rank, fn_operand &fn)
 {
     const int lane = threadIdx.x % 32;
-    const float *const from = p.fn + lane / 4 * p.fn_row + copy * p.width + rank * CHANNELS + lane % 4 * CHUNK;
+    const float *const from =
+        p.fn + lane / 4 * p.fn_row + copy * p.width + rank * CHANNELS + lane % 4 * CHUNK;
     static_assert((int)CHUNKS * (int)DEPTH == (int)CHANNELS, "a warp has a copy");
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
@@ -134,8 +135,8 @@ __device__ __forceinline__ float4 tile_sum(const shared &m, int turn, int i)
     return sum;
 }
 
-/* Products of copies with fn, a warp a copy; then sends the block's sums of a tile to the block that makes its
- * weights. */
+/* Products of copies with fn, a warp a copy; then sends the block's sums of a tile to the block that makes
+ * its weights. */
 __device__ __forceinline__ void sum_tiles(const four_params &p, shared &m, const tile_walk &walk)
 {
     const int thread = threadIdx.x - SUM_FIRST, warp = thread / 32, lane = thread % 32;
@@ -162,8 +163,7 @@ __device__ __forceinline__ void sum_tiles(const four_params &p, shared &m, const
         named_sync(1, GROUP_THREADS + PAIR_THREADS);
         if (thread < SUMS_CHUNKS)
             cluster_send(cluster_address(smem_address(&m.sums[walk.rank]) + thread * 16, n % BLOCKS),
-                         tile_sum(m, n % 2, thread),
-                         cluster_address(smem_address(m.summed.of), n % BLOCKS));
+                         tile_sum(m, n % 2, thread), cluster_address(smem_address(m.summed.of), n % BLOCKS));
     }
 }
 
@@ -311,7 +311,8 @@ __device__ __forceinline__ void mix_chunk(const four_params &p, const uint4 (&x)
     }
 #pragma unroll
     for (int k = 0; OUT && k < COPIES; k++)
-        if (there) __stcs((uint4 *)(out + k * p.out.copy), make_uint4(to[k][0], to[k][1], to[k][2], to[k][3]));
+        if (there)
+            __stcs((uint4 *)(out + k * p.out.copy), make_uint4(to[k][0], to[k][1], to[k][2], to[k][3]));
 }
 
 template <bool OUT>

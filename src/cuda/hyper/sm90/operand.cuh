@@ -67,7 +67,8 @@ struct fn_operand {
 };
 
 /* A step of 16 of a lane's channels, of which `from` is the first, of fn's row lane / 4. */
-__device__ __forceinline__ void load_step(const four_params &p, const float *from, uint32_t (&a)[ROW_TILES][4])
+__device__ __forceinline__ void load_step(const four_params &p, const float *from,
+                                          uint32_t (&a)[ROW_TILES][4])
 {
     uint32_t words[FN_PARTS * WEIGHTS / 8][2]; /* of rows lane / 4 + 8 r */
 #pragma unroll

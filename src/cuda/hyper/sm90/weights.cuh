@@ -70,8 +70,14 @@ struct kept_bases {
 #pragma unroll
         for (int j = 0; j < ROW_WEIGHTS; j++) bases[j] = from.base(j);
     }
-    __device__ __forceinline__ float scale(int i) const { return scales[i]; }
-    __device__ __forceinline__ float base(int j) const { return bases[j]; }
+    __device__ __forceinline__ float scale(int i) const
+    {
+        return scales[i];
+    }
+    __device__ __forceinline__ float base(int j) const
+    {
+        return bases[j];
+    }
 };
 
 /* From the products' sums and the square of all copies. */
