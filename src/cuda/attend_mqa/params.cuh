@@ -36,7 +36,7 @@ struct mqa_planner {
     const int32_t *positions, *list, *count;
     int64_t list_row[2], count_row[2];
     int64_t position, window, entry_rows;
-    uint32_t ratio;
+    fast_div ratio, n_q;
     int32_t k;
     int64_t row0; /* the first query that is planned; its plan and list come first */
     mqa_query *queries;

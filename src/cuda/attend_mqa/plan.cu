@@ -100,7 +100,8 @@ mqa_planner mqa_planner_of(const stage_exec *exec, const attend_mqa_args *args, 
     p.position = args->position;
     p.window = args->window;
     p.entry_rows = present(args->entries) ? args->entries.shape[1] : 0;
-    p.ratio = (uint32_t)args->ratio;
+    p.ratio = fast_div_by(args->ratio > 0 ? (uint32_t)args->ratio : 1);
+    p.n_q = fast_div_by(args->seqs.n_q > 0 && args->seqs.n_q < INT32_MAX ? (uint32_t)args->seqs.n_q : 1);
     p.queries = (mqa_query *)(((uintptr_t)workspace + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
     p.kept = (int32_t *)(p.queries + rows);
     p.status = exec->status;

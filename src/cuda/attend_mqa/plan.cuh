@@ -22,6 +22,7 @@ struct plan_room {
     int32_t *sorted; /* room up to the power of two that holds the longest list */
     mqa_query query;
     const int32_t *list; /* of its entries; NULL: the first ones */
+    bool as_given;       /* the list is clean as it is, and no page is missing */
 };
 
 /* A barrier of the planners, by its number; the sum of a number, and whether any of them has `yes`. */
@@ -98,7 +99,7 @@ __device__ __forceinline__ bool find_query(const mqa_planner &a, plan_room &m, i
 {
     *entry0 = 0;
     if (a.of.cu_q == NULL) {
-        const uint32_t b = (uint32_t)row / (uint32_t)a.of.n_q;
+        const uint32_t b = quotient((uint32_t)row, a.n_q);
         *s = sequence_at(a.of, b);
         *query = row - (int64_t)b * a.of.n_q;
         return true;
@@ -117,7 +118,7 @@ __device__ __forceinline__ bool find_query(const mqa_planner &a, plan_room &m, i
     if (found < 0) return false;
 #pragma unroll 1
     for (int64_t b = threadIdx.x; a.entries.table == NULL && b < found; b += PLANNERS)
-        before += (int)((uint32_t)sequence_at(a.of, b).nq / a.ratio);
+        before += (int)quotient((uint32_t)sequence_at(a.of, b).nq, a.ratio);
     *entry0 = planners_sum<BARRIER>(m, before);
     *s = sequence_at(a.of, found);
     *query = row - s->q0;
@@ -220,20 +221,31 @@ __device__ __forceinline__ bool page_missing(const mqa_planner &a, const mqa_que
     return missing;
 }
 
+/* Where the tokens of sequence b begin, and the position of a query of a batch. */
+__device__ __forceinline__ int64_t start_of(const mqa_planner &a, int64_t b)
+{
+    const int64_t given = a.positions != NULL ? a.positions[b] : a.position;
+    return given < 0 ? 0 : given;
+}
+__device__ __forceinline__ int position_of(const mqa_planner &a, int query)
+{
+    const int b = quotient(query, a.n_q);
+    return (int)start_of(a, b) + query - b * (int)a.of.n_q;
+}
+
 /* What a query of a sequence sees; *entries: how many the sequence has. */
 __device__ __forceinline__ mqa_query query_of(const mqa_planner &a, const sequence &s, int64_t query,
                                               int64_t entry0, int64_t *entries)
 {
-    const int64_t given = a.positions != NULL ? a.positions[s.b] : a.position, start = given < 0 ? 0 : given,
-                  tokens = start + s.nq; /* as its position, below 2^31 */
+    const int64_t start = start_of(a, s.b), tokens = start + s.nq; /* as its position, below 2^31 */
     const bool follow = a.of.cu_q != NULL && a.entries.table == NULL;
     const int64_t raw = a.raw.table != NULL ? tokens : s.nk, position = start + query,
                   own = position - (tokens - raw), /* own raw row */
         first = mask_window_first(own, a.window), end = own + 1 < raw ? own + 1 : raw,
-                  whole = (uint32_t)(position + 1) / a.ratio;
+                  whole = quotient((uint32_t)(position + 1), a.ratio);
     *entries = a.entries.p == NULL       ? 0
-               : follow                  ? (uint32_t)s.nq / a.ratio
-               : a.entries.table != NULL ? (uint32_t)tokens / a.ratio
+               : follow                  ? quotient((uint32_t)s.nq, a.ratio)
+               : a.entries.table != NULL ? quotient((uint32_t)tokens, a.ratio)
                                          : a.entry_rows;
     return {(int32_t)s.view_b,
             (int32_t)(s.q0 + query),
@@ -253,7 +265,7 @@ __device__ __forceinline__ void plan_query(const mqa_planner &a, plan_room &m, i
     sequence s;
     mqa_query q = {0, (int32_t)row, 0, 0, 0, 0, 0, 0};
     const int32_t *list = NULL;
-    bool bad = false, missing = false;
+    bool bad = false, missing = false, as_given = false;
     if (find_query<BARRIER>(a, m, row, &s, &query, &entry0)) {
         q = query_of(a, s, query, entry0, &entries);
         const int visible = q.entries;
@@ -268,6 +280,7 @@ __device__ __forceinline__ void plan_query(const mqa_planner &a, plan_room &m, i
         }
         const list_state all = planners_state<BARRIER>(m, listed, clean, missing);
         missing = all.missing;
+        as_given = all.clean && !missing;
         if (a.list != NULL) {
             q.entries = all.entries;
             if (!all.clean) {
@@ -282,6 +295,7 @@ __device__ __forceinline__ void plan_query(const mqa_planner &a, plan_room &m, i
         if (missing) q.raw = q.entries = 0;
         m.query = q;
         m.list = list;
+        m.as_given = as_given;
         if (a.status != NULL && (bad || missing))
             atomicOr(a.status, (bad ? QUERN_STATUS_BAD_INDEX : 0) | (missing ? QUERN_STATUS_BAD_PAGE : 0));
     }

@@ -10,7 +10,7 @@
 namespace sm90_mqa_decode
 {
 
-enum { COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * 32, FOLDED_AT_ONCE = 8 };
+enum { COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * 32, FOLDED_AT_ONCE = 12 };
 
 /* Cosines and sines of the two pairs of four columns; those of a pair that does not turn mean nothing. */
 template <typename A> __device__ __forceinline__ float4 angles_at(const mqa_rotation &r, int position, int at)
@@ -92,6 +92,7 @@ template <typename T>
 __global__ void __launch_bounds__(COMBINE_THREADS) mqa_combine(const __grid_constant__ decode_kernel w)
 {
     const mqa_kernel &a = w.a;
+    let_next_start();
     const int rest = blockIdx.y, query = rest / w.groups, lane = threadIdx.x % 32,
               warp = blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, piece = warp % SHARE_PIECES,
               rows = warp / SHARE_PIECES, head0 = (rest - query * w.groups) * w.heads,
@@ -104,6 +105,11 @@ __global__ void __launch_bounds__(COMBINE_THREADS) mqa_combine(const __grid_cons
     const auto load_sums = [sums](int s) { return *(const float2 *)&sums[s * HEADS]; };
     const auto load = [values](int s) { return values[s * (HEADS * MQA_DIM / 4)]; };
     if (head0 + rows * 16 >= a.heads) return;
+    /* All before the attention has ended when its blocks let this kernel start. */
+    const int last_head = min(head, a.heads - 1);
+    const bool known = w.plan.of.cu_q == NULL;
+    fold_ahead ahead = {};
+    if (known) ahead = ahead_of_fold<T>(a, mqa::position_of(w.plan, query), last_head, column);
     wait_for_before();
     float4 come[FOLDED_AT_ONCE];
     float2 come_sums[FOLDED_AT_ONCE];
@@ -114,20 +120,24 @@ __global__ void __launch_bounds__(COMBINE_THREADS) mqa_combine(const __grid_cons
             come_sums[s] = load_sums(s);
             come[s] = load(s);
         }
-    const fold_ahead ahead = ahead_of_fold<T>(a, place.z, min(head, a.heads - 1), column);
+    if (!known) ahead = ahead_of_fold<T>(a, place.z, last_head, column);
     row_sums all = {-INFINITY, 0.0f};
     float x[4] = {};
 #pragma unroll 1
     for (int s0 = 0; s0 < place.w; s0 += FOLDED_AT_ONCE) {
 #pragma unroll
         for (int s = 0; s < FOLDED_AT_ONCE; s++) {
-            if (s0 + s >= place.w) continue;
-            const fold_factors f = fold_sums(all, {come_sums[s].x, come_sums[s].y});
+            /* Without a branch: factors of many shares are computed at once. */
+            const bool here = s0 + s < place.w;
+            row_sums next = all;
+            const fold_factors f = fold_sums(next, {come_sums[s].x, come_sums[s].y});
             const float4 mine = one_row(come[s]);
-            x[0] = fold_value(x[0], mine.x, f);
-            x[1] = fold_value(x[1], mine.y, f);
-            x[2] = fold_value(x[2], mine.z, f);
-            x[3] = fold_value(x[3], mine.w, f);
+            all.top = here ? next.top : all.top;
+            all.sum = here ? next.sum : all.sum;
+            x[0] = here ? fold_value(x[0], mine.x, f) : x[0];
+            x[1] = here ? fold_value(x[1], mine.y, f) : x[1];
+            x[2] = here ? fold_value(x[2], mine.z, f) : x[2];
+            x[3] = here ? fold_value(x[3], mine.w, f) : x[3];
             if (s0 + FOLDED_AT_ONCE + s < place.w) {
                 come_sums[s] = load_sums(s0 + FOLDED_AT_ONCE + s);
                 come[s] = load(s0 + FOLDED_AT_ONCE + s);

@@ -102,8 +102,7 @@ __device__ __forceinline__ uint4 load_sixteen(uint32_t at)
 }
 
 /* The lane's chunks of its row of the group that has come. */
-template <typename T>
-__device__ __forceinline__ void take_rows(uint4 (&x)[LANE_CHUNKS], shared<T> &m)
+template <typename T> __device__ __forceinline__ void take_rows(uint4 (&x)[LANE_CHUNKS], shared<T> &m)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t from = smem_address(m.rows[threadIdx.x / 32][lane / 4]) + lane % 4 * 16;
@@ -165,16 +164,15 @@ struct row_finder {
     const mqa_kernel &a;
     const int32_t *list;
     int raw0, raw, entry0, entries, sequence, b; /* the query's */
-    int raw_tiles, first, last;
+    int raw_tiles, tiles;
     int key, page, key_in_page; /* of the tile after next, and of the next one */
 
-    __device__ __forceinline__ row_finder(const mqa_kernel &a, const mqa::plan_room &room, int first,
-                                          int last)
+    __device__ __forceinline__ row_finder(const mqa_kernel &a, const mqa::plan_room &room, int tiles)
         : a(a), list(room.list), raw0(room.query.raw0), raw(room.query.raw), entry0(room.query.entry0),
           entries(room.query.entries), sequence(room.query.sequence), b(room.query.b),
-          raw_tiles((raw + KEYS - 1) / KEYS), first(first), last(last), page(0), key_in_page(0)
+          raw_tiles((raw + KEYS - 1) / KEYS), tiles(tiles), page(0), key_in_page(0)
     {
-        find_key(first);
+        find_key(0);
     }
     __device__ __forceinline__ const row_source &source(int t) const
     {
@@ -187,7 +185,7 @@ struct row_finder {
     }
     __device__ __forceinline__ bool here(int t) const
     {
-        return t >= first && t < last && index(t) < (t < raw_tiles ? raw : entries);
+        return t >= 0 && t < tiles && index(t) < (t < raw_tiles ? raw : entries);
     }
     __device__ __forceinline__ void find_key(int t)
     {
@@ -223,33 +221,21 @@ __device__ __forceinline__ void prefetch_row(const row_place &row, int line, int
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row.data + (line + i) * 128));
 }
 
-/* Which query and heads an item is of, and which of its shares. */
-struct item_place {
-    int share, rest, query, head0;
-};
-__device__ __forceinline__ item_place place_of_item(const decode_kernel &w, int item)
-{
-    const int all = w.a.rows * w.groups, share = w.whole ? 0 : item / all, rest = item - share * all,
-              query = rest / w.groups;
-    return {share, rest, query, (rest - query * w.groups) * w.heads};
-}
-
 /* Asks for the rows of a block's first tile while its query is planned: where they stand if the list is
- * clean and a share has one tile. For two threads a row, which have nothing else to do. */
+ * clean. For two threads a row, which have nothing else to do. */
 __device__ __forceinline__ void prefetch_first_rows(const decode_kernel &w)
 {
     const mqa_planner &a = w.plan;
-    const item_place item = place_of_item(w, blockIdx.x);
+    const int query = blockIdx.x / (uint32_t)w.groups;
     if (a.of.cu_q != NULL || a.raw.table == NULL || a.list == NULL) return;
-    const int b = (uint32_t)item.query / (uint32_t)a.of.n_q, token = item.query - b * (int)a.of.n_q,
+    const int b = quotient(query, a.n_q), token = query - b * (int)a.of.n_q,
               position = (int)(a.positions != NULL ? a.positions[b] : a.position) + token,
-              raw = a.window <= position ? (int)a.window : position + 1,
-              later = item.share - (raw + KEYS - 1) / KEYS, row = threadIdx.x % KEYS;
-    const row_source &source = later < 0 ? a.raw : a.entries;
-    int i = position + 1 - raw + item.share * KEYS + row;
-    if (later >= 0) {
-        if (later * KEYS + row >= a.k) return;
-        i = a.list[b * a.list_row[0] + token * a.list_row[1] + later * KEYS + row];
+              raw = a.window <= position ? (int)a.window : position + 1, row = threadIdx.x % KEYS;
+    const row_source &source = raw > 0 ? a.raw : a.entries;
+    int i = position + 1 - raw + row;
+    if (raw == 0) {
+        if (row >= a.k) return;
+        i = a.list[b * a.list_row[0] + token * a.list_row[1] + row];
     }
     if (i >= 0 && source.table != NULL && row_exists(source, b, i)) {
         const bool second = threadIdx.x % 128 >= KEYS;
@@ -263,36 +249,33 @@ __device__ __forceinline__ uint2 load_scales(const row_place &row, bool widest)
     return row.scales != NULL && widest ? __ldg((const uint2 *)row.scales) : make_uint2(0, 0);
 }
 
-/* What follows tile t of [first, last) of a query's; in_share: of its share's tiles, those before it. */
-__device__ __forceinline__ int ends_of(const decode_kernel &w, int raw_tiles, int t, int last, int tiles,
-                                       int per, int &in_share)
+/* What follows tile t of a query's; in_share: of its share's tiles, those before it. */
+__device__ __forceinline__ int ends_of(int raw_tiles, int t, int tiles, int per, int &in_share)
 {
     in_share++;
     const bool ends_share = in_share == per || t + 1 == tiles;
     if (ends_share) in_share = 0;
-    return (t < raw_tiles && (t + 1 == raw_tiles || t + 1 == last) ? ENDS_RAW : 0) |
-           (t + 1 == last ? ENDS_ITEM : 0) | (w.whole && per > 1 && ends_share ? ENDS_SHARE : 0) |
-           (w.whole && per > 1 && t >= per ? LATER_SHARE : 0);
+    return (t + 1 == raw_tiles ? ENDS_RAW : 0) | (t + 1 == tiles ? ENDS_ITEM : 0) |
+           (per > 1 && ends_share ? ENDS_SHARE : 0) | (per > 1 && t >= per ? LATER_SHARE : 0);
 }
 
-/* Tiles [first, last) of the query that m.room has, and its heads; info: the item's. Two turns before the
+/* The tiles of the query that m.room has, and its heads; info: the item's. Two turns before the
  * first tile find its rows. */
 template <typename T>
 __device__ __forceinline__ void feed_tiles(const decode_kernel &w, shared<T> &m, ring_place<STAGES> &at,
-                                           ring_place<1> &heads, int first, int last, int tiles,
-                                           tile_info info)
+                                           ring_place<1> &heads, int tiles, tile_info info)
 {
     const mqa_query &q = m.room.query;
     const int per = share_of(tiles);
     int in_share = 0;
-    row_finder rows(w.a, m.room, first, last);
+    row_finder rows(w.a, m.room, tiles);
     row_place here = {NULL, NULL};
 #pragma unroll 1
-    for (int t = first - 2; t < last; t++) {
+    for (int t = -2; t < tiles; t++) {
         const row_place next = rows.next(t + 1);
-        if (t >= first) {
+        if (t >= 0) {
             info.keys = rows.keys(t);
-            info.ends = ends_of(w, rows.raw_tiles, t, last, tiles, per, in_share);
+            info.ends = ends_of(rows.raw_tiles, t, tiles, per, in_share);
 #pragma unroll 1
             for (int half = 0; half < 2; half++) {
                 m.keys.wait_free(at);
@@ -302,7 +285,7 @@ __device__ __forceinline__ void feed_tiles(const decode_kernel &w, shared<T> &m,
                 m.keys.give(at);
                 at.advance();
             }
-        } else if (t + 1 == first) {
+        } else if (t + 1 == 0) {
             feed_heads(w, m, heads, q, info.head0);
         }
         here = next;
@@ -313,29 +296,28 @@ __device__ __forceinline__ void feed_tiles(const decode_kernel &w, shared<T> &m,
  * been taken into registers, where it is decoded while the next one comes. */
 template <typename T>
 __device__ __forceinline__ void feed_bytes(const decode_kernel &w, shared<T> &m, ring_place<STAGES> &at,
-                                           ring_place<1> &heads, int first, int last, int tiles,
-                                           tile_info info)
+                                           ring_place<1> &heads, int tiles, tile_info info)
 {
     const mqa_query &q = m.room.query;
     const int per = share_of(tiles), warp = threadIdx.x / 32;
     int in_share = 0;
-    row_finder rows(w.a, m.room, first, last);
+    row_finder rows(w.a, m.room, tiles);
     row_place here = {NULL, NULL};
     uint2 scales = make_uint2(0, 0);
 #pragma unroll 1
-    for (int t = first - 2; t < last; t++) {
+    for (int t = -2; t < tiles; t++) {
         const row_place next = rows.next(t + 1);
         const bool next_widest = rows.source(t + 1).widest;
         if (threadIdx.x % 32 < 16) prefetch_row(next, 0, ROW_LINES);
         const uint2 next_scales = load_scales(next, next_widest);
-        if (t + 1 == first) {
+        if (t + 1 == 0) {
             ask_rows(m, next, 0, next_widest);
             feed_heads(w, m, heads, q, info.head0);
         }
-        if (t >= first) {
+        if (t >= 0) {
             const row_source &source = rows.source(t);
             info.keys = rows.keys(t);
-            info.ends = ends_of(w, rows.raw_tiles, t, last, tiles, per, in_share);
+            info.ends = ends_of(rows.raw_tiles, t, tiles, per, in_share);
             char *const tile = (char *)m.k[at.stage];
 #pragma unroll 1
             for (int group = 0; group < 2; group++) {
@@ -347,7 +329,7 @@ __device__ __forceinline__ void feed_bytes(const decode_kernel &w, shared<T> &m,
                 take_rows(x, m);
                 const bool odd = some_odd(x, by);
                 if (group == 0) ask_rows(m, here, 1, source.widest);
-                else if (t + 1 < last) ask_rows(m, next, 0, next_widest);
+                else if (t + 1 < tiles) ask_rows(m, next, 0, next_widest);
                 if (group == 0) {
                     ring_place<STAGES> second = at;
                     second.advance();
@@ -378,12 +360,12 @@ __device__ __forceinline__ void feed_bytes(const decode_kernel &w, shared<T> &m,
 }
 
 /* The plan of a query, that another launch has made. */
-template <typename T> __device__ __forceinline__ void take_plan(const mqa_kernel &a, shared<T> &m, int query)
+__device__ __forceinline__ void take_plan(const mqa_kernel &a, mqa::plan_room &m, int query)
 {
     mqa::planners_sync<PLAN_BARRIER>();
     if (threadIdx.x == 0) {
-        m.room.query = a.queries[query];
-        m.room.list = a.list != NULL ? a.list + query * a.list_row : NULL;
+        m.query = a.queries[query];
+        m.list = a.list != NULL ? a.list + query * a.list_row : NULL;
     }
     mqa::planners_sync<PLAN_BARRIER>();
 }
@@ -408,27 +390,23 @@ template <typename T, bool BYTES> __device__ __forceinline__ void feed(const dec
     if (w.planned) wait_for_before();
 #pragma unroll 1
     for (int item = blockIdx.x; item < w.items; item += gridDim.x) {
-        const auto [share, rest, query, head0] = place_of_item(w, item);
+        const int query = (uint32_t)item / (uint32_t)w.groups, head0 = (item - query * w.groups) * w.heads;
         if (w.planned) {
-            take_plan(w.a, m, query);
+            take_plan(w.a, m.room, query);
         } else {
             prefetch_plan(w.plan, query);
             mqa::plan_query<PLAN_BARRIER>(w.plan, m.room, query);
         }
         const mqa_query &q = m.room.query;
-        const int tiles = tiles_of(q.raw, q.entries), per = share_of(tiles),
-                  first = w.whole ? 0 : share * per,
-                  last = w.whole || tiles - first < per ? tiles : first + per;
-        if (first >= last) continue;
-        const tile_info info = {0,          0,     q.sequence,              q.row,
-                                q.position, head0, rest * w.shares + share, (tiles + per - 1) / per};
-        if constexpr (BYTES) feed_bytes(w, m, at, heads, first, last, tiles, info);
-        else feed_tiles(w, m, at, heads, first, last, tiles, info);
+        const int tiles = tiles_of(q.raw, q.entries);
+        const tile_info info = {0, 0, q.sequence, q.row, q.position, head0};
+        if constexpr (BYTES) feed_bytes(w, m, at, heads, tiles, info);
+        else feed_tiles(w, m, at, heads, tiles, info);
     }
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
         m.keys.wait_free(at);
-        if (threadIdx.x == 0) m.info[at.stage] = {0, NO_ITEM, 0, 0, 0, 0, 0, 0};
+        if (threadIdx.x == 0) m.info[at.stage] = {0, NO_ITEM, 0, 0, 0, 0};
         m.keys.give(at);
         if (!BYTES) m.keys.give(at);
         at.advance();

@@ -114,15 +114,11 @@ __device__ __forceinline__ void end_tile(const decode_kernel &w, shared<T> &m, c
             x.share[h] = {-INFINITY, 0.0f};
         }
         if (!(ends & ENDS_ITEM) || !first) continue;
-        if (w.whole) finish_row(w.a, info, x.all[h], x.raw[h], &m.factor[row], row);
-        else
-            w.sums[(int64_t)info.part * HEADS + row] =
-                make_float4(x.all[h].top, x.all[h].sum, x.raw[h].top, x.raw[h].sum);
+        finish_row(w.a, info, x.all[h], x.raw[h], &m.factor[row], row);
     }
 }
 
-template <typename T, bool BYTES>
-__device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
+template <typename T, bool BYTES> __device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
 {
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16;
     ring_place<STAGES> at;
@@ -136,8 +132,6 @@ __device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
         item_sums x;
 #pragma unroll
         for (int h = 0; h < 2; h++) x.share[h] = x.all[h] = x.raw[h] = {-INFINITY, 0.0f};
-        if (!w.whole && item.part % w.shares == 0 && threadIdx.x % 128 == 0)
-            w.places[item.part / w.shares] = make_int4(item.sequence, item.row, item.position, item.shares);
         m.queries.wait_full(heads);
         if (BYTES) wg_show(); /* the keys are shown by who decodes them */
         for (int ends = 0; !(ends & ENDS_ITEM);) {
@@ -281,18 +275,6 @@ __device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_inf
     }
 }
 
-/* Stores the same as they are in pieces, for combine.cu. */
-__device__ __forceinline__ void store_share(const decode_kernel &w, const tile_info &item,
-                                            const float (&o)[32][4], int half)
-{
-    const int row = threadIdx.x / 32 % 4 * 16;
-    float4 *const to = (float4 *)(w.values + (int64_t)item.part * HEADS * MQA_DIM) +
-                       half * (SHARE_PIECES / 2) * 128 + threadIdx.x % 128;
-    if (row >= w.heads || item.head0 + row >= w.a.heads) return;
-#pragma unroll
-    for (int i = 0; i < 32; i++) to[i * 128] = make_float4(o[i][0], o[i][1], o[i][2], o[i][3]);
-}
-
 template <typename T, bool BYTES>
 __device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int half)
 {
@@ -319,7 +301,7 @@ __device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int
                 const fold_factors f[2] = {m.share[row0], m.share[row0 + 8]};
                 add_share(o, w.values + ((int64_t)blockIdx.x * 2 + half) * VALUE_FLOATS, f, ends);
             }
-            if ((ends & ENDS_ITEM) && w.whole) {
+            if (ends & ENDS_ITEM) {
                 factor[0] = m.factor[row0];
                 factor[1] = m.factor[row0 + 8];
             }
@@ -328,8 +310,7 @@ __device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int
             at.advance();
             in.advance();
         }
-        if (w.whole) store_values<T>(w.a, item, o, factor, row0, half * 256);
-        else store_share(w, item, o, half);
+        store_values<T>(w.a, item, o, factor, row0, half * 256);
     }
 }
 
@@ -361,7 +342,8 @@ __global__ void __launch_bounds__(THREADS, 1) attend_mqa_sm90_decode(const __gri
 #endif
 }
 
-template <typename T, bool BYTES> static quern_status launch(const stage_exec *exec, const decode_kernel &w)
+template <typename T, bool BYTES>
+static quern_status launch_whole(const stage_exec *exec, const decode_kernel &w)
 {
     const unsigned grid = (unsigned)(w.items < exec->multiprocessors ? w.items : exec->multiprocessors);
     return launch_cluster((cudaStream_t)exec->stream, attend_mqa_sm90_decode<T, BYTES>, dim3(grid), THREADS,

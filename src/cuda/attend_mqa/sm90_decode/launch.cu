@@ -43,6 +43,8 @@ static decode_kernel cut_of(const stage_exec *exec, const attend_mqa_args *args)
     /* Of several queries a block each would wait for its plan; of one the launch before would take longer. */
     w.planned = (w.whole && w.items > exec->multiprocessors) ||
                 (present(args->list) && args->list.shape[2] > SORTED_MOST);
+    const bool paged = present(args->kv_table) && (!present(args->entries) || present(args->entries_table));
+    w.guess = !w.planned && !present(args->seqs.cu_q) && paged && (tiles <= SHARES || !present(args->list));
     if (w.whole) w.shares = tiles > SHARES ? SHARES : 1;
     return w;
 }

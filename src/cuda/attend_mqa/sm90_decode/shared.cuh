@@ -8,9 +8,10 @@
  * folded in order, and so are a query's shares. So no bit depends on which block takes what:
  *
  *   whole   a block takes all shares of a query and 64 of its heads. One launch makes the plan before.
- *   split   a block takes one share, plans by itself, and writes its values in f32; combine.cu folds them.
+ *   split   of few queries a block takes one share, plans by itself, and writes its values in f32; combine.cu
+ *           folds them. Its kernel is share.cuh's.
  *
- * A block has four warpgroups:
+ * A block of the whole form has four warpgroups:
  *
  *   feed     plans, gathers Q and keys, decodes rows of bytes; a stage has half of a tile's columns
  *   score    S = Q K^T and the tile's softmax; writes P, rounded, and the factors of the fold
@@ -63,7 +64,6 @@ struct __align__(16) tile_info
 {
     int32_t keys, ends;
     int32_t sequence, row, position, head0;
-    int32_t part, shares; /* split: where its values go; of the query */
 };
 
 template <typename T> struct shared {
@@ -93,6 +93,7 @@ struct decode_kernel {
     mqa_kernel a;
     mqa_planner plan;
     bool planned, whole;
+    bool guess; /* what queries see follows from positions, if lists are clean and no page is missing */
     int32_t heads, groups, shares, items; /* a block's heads; groups of them; shares of a query at most */
     float *values; /* split: [part][SHARE_PIECES][HEADS / 16][32][4]; whole, several shares:
                       [block][2][VALUE_FLOATS] */
