@@ -35,9 +35,9 @@ __device__ __forceinline__ uint32_t block_before(block_sums<THREADS> &m, int tur
 enum { KTH_BINS = 1024, KTH_LEFT = 64, KTH_BITS = 10 };
 
 template <int THREADS> struct kth_room {
-    uint32_t count[KTH_BINS], left[KTH_LEFT];
+    uint32_t count[KTH_BINS], left[KTH_LEFT], lefts;
     uint32_t least[THREADS / 32], most[THREADS / 32], sums[THREADS / 32];
-    uint32_t lefts, bin, above, inside; /* of `left`; the bin of the k-th best, ranks above it and in it */
+    uint32_t bin, above, inside; /* of the k-th best; ranks above its bin and in it */
 };
 
 /* The score of a rank. */
