@@ -7,8 +7,7 @@
  *
  *   feed      one thread copies tokens and the panels that have a tile's columns, a unit of 64 of K a stage
  *   decode    six warps of two warpgroups, half of 16 columns' unit a turn, to rows of 64 in shared memory;
- *             they also tell what a tile's columns are multiplied by. Three warps are too few: products wait
- *             for the latency of decoding
+ *             they also tell what a tile's columns are multiplied by
  *   multiply  two warpgroups of 128 tokens: both operands from shared memory
  *
  * Registers: EIGHTS * 8 accumulators. Limit: a unit takes 64 EIGHTS clocks of products, and of shared memory
@@ -87,9 +86,9 @@ __device__ __forceinline__ void feed_rows(const gemm_params &p, const CUtensorMa
     }
 }
 
-/* Decodes half of the K of every ROWS_AT_ONCE-th 16 columns of a tile; warp number `first`. What it reads of a
- * unit is loaded before any is stored: a load behind a store waits for it. A fragment's matrices of 8 x 8 are
- * stored as they are. */
+/* Decodes half of the K of every ROWS_AT_ONCE-th 16 columns of a tile; warp number `first`. What it reads of
+ * a unit is loaded before any is stored: a load behind a store waits for it. A fragment's matrices of 8 x 8
+ * are stored as they are. */
 template <typename T, int EIGHTS>
 __device__ __forceinline__ void decode_rows(const gemm_params &p, rows_shared<EIGHTS> &m, int first)
 {
