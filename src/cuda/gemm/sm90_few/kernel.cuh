@@ -4,19 +4,18 @@
  * kernel.cuh - c = a b^T of few rows of a on Hopper: b, a weight, is to pass through the chip once at the
  * rate of a copy.
  *
- *   feed      one thread copies 128 of the sum of COLUMNS rows of b into a stage, and a half of what a has
- *             there: each of a cluster's two blocks copies one into both, as they multiply the same rows of a
- *   multiply  a warpgroup: 64 rows of a, of which fewer may be there, by COLUMNS of b
+ *   feed      one thread copies 128 of the sum of 64 rows of b into a stage, and a half of what a has there:
+ *             each of a cluster's two blocks copies one into both, as they multiply the same rows of a
+ *   multiply  a warpgroup: 64 rows of a by 64 of b
  *
  * Sums run over k in order, 16 at a time, whole and from zero: these are the instructions of cuBLASLt's
  * products that are not cut, so a row has the same bits among few rows and among many (few_rows_test). So a
- * block reads all of k, and N / COLUMNS blocks read a weight of N rows, 16 to 64 of them each, that there be
- * a block a multiprocessor: they stay for tile after tile, and the feed goes ahead of the products across
- * tiles. Several products may share a launch, each with its operands: their tiles follow one another.
+ * block reads all of k, and N / 64 blocks read a weight of N rows: they stay for tile after tile, and the
+ * feed goes ahead of the products across tiles. Several products may share a launch, each with its operands:
+ * their tiles follow one another.
  *
- * Shared memory: 224 KiB of stages of 16 KiB of a, of which rows that are not there are left as they are, and
- * 4 to 16 of b. Limit: b's bytes over the read rate; below 2,000 rows of b the rate of the few blocks that
- * there are.
+ * Shared memory: 6 stages of 16 KiB of b and 16 KiB of a. Limit: b's bytes over the read rate; below 8,000
+ * rows of b the rate of the few blocks that there are, some 80 GB/s each.
  */
 #ifndef QUERN_CUDA_GEMM_SM90_FEW_KERNEL_CUH
 #define QUERN_CUDA_GEMM_SM90_FEW_KERNEL_CUH
@@ -31,11 +30,13 @@ namespace sm90_few
 {
 
 enum {
-    ROWS = 64, /* of a tile: of a; it has COLUMNS rows of b */
-    HALF = 64, /* of the sum, in rows of 128 bytes */
+    ROWS = 64,    /* of a tile: of a */
+    COLUMNS = 64, /* and of b */
+    HALF = 64,    /* of the sum, in rows of 128 bytes */
     DEPTH = 2 * HALF,
+    STAGES = 6,
     CLUSTER = 2,
-    STAGES_BYTES = 224 * 1024,
+    STAGE_BYTES = 2 * (ROWS + COLUMNS) * 128,
     WARPS = 4,
     THREADS = WARPS * 32 + 32
 };
@@ -46,7 +47,6 @@ struct few_params {
     int64_t c_row;
     int32_t m, n, depths; /* depths: stages of a tile */
     int32_t row_tiles, pairs;
-    int32_t box;   /* rows of a that a copy takes */
     int32_t first; /* of the launch's tiles */
     bool half;     /* c has the operands' dtype */
 };
@@ -59,12 +59,7 @@ template <int MOST> struct few_set {
     int32_t count, tiles;
 };
 
-template <int COLUMNS> struct form {
-    enum { STAGE_BYTES = 2 * (ROWS + COLUMNS) * 128, STAGES = (STAGES_BYTES) / STAGE_BYTES };
-};
-
-template <int COLUMNS> struct shared {
-    enum { STAGES = form<COLUMNS>::STAGES };
+struct shared {
     char b[STAGES][2][COLUMNS * 128]; /* first: tiles are aligned to 1024 bytes */
     char a[STAGES][2][ROWS * 128];
     ring<STAGES> stages;
@@ -82,26 +77,24 @@ template <int MOST> __device__ __forceinline__ int product_of(const few_set<MOST
 }
 
 /* Tiles of the same rows of b follow one another. */
-template <int COLUMNS>
 __device__ __forceinline__ few_place place_at(const few_params &q, int32_t tile, int rank)
 {
     const int32_t of = tile - q.first, pair = of / q.row_tiles;
     return {(of - pair * q.row_tiles) * ROWS, (pair * CLUSTER + rank) * COLUMNS};
 }
 
-template <int COLUMNS, int MOST>
-__device__ __forceinline__ void feed(const few_set<MOST> &set, shared<COLUMNS> &m, int rank)
+template <int MOST> __device__ __forceinline__ void feed(const few_set<MOST> &set, shared &m, int rank)
 {
-    ring_place<form<COLUMNS>::STAGES> at;
+    ring_place<STAGES> at;
     int p = 0;
     for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < set.tiles; i += (int32_t)gridDim.x / CLUSTER) {
         p = product_of(set, i, p);
         const few_params &q = set.q[p];
         const CUtensorMap &a = set.a[p], &b = set.b[p];
-        const few_place t = place_at<COLUMNS>(q, i, rank);
+        const few_place t = place_at(q, i, rank);
         for (int32_t k = 0; k < q.depths * DEPTH; k += DEPTH) {
             m.stages.wait_free(at);
-            const uint32_t bar = m.stages.expect(at, (uint32_t)(q.box + COLUMNS) * 256);
+            const uint32_t bar = m.stages.expect(at, STAGE_BYTES);
             tma_load(smem_address(m.b[at.stage][0]), b, bar, k, 0, t.column, 0);
             tma_load(smem_address(m.b[at.stage][1]), b, bar, k + HALF, 0, t.column, 0);
             tma_load_all((1 << CLUSTER) - 1, smem_address(m.a[at.stage][rank]), a, bar, k + rank * HALF, 0,
@@ -111,53 +104,30 @@ __device__ __forceinline__ void feed(const few_set<MOST> &set, shared<COLUMNS> &
     }
 }
 
-#define FEW_SS(type, n, list, tiles, at_a, at_b)                                                             \
-    asm volatile("{ .reg .pred p; setp.eq.u32 p, 1, 1; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type \
-                 "." type " {" list "}, %" #at_a ", %" #at_b ", p, 1, 1, 0, 0; }"                            \
-                 : tiles                                                                                     \
-                 : "l"(a), "l"(b))
-#define FEW_COMMA ,
-
-/* C[64][N] += A[64][16] B[N][16]^T, both in shared memory with the 16 in a row. */
-template <typename T, int N>
-__device__ __forceinline__ void multiply_step(float (&c)[N / 8][4], uint64_t a, uint64_t b)
-{
-#ifdef QUERN_WGMMA
-    constexpr bool B16 = __is_same(T, bf16);
-    if constexpr (N == 16 && B16)
-        FEW_SS("bf16", 16, "%0,%1,%2,%3,%4,%5,%6,%7", WG4(c[0]) FEW_COMMA WG4(c[1]), 8, 9);
-    else if constexpr (N == 16)
-        FEW_SS("f16", 16, "%0,%1,%2,%3,%4,%5,%6,%7", WG4(c[0]) FEW_COMMA WG4(c[1]), 8, 9);
-    else if constexpr (N == 32 && B16) FEW_SS("bf16", 32, WG_LIST_16, WG_TILES_16(c), 16, 17);
-    else if constexpr (N == 32) FEW_SS("f16", 32, WG_LIST_16, WG_TILES_16(c), 16, 17);
-    else wgmma_ss<T, N, true, false>(c, a, b);
-#endif
-}
-
-template <typename T, int COLUMNS>
-__device__ __forceinline__ void start_stage(float (&c)[COLUMNS / 8][4], shared<COLUMNS> &m,
-                                            const ring_place<form<COLUMNS>::STAGES> &at)
+template <typename T>
+__device__ __forceinline__ void start_stage(float (&c)[COLUMNS / 8][4], shared &m,
+                                            const ring_place<STAGES> &at)
 {
     const uint64_t a = wg_fresh(wg_tile(stage_address(m.a, at.stage), 0)),
                    b = wg_fresh(wg_tile(stage_address(m.b, at.stage), 0));
     wg_start();
 #pragma unroll
     for (int s = 0; s < DEPTH / 16; s++)
-        multiply_step<T, COLUMNS>(c, wg_further(a, s / 4 * ROWS * 128 + s % 4 * 32),
-                                  wg_further(b, s / 4 * COLUMNS * 128 + s % 4 * 32));
+        wgmma_ss<T, COLUMNS, true, false>(c, wg_further(a, s / 4 * ROWS * 128 + s % 4 * 32),
+                                          wg_further(b, s / 4 * COLUMNS * 128 + s % 4 * 32));
     wg_commit();
 }
 
 /* A tile's sums. A stage is given back once the products of the next are under way and its own have ended. */
-template <typename T, int COLUMNS>
-__device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS / 8][4], shared<COLUMNS> &m,
-                                         ring_place<form<COLUMNS>::STAGES> &at)
+template <typename T>
+__device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS / 8][4], shared &m,
+                                         ring_place<STAGES> &at)
 {
-    ring_place<form<COLUMNS>::STAGES> before;
+    ring_place<STAGES> before;
     clear_sums(c);
     for (int32_t d = 0; d < q.depths; d++) {
         m.stages.wait_full(at);
-        start_stage<T, COLUMNS>(c, m, at);
+        start_stage<T>(c, m, at);
         if (d > 0) {
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             give_back_to_cluster<CLUSTER>(m.stages, before);
@@ -169,7 +139,7 @@ __device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS
     give_back_to_cluster<CLUSTER>(m.stages, before);
 }
 
-template <typename T, int COLUMNS>
+template <typename T>
 __device__ __forceinline__ void store_tile(const few_params &q, const float (&c)[COLUMNS / 8][4],
                                            const few_place &t)
 {
@@ -189,12 +159,12 @@ __device__ __forceinline__ void store_tile(const few_params &q, const float (&c)
     }
 }
 
-template <typename T, int COLUMNS, int MOST>
+template <typename T, int MOST>
 __global__ void __launch_bounds__(THREADS, 1) gemm_sm90_few(const __grid_constant__ few_set<MOST> set)
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char memory[];
-    shared<COLUMNS> &m = *(shared<COLUMNS> *)memory;
+    shared &m = *(shared *)memory;
     const int rank = (int)(blockIdx.x % CLUSTER);
     if (threadIdx.x == 0) {
         m.stages.init(1, CLUSTER * WARPS);
@@ -203,20 +173,18 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_sm90_few(const __grid_constan
     __syncthreads();
     cluster_sync_arrive();
     cluster_sync_wait();
-    wait_for_before();
-    let_next_start();
     if (__shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS) {
-        if (threadIdx.x % 32 == 0) feed<COLUMNS>(set, m, rank);
+        if (threadIdx.x % 32 == 0) feed(set, m, rank);
         __syncwarp();
     } else {
-        ring_place<form<COLUMNS>::STAGES> at;
+        ring_place<STAGES> at;
         int p = 0;
         for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < set.tiles; i += (int32_t)gridDim.x / CLUSTER) {
             float c[COLUMNS / 8][4];
             p = product_of(set, i, p);
             const few_params &q = set.q[p];
-            sum_tile<T, COLUMNS>(q, c, m, at);
-            store_tile<T, COLUMNS>(q, c, place_at<COLUMNS>(q, i, rank));
+            sum_tile<T>(q, c, m, at);
+            store_tile<T>(q, c, place_at(q, i, rank));
         }
     }
     cluster_sync_arrive(); /* the other block may still fill or free this one's stages */
@@ -224,17 +192,17 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_sm90_few(const __grid_constan
 #endif
 }
 
-/* An instance a dtype and a width, of one product and of several. */
-template <typename T, int COLUMNS> quern_status launch(const stage_exec *exec, const few_set<1> &set);
-template <typename T, int COLUMNS> quern_status launch(const stage_exec *exec, const few_set<TOGETHER> &set);
+/* An instance a dtype, of one product and of several. */
+template <typename T> quern_status launch(const stage_exec *exec, const few_set<1> &set);
+template <typename T> quern_status launch(const stage_exec *exec, const few_set<TOGETHER> &set);
 
-template <typename T, int COLUMNS, int MOST>
+template <typename T, int MOST>
 static quern_status launch_kernel(const stage_exec *exec, const few_set<MOST> &set)
 {
     const int32_t most = exec->multiprocessors / CLUSTER, clusters = set.tiles < most ? set.tiles : most;
-    return launch_cluster((cudaStream_t)exec->stream, gemm_sm90_few<T, COLUMNS, MOST>,
-                          dim3((unsigned)(clusters * CLUSTER)), THREADS, sizeof(shared<COLUMNS>),
-                          "a product of few rows", CLUSTER, true, set);
+    return launch_cluster((cudaStream_t)exec->stream, gemm_sm90_few<T, MOST>,
+                          dim3((unsigned)(clusters * CLUSTER)), THREADS, sizeof(shared),
+                          "a product of few rows", CLUSTER, false, set);
 }
 
 } // namespace sm90_few

@@ -6,14 +6,10 @@
 #include "gemm/sm90_few/kernel.cuh"
 #include "variants.cuh"
 
-#include <algorithm>
-
 using namespace sm90_few;
 
 enum { ROWS_MOST = 128, SHARED_BYTES = 227 * 1024 };
-static_assert(sizeof(shared<16>) <= SHARED_BYTES && sizeof(shared<32>) <= SHARED_BYTES &&
-                  sizeof(shared<64>) <= SHARED_BYTES,
-              "a block fits");
+static_assert(sizeof(shared) <= SHARED_BYTES, "a block fits");
 
 /* A matrix as the copy engine is told of it. */
 static quern_tensor as_rows(const quern_tensor &matrix)
@@ -42,7 +38,7 @@ static bool supports(const stage_exec *exec, const gemm_args *args, char *)
 }
 
 /* Adds a product to those of a launch. */
-template <int MOST> static quern_status add(few_set<MOST> &set, const gemm_args *args, int columns)
+template <int MOST> static quern_status add(few_set<MOST> &set, const gemm_args *args)
 {
     few_params &q = set.q[set.count];
     q.c = args->c.data;
@@ -51,45 +47,28 @@ template <int MOST> static quern_status add(few_set<MOST> &set, const gemm_args 
     q.n = (int32_t)args->c.shape[1];
     q.depths = (int32_t)((args->a.shape[1] + DEPTH - 1) / DEPTH);
     q.row_tiles = (q.m + ROWS - 1) / ROWS;
-    q.pairs = (q.n + CLUSTER * columns - 1) / (CLUSTER * columns);
-    q.box = q.m > ROWS ? ROWS : std::max((q.m + 7) / 8 * 8, 8);
+    q.pairs = (q.n + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS);
     q.first = set.tiles;
     q.half = args->c.dtype != QUERN_F32;
-    quern_status status = tma_describe(&set.a[set.count], as_rows(args->a), 1, q.box);
-    if (status == QUERN_OK) status = tma_describe(&set.b[set.count], as_rows(args->b), 1, columns);
+    quern_status status = tma_describe(&set.a[set.count], as_rows(args->a), 1, ROWS);
+    if (status == QUERN_OK) status = tma_describe(&set.b[set.count], as_rows(args->b), 1, COLUMNS);
     set.tiles += q.row_tiles * q.pairs;
     set.count++;
     return status;
 }
 
 template <int MOST>
-static quern_status launch_set(const stage_exec *exec, quern_dtype dtype, const few_set<MOST> &set,
-                               int columns)
+static quern_status launch_set(const stage_exec *exec, quern_dtype dtype, const few_set<MOST> &set)
 {
     if (set.tiles == 0) return QUERN_OK;
-    if (columns == 16) return dtype == QUERN_BF16 ? launch<bf16, 16>(exec, set) : launch<f16, 16>(exec, set);
-    if (columns == 32) return dtype == QUERN_BF16 ? launch<bf16, 32>(exec, set) : launch<f16, 32>(exec, set);
-    return dtype == QUERN_BF16 ? launch<bf16, 64>(exec, set) : launch<f16, 64>(exec, set);
-}
-
-/* Tiles of 16 rows of b. */
-static int64_t tiles_of(const gemm_args *args)
-{
-    return (args->c.shape[0] + ROWS - 1) / ROWS * ((args->c.shape[1] + 15) / 16);
-}
-
-/* The rows of b of a tile: the fewest of which all tiles run at once, or the most. */
-static int columns_of(const stage_exec *exec, int64_t tiles)
-{
-    return tiles <= exec->multiprocessors ? 16 : tiles / 2 <= exec->multiprocessors ? 32 : 64;
+    return dtype == QUERN_BF16 ? launch<bf16>(exec, set) : launch<f16>(exec, set);
 }
 
 static quern_status run(const stage_exec *exec, const gemm_args *args, void *)
 {
     few_set<1> set = {};
-    const int columns = columns_of(exec, tiles_of(args));
-    const quern_status status = add(set, args, columns);
-    return status == QUERN_OK ? launch_set(exec, args->a.dtype, set, columns) : status;
+    const quern_status status = add(set, args);
+    return status == QUERN_OK ? launch_set(exec, args->a.dtype, set) : status;
 }
 
 extern const variant<gemm_args> gemm_sm90_few = {"gemm_sm90_few", supports, NULL, run};
@@ -102,12 +81,9 @@ bool gemm_together(const stage_exec *exec, const gemm_args *const *list, int32_t
     if (count > TOGETHER || exec->variant != NULL) return false;
     for (int32_t i = 0; i < count; i++)
         if (list[i]->a.dtype != list[0]->a.dtype || !supports(exec, list[i], why)) return false;
-    int64_t tiles = 0;
-    for (int32_t i = 0; i < count; i++) tiles += tiles_of(list[i]);
-    const int columns = columns_of(exec, tiles);
     const device_scope scope(exec->device_id);
     *status = cuda_report(scope.code, "choosing the device");
-    for (int32_t i = 0; i < count && *status == QUERN_OK; i++) *status = add(set, list[i], columns);
-    if (*status == QUERN_OK) *status = launch_set(exec, list[0]->a.dtype, set, columns);
+    for (int32_t i = 0; i < count && *status == QUERN_OK; i++) *status = add(set, list[i]);
+    if (*status == QUERN_OK) *status = launch_set(exec, list[0]->a.dtype, set);
     return true;
 }

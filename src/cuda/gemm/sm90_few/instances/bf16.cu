@@ -5,34 +5,14 @@
 namespace sm90_few
 {
 
-template <> quern_status launch<bf16, 16>(const stage_exec *exec, const few_set<1> &set)
+template <> quern_status launch<bf16>(const stage_exec *exec, const few_set<1> &set)
 {
-    return launch_kernel<bf16, 16>(exec, set);
+    return launch_kernel<bf16>(exec, set);
 }
 
-template <> quern_status launch<bf16, 16>(const stage_exec *exec, const few_set<TOGETHER> &set)
+template <> quern_status launch<bf16>(const stage_exec *exec, const few_set<TOGETHER> &set)
 {
-    return launch_kernel<bf16, 16>(exec, set);
-}
-
-template <> quern_status launch<bf16, 32>(const stage_exec *exec, const few_set<1> &set)
-{
-    return launch_kernel<bf16, 32>(exec, set);
-}
-
-template <> quern_status launch<bf16, 32>(const stage_exec *exec, const few_set<TOGETHER> &set)
-{
-    return launch_kernel<bf16, 32>(exec, set);
-}
-
-template <> quern_status launch<bf16, 64>(const stage_exec *exec, const few_set<1> &set)
-{
-    return launch_kernel<bf16, 64>(exec, set);
-}
-
-template <> quern_status launch<bf16, 64>(const stage_exec *exec, const few_set<TOGETHER> &set)
-{
-    return launch_kernel<bf16, 64>(exec, set);
+    return launch_kernel<bf16>(exec, set);
 }
 
 } // namespace sm90_few

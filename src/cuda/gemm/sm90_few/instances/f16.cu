@@ -5,34 +5,14 @@
 namespace sm90_few
 {
 
-template <> quern_status launch<f16, 16>(const stage_exec *exec, const few_set<1> &set)
+template <> quern_status launch<__half>(const stage_exec *exec, const few_set<1> &set)
 {
-    return launch_kernel<f16, 16>(exec, set);
+    return launch_kernel<__half>(exec, set);
 }
 
-template <> quern_status launch<f16, 16>(const stage_exec *exec, const few_set<TOGETHER> &set)
+template <> quern_status launch<__half>(const stage_exec *exec, const few_set<TOGETHER> &set)
 {
-    return launch_kernel<f16, 16>(exec, set);
-}
-
-template <> quern_status launch<f16, 32>(const stage_exec *exec, const few_set<1> &set)
-{
-    return launch_kernel<f16, 32>(exec, set);
-}
-
-template <> quern_status launch<f16, 32>(const stage_exec *exec, const few_set<TOGETHER> &set)
-{
-    return launch_kernel<f16, 32>(exec, set);
-}
-
-template <> quern_status launch<f16, 64>(const stage_exec *exec, const few_set<1> &set)
-{
-    return launch_kernel<f16, 64>(exec, set);
-}
-
-template <> quern_status launch<f16, 64>(const stage_exec *exec, const few_set<TOGETHER> &set)
-{
-    return launch_kernel<f16, 64>(exec, set);
+    return launch_kernel<__half>(exec, set);
 }
 
 } // namespace sm90_few
