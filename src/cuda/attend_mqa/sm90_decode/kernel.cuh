@@ -165,6 +165,21 @@ template <typename T, bool BYTES> __device__ __forceinline__ void score(const de
     }
 }
 
+/* A tile's weights times a panel of 64 columns of its rows. */
+template <typename T>
+__device__ __forceinline__ void multiply_panel(float (&come)[8][4], uint64_t p, uint64_t panel)
+{
+    wg_start();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint64_t rows = wg_further(panel, i * 16 * 128);
+        if (i == 0) wgmma_ss<T, 64, false, true>(come, p, rows);
+        else wgmma_ss<T, 64, true, true>(come, wg_further(p, i * 32), rows);
+    }
+    wg_commit();
+    wg_wait<0>(come);
+}
+
 /* Folds the values of a tile into o, 64 columns at a time. */
 template <typename T>
 __device__ __forceinline__ void add_tile(float (&o)[32][4], shared<T> &m, int stage, int row0)
@@ -182,15 +197,7 @@ __device__ __forceinline__ void add_tile(float (&o)[32][4], shared<T> &m, int st
 #pragma unroll
     for (int panel = 0; panel < HALF; panel++) {
         float come[8][4];
-        wg_start();
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint64_t rows = wg_further(v, panel * PANEL_BYTES + i * 16 * 128);
-            if (i == 0) wgmma_ss<T, 64, false, true>(come, p, rows);
-            else wgmma_ss<T, 64, true, true>(come, wg_further(p, i * 32), rows);
-        }
-        wg_commit();
-        wg_wait<0>(come);
+        multiply_panel<T>(come, p, wg_further(v, panel * PANEL_BYTES));
 #pragma unroll
         for (int i = 0; i < 8; i++)
 #pragma unroll

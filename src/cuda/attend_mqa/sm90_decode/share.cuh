@@ -235,15 +235,7 @@ __device__ __forceinline__ void add_columns(float (&o)[SHARE_PANELS * 8][4], sha
 #pragma unroll
     for (int panel = 0; panel < SHARE_PANELS; panel++) {
         float come[8][4];
-        wg_start();
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint64_t rows = wg_further(v, panel * PANEL_BYTES + i * 16 * 128);
-            if (i == 0) wgmma_ss<T, 64, false, true>(come, p, rows);
-            else wgmma_ss<T, 64, true, true>(come, wg_further(p, i * 32), rows);
-        }
-        wg_commit();
-        wg_wait<0>(come);
+        multiply_panel<T>(come, p, wg_further(v, panel * PANEL_BYTES));
 #pragma unroll
         for (int i = 0; i < 8; i++)
 #pragma unroll
