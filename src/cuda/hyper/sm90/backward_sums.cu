@@ -12,6 +12,7 @@
  * A half is 40 KB, and comes each 1.3 us at the read rate; two are on their way. Limit: x, f, d_h and d_out
  * read once.
  */
+#include "hopper/products.cuh"
 #include "hyper/four/weights.cuh"
 #include "hyper/sm90/operand.cuh"
 #include "variants.cuh"
@@ -109,7 +110,7 @@ __device__ __forceinline__ void sum_tiles(const four_params &p, shared &m, const
             for (int c = 0; c < HALF_CHUNKS; c++)
                 multiply_chunk(sum, fn, half * HALF_CHUNKS + c, load_shared16(slot + chunk_further(from, c)));
             __syncwarp();
-            if (lane == 0) m.halves.give_back(at);
+            if (lane < READER_ARRIVALS) m.halves.give_back(at);
             at.advance();
         }
         leave_products(m.parts[n % 2][warp], sum);
@@ -236,7 +237,7 @@ __device__ __forceinline__ void pair_tiles(const four_params &p, const row_maps 
             multiply_rows(sum, rows, m.rest, warp * 2);
             async_fence(); /* d_h was written */
             __syncwarp();
-            if (lane == 0) m.halves.give_back(at);
+            if (lane < READER_ARRIVALS) m.halves.give_back(at);
             at.advance();
         }
 #pragma unroll
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     shared &m = *(shared *)memory;
     const tile_walk walk = walk_of(p);
     if (threadIdx.x == 0) {
-        m.halves.init(1, SUM_WARPS + PAIR_WARPS);
+        m.halves.init(1, (SUM_WARPS + PAIR_WARPS) * READER_ARRIVALS);
         mbar_init_done();
     }
     for (int i = threadIdx.x; i < PANEL; i += THREADS) m.norm[i] = p.norm.at(walk.panel * PANEL + i);

@@ -14,6 +14,7 @@
  * tile takes 1.1 us at the copy rate, and some 8 from its copy to its stores, most of it the weights': nine
  * tiles of 20 KB a block are on their way. An H200 has room for seven such clusters. Limit: the copy rate.
  */
+#include "hopper/products.cuh"
 #include "hyper/four/weights.cuh"
 #include "hyper/sm90/operand.cuh"
 #include "hyper/sm90/weights.cuh"
@@ -135,6 +136,12 @@ __device__ __forceinline__ float4 tile_sum(const shared &m, int turn, int i)
     return sum;
 }
 
+/* A barrier of sum and pair. Not the aligned form, named_sync(): they execute it at two places. */
+__device__ __forceinline__ void products_sync()
+{
+    asm volatile("barrier.sync 1, %0;" ::"n"(GROUP_THREADS + PAIR_THREADS) : "memory");
+}
+
 /* Products of copies with fn, a warp a copy; then sends the block's sums of a tile to the block that makes
  * its weights. */
 __device__ __forceinline__ void sum_tiles(const four_params &p, shared &m, const tile_walk &walk)
@@ -157,10 +164,10 @@ __device__ __forceinline__ void sum_tiles(const four_params &p, shared &m, const
             multiply_chunk(sum, fn, c + 1, y);
         }
         __syncwarp();
-        if (lane == 0) m.tiles.give_back(at);
+        if (lane < READER_ARRIVALS) m.tiles.give_back(at);
         at.advance();
         leave_products(m.parts[n % 2][warp], sum);
-        named_sync(1, GROUP_THREADS + PAIR_THREADS);
+        products_sync();
         if (thread < SUMS_CHUNKS)
             cluster_send(cluster_address(smem_address(&m.sums[walk.rank]) + thread * 16, n % BLOCKS),
                          tile_sum(m, n % 2, thread), cluster_address(smem_address(m.summed.of), n % BLOCKS));
@@ -195,14 +202,14 @@ __device__ __forceinline__ void pair_tiles(shared &m, const tile_walk &walk)
                 }
             }
         __syncwarp();
-        if (lane == 0) m.tiles.give_back(at);
+        if (lane < READER_ARRIVALS) m.tiles.give_back(at);
         at.advance();
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
             if (lane / 16 == lane % 4 / 2) /* a token's copies with its own */
                 *(float2 *)&m.pairs[n % 2][first + 2 * i][copy][lane % 2 * 2] =
                     make_float2(pair[i][0][0] + pair[i][1][0], pair[i][0][1] + pair[i][1][1]);
-        named_sync(1, GROUP_THREADS + PAIR_THREADS);
+        products_sync();
     }
 }
 
@@ -269,9 +276,13 @@ __device__ __forceinline__ void weigh_tiles(const four_params &p, shared &m, con
         async_fence();
         __syncwarp();
         const auto at = ring_place<STAGES>::of(n);
-        if (lane < BLOCKS)
-            cluster_send(cluster_address(smem_address(m.factors[at.stage]), lane), made, sizeof(m.made),
-                         cluster_address(smem_address(m.weighed.of) + at.stage * 8, lane));
+        const uint32_t factors = smem_address(m.factors[at.stage]),
+                       bar = smem_address(m.weighed.of) + at.stage * 8;
+        if (lane < BLOCKS && lane != walk.rank)
+            cluster_send(cluster_address(factors, lane), made, sizeof(m.made), cluster_address(bar, lane));
+        for (int i = lane; i < (int)sizeof(m.made) / 16; i += 32) /* a bulk copy is to another block */
+            cluster_send(cluster_address(factors, walk.rank) + i * 16, ((const float4 *)m.made)[i],
+                         cluster_address(bar, walk.rank));
     }
 }
 
@@ -339,7 +350,7 @@ __device__ __forceinline__ void mix_tiles(const four_params &p, shared &m, const
         mix_chunk<OUT>(p, x, f, w.weight, (bf16 *)p.out.p + token * p.out.token + first, there, c);
         const float scale = w.scale;
         __syncwarp();
-        if (lane == 0) m.tiles.give_back(at);
+        if (lane < READER_ARRIVALS) m.tiles.give_back(at);
         at.advance();
 #pragma unroll
         for (int e = 0; e < 4; e++)
@@ -358,7 +369,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     shared &m = *(shared *)memory;
     const tile_walk walk = walk_of(p);
     if (threadIdx.x == 0) {
-        m.tiles.init(1, COPIES + PAIR_THREADS / 32 + TOKENS);
+        m.tiles.init(1, (COPIES + PAIR_THREADS / 32 + TOKENS) * READER_ARRIVALS);
         m.weighed.init(1);
         m.summed.init(1);
         mbar_init_done();
