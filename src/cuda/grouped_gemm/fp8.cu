@@ -3,19 +3,20 @@
 /*
  * fp8.cu - operands of the grouped product in e4m3, both in one launch: blocks that wait for B's bytes run
  * beside blocks that compute. B: the largest scale of each of 64 columns, a block a panel. Limit: B's scales
- * read, a ninth of its bytes. A: two warps a row, eight lanes 128 of K, 16 values a lane, which are divided
- * by their scale and rounded once. Limit: A read and a byte a value written.
+ * read, a ninth of its bytes. A: eight lanes 128 of K of some rows, 16 values of each a lane, all loaded at
+ * once, which are divided by their scale and rounded once. Limit: A read and a byte a value written.
  */
 #include "common/quotient.cuh"
 #include "grouped_gemm/fp8.cuh"
 
 enum {
     THREADS = 256,
-    BLOCKS = 5, /* of a multiprocessor: 48 registers a thread */
+    BLOCKS = 4, /* of a multiprocessor: 64 registers a thread */
     WARPS = THREADS / 32,
-    EACH = 16, /* values of a lane */
+    EACH = 16, /* values of a lane and row */
     LANES = FP8_GROUP / EACH,
-    ROWS = 4 /* of a block */
+    RUNS = THREADS / LANES, /* of a block: a group of some rows each */
+    MOST_ROWS = 4 /* of a run */
 };
 
 /* Of a group. A tile's copy may reach past the last row's. */
@@ -73,53 +74,70 @@ __device__ __forceinline__ uint4 rounded_bf16(const float (&x)[EACH], int first)
                       e4m3_bf16x2(bytes[1], 1));
 }
 
-/* A lane's values of a row; zeros past the last column. */
-template <typename T>
-__device__ __forceinline__ void load_values(float (&x)[EACH], const rows_params &a, int64_t row, int k)
-{
-    const T *from = (const T *)a.a + row * a.a_stride + k;
-    alignas(16) T raw[EACH];
-    if (a.wide && k < a.k) {
+/* A lane's values of a row as they are stored; zeros past the last column. */
+template <typename T> struct lane_values {
+    alignas(16) T value[EACH];
+
+    __device__ __forceinline__ void load(const rows_params &a, int64_t row, int k)
+    {
+        const T *from = (const T *)a.a + row * a.a_stride + k;
+        if (a.wide && k < a.k) {
 #pragma unroll
-        for (unsigned i = 0; i < sizeof raw / sizeof(uint4); i++)
-            ((uint4 *)raw)[i] = __ldcs((const uint4 *)from + i);
-    } else {
+            for (unsigned i = 0; i < sizeof value / sizeof(uint4); i++)
+                ((uint4 *)value)[i] = __ldcs((const uint4 *)from + i);
+        } else {
 #pragma unroll
-        for (int i = 0; i < EACH; i++) raw[i] = k < a.k ? from[i] : from_float<T>(0.0f);
+            for (int i = 0; i < EACH; i++) value[i] = k < a.k ? from[i] : from_float<T>(0.0f);
+        }
     }
+    __device__ __forceinline__ void numbers(float (&x)[EACH]) const
+    {
 #pragma unroll
-    for (int i = 0; i < EACH; i++) x[i] = to_float<T>(raw[i]);
+        for (int i = 0; i < EACH; i += 2) {
+            float2 two;
+            if constexpr (sizeof(T) == 2) two = unpack2<T>(((const uint32_t *)value)[i / 2]);
+            else two = make_float2(value[i], value[i + 1]);
+            x[i] = two.x, x[i + 1] = two.y;
+        }
+    }
+};
+
+/* Of magnitudes; NaN where one is. */
+__device__ __forceinline__ float larger(float x, float y)
+{
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(fabsf(x)), "f"(fabsf(y)));
+    return z;
 }
 
-/* The bits of the largest magnitude of a group. */
-__device__ __forceinline__ uint32_t largest_of(const float (&x)[EACH])
+/* The largest magnitude of a group, likewise. */
+__device__ __forceinline__ float largest_of(const float (&x)[EACH])
 {
-    uint32_t most = 0;
+    float most = larger(x[0], x[1]);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) most = max(most, __float_as_uint(fabsf(x[i])));
+    for (int i = 2; i < EACH; i++) most = larger(most, x[i]);
 #pragma unroll
-    for (int mask = LANES / 2; mask > 0; mask /= 2) most = max(most, __shfl_xor_sync(~0u, most, mask));
+    for (int mask = LANES / 2; mask > 0; mask /= 2) most = larger(most, __shfl_xor_sync(~0u, most, mask));
     return most;
 }
 
-/* A lane's values of a group to what they are in the workspace. */
-template <bool BYTES>
-__device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params &a, int64_t row, int64_t at,
-                                            int group)
+/* A lane's values of a group to what they are in the workspace; `place`: of the row's scales, below 0 where
+ * no expert has the row. All lanes of a warp call this. */
+template <typename T, bool BYTES>
+__device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params &a, int64_t row,
+                                            int64_t place, uint32_t group)
 {
-    const int lane = threadIdx.x % LANES, k0 = group * FP8_GROUP + lane * EACH;
-    uint32_t most = largest_of(x);
-    if (__any_sync(~0u, most >= INFINITE_BITS)) {
-        if (most >= INFINITE_BITS) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
+    const uint32_t lane = threadIdx.x % LANES, k0 = group * FP8_GROUP + lane * EACH;
+    float most = largest_of(x);
+    if (__any_sync(~0u, !isfinite(most))) {
+        if (place >= 0 && !isfinite(most)) raise_status(a.status, QUERN_STATUS_NOT_FINITE);
 #pragma unroll
         for (int i = 0; i < EACH; i++) x[i] = isfinite(x[i]) ? x[i] : 0.0f;
         most = largest_of(x);
     }
-    float scale = __fdiv_rn(__uint_as_float(most), 448.0f);
-    if (scale == 0.0f) scale = 1.0f;
-    divide_all(x, scale);
-    if (group >= a.groups) return;
-    if (lane == 0) a.scale[group * a.scale_stride + at] = scale;
+    const float scale = sizeof(T) == 2 ? divide_16_bits(x, most) : divide_by_largest(x, most);
+    if (place < 0) return;
+    if (lane == 0) a.scale[group * a.scale_stride + place] = scale;
     if constexpr (BYTES) *(uint4 *)((uint8_t *)a.out + row * a.stride + k0) = ordered_bytes(x);
     else {
         uint4 *out = (uint4 *)((bf16 *)a.out + row * a.stride + k0);
@@ -128,22 +146,42 @@ __device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params 
     }
 }
 
-/* Rows of A from ROWS * block on. */
-template <typename T, bool BYTES>
-__device__ __forceinline__ void round_rows(const rows_params &a, int64_t block)
+/* Rows that a lane has a piece of, all loaded before any is rounded. */
+template <typename T> constexpr int rows_at_once() { return sizeof(T) == 2 ? MOST_ROWS : 1; }
+
+/* Groups, each of as many rows. */
+template <typename T> __host__ __device__ __forceinline__ uint32_t runs_of(const rows_params &a)
 {
-    enum { EACH_ROW = THREADS / ROWS, AT_ONCE = EACH_ROW / LANES };
-    const int64_t row = block * ROWS + threadIdx.x / EACH_ROW;
-    if (row >= a.tokens) return;
-    const int32_t expert = a.ends.expert_of(row);
-    if (expert >= a.ends.experts) return;
-    const int64_t at = scale_place_of(a.ends, expert, row - a.ends.first_of(expert));
-    const int first = threadIdx.x % EACH_ROW / LANES;
-    /* All of a warp go the same way; its last lanes may have no group left. */
-    for (int group = first; group - first % (32 / LANES) < a.groups; group += AT_ONCE) {
+    return (uint32_t)((a.tokens + rows_at_once<T>() - 1) / rows_at_once<T>() * a.groups);
+}
+
+/* Runs from RUNS * block on; one past the last is the last. `places`: of the rows' scales, sought once for a
+ * block while values come. */
+template <typename T, bool BYTES>
+__device__ __forceinline__ void round_rows(const rows_params &a, uint32_t block, int64_t *places)
+{
+    enum { ROWS = rows_at_once<T>() };
+    const uint32_t groups = (uint32_t)a.groups, last = runs_of<T>(a) - 1,
+                   run = min(block * RUNS + threadIdx.x / LANES, last), group = run % groups;
+    const int64_t first = (int64_t)(block * RUNS / groups) * ROWS, row0 = (int64_t)(run / groups) * ROWS;
+    lane_values<T> values[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        values[i].load(a, min(row0 + i, a.tokens - 1),
+                       (int)(group * FP8_GROUP + threadIdx.x % LANES * EACH));
+    const int64_t row = first + threadIdx.x;
+    if (threadIdx.x < ROWS * RUNS && row < a.tokens) {
+        const int32_t expert = a.ends.expert_of(row);
+        places[threadIdx.x] =
+            expert < a.ends.experts ? scale_place_of(a.ends, expert, row - a.ends.first_of(expert)) : -1;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int64_t row = min(row0 + i, a.tokens - 1);
         float x[EACH];
-        load_values<T>(x, a, row, group * FP8_GROUP + threadIdx.x % LANES * EACH);
-        round_group<BYTES>(x, a, row, at, group);
+        values[i].numbers(x);
+        round_group<T, BYTES>(x, a, row, places[row - first], group);
     }
 }
 
@@ -168,7 +206,7 @@ __device__ __forceinline__ void largest_repacked(const weight_source &w, int32_t
                           UNIT_CODES + lane * 8;
     const bool wide = (uintptr_t)from % 8 == 0;
     uint32_t all = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int unit = warp; unit < w.units; unit += WARPS) {
         const uint8_t *at = from + (int64_t)unit * UNIT_BYTES;
         const uint2 both = wide ? __ldg((const uint2 *)at) : make_uint2(word_at(at), word_at(at + 4));
@@ -210,17 +248,20 @@ __device__ __forceinline__ void find_powers(const gemm_params &p, int64_t block,
     }
 }
 
-/* One block in `period` has one of B's `panels`, while there are any; all others have rows of A. */
+/* One block in 2^`shift` has one of B's `panels`, while there are any; all others have rows of A. */
 template <typename T, bool BYTES>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     fp8_operands(const __grid_constant__ rows_params a, const __grid_constant__ gemm_params p,
-                 uint32_t panels, uint32_t period, float *power)
+                 uint32_t panels, int shift, float *power)
 {
-    __shared__ int most[WARPS][UNIT];
-    const uint32_t block = blockIdx.x, before = min(panels, (block + period - 1) / period);
+    __shared__ union {
+        int most[WARPS][UNIT];
+        int64_t places[RUNS * MOST_ROWS];
+    } m;
+    const uint32_t block = blockIdx.x, own = block >> shift;
     let_next_start();
-    if (block % period == 0 && before < panels) find_powers(p, before, most, power);
-    else round_rows<T, BYTES>(a, block - before);
+    if (block == own << shift && own < panels) find_powers(p, own, m.most, power);
+    else round_rows<T, BYTES>(a, block - min(panels, own + 1), m.places);
 }
 
 template <typename T>
@@ -230,9 +271,11 @@ static quern_status launch_operands(const rows_params &a, const gemm_plan &plan,
     const gemm_params &p = plan.p;
     const uint32_t panels = (uint32_t)p.ends.experts * (uint32_t)p.panels;
     /* Of K 0 there are no rows to round, but the epilogue still multiplies by powers. */
-    const unsigned grid = panels + (a.groups > 0 ? blocks_for(a.tokens, ROWS) : 0), period = grid / panels;
-    if (bytes) fp8_operands<T, true><<<grid, THREADS, 0, stream>>>(a, p, panels, period, plan.power);
-    else fp8_operands<T, false><<<grid, THREADS, 0, stream>>>(a, p, panels, period, plan.power);
+    const unsigned grid = panels + (a.groups > 0 ? blocks_for(runs_of<T>(a), (int)RUNS) : 0);
+    int shift = 0;
+    while (grid >> (shift + 1) >= panels) shift++;
+    if (bytes) fp8_operands<T, true><<<grid, THREADS, 0, stream>>>(a, p, panels, shift, plan.power);
+    else fp8_operands<T, false><<<grid, THREADS, 0, stream>>>(a, p, panels, shift, plan.power);
     return LAUNCHED("grouped_gemm, operands in e4m3");
 }
 
