@@ -6,7 +6,8 @@
  *
  *   feed      one thread copies 128 of the sum of 64 rows of b into a stage, and a half of what a has there:
  *             each of a cluster's two blocks copies one into both, as they multiply the same rows of a
- *   multiply  a warpgroup: 64 rows of a by 64 of b
+ *   multiply  two warpgroups, tile by tile in turn: 64 rows of a by 64 of b. One stores while the other one
+ *             multiplies
  *
  * Sums run over k in order, 16 at a time, whole and from zero: these are the instructions of cuBLASLt's
  * products that are not cut, so a row has the same bits among few rows and among many (few_rows_test). So a
@@ -37,8 +38,9 @@ enum {
     STAGES = 6,
     CLUSTER = 2,
     STAGE_BYTES = 2 * (ROWS + COLUMNS) * 128,
-    WARPS = 4,
-    THREADS = WARPS * 32 + 32
+    GROUPS = 2, /* warpgroups that multiply */
+    WARPS = 4,  /* of one */
+    THREADS = GROUPS * WARPS * 32 + 32
 };
 
 /* A product. */
@@ -49,6 +51,7 @@ struct few_params {
     int32_t row_tiles, pairs;
     int32_t first; /* of the launch's tiles */
     bool half;     /* c has the operands' dtype */
+    bool wide;     /* its rows begin at multiples of 16 bytes */
 };
 
 /* Those of a launch. */
@@ -118,12 +121,15 @@ __device__ __forceinline__ void start_stage(float (&c)[COLUMNS / 8][4], shared &
     wg_commit();
 }
 
-/* A tile's sums. A stage is given back once the products of the next are under way and its own have ended. */
+/* A tile's sums, of the stages from use number `use` on. A stage is given back once the products of the next
+ * are under way and its own have ended. The other warpgroup, where it has a further tile (`more`), waits for
+ * its stages only once all of these are full: by parity alone it would take an earlier use for its own. */
 template <typename T>
-__device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS / 8][4], shared &m,
-                                         ring_place<STAGES> &at)
+__device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS / 8][4], shared &m, int use,
+                                         int group, bool more)
 {
-    ring_place<STAGES> before;
+    auto at = ring_place<STAGES>::of(use), before = at;
+    if (use > 0) named_sync(1 + group, GROUPS * WARPS * 32);
     clear_sums(c);
     for (int32_t d = 0; d < q.depths; d++) {
         m.stages.wait_full(at);
@@ -135,6 +141,7 @@ __device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS
         before = at;
         at.advance();
     }
+    if (more) named_arrive(1 + (group ^ 1), GROUPS * WARPS * 32);
     wg_wait<0>(c);
     give_back_to_cluster<CLUSTER>(m.stages, before);
 }
@@ -143,18 +150,22 @@ template <typename T>
 __device__ __forceinline__ void store_tile(const few_params &q, const float (&c)[COLUMNS / 8][4],
                                            const few_place &t)
 {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, first = t.row + (int)threadIdx.x / 32 % WARPS * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int32_t row = t.row + (int)threadIdx.x / 32 * 16 + lane / 4 + i * 8;
+        const int32_t row = first + i * 8;
+        const int64_t to = row * q.c_row + t.column;
+        if (q.half && t.column + COLUMNS <= q.n) {
+            store_row<T>((T *)q.c + to + lane % 4 * 8, c, i, row < q.m, q.wide);
+            continue;
+        }
         if (row >= q.m) continue;
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++) {
-            const int32_t column = t.column + n * 8 + lane % 4 * 2;
-            const int64_t to = row * q.c_row + column;
-            if (column >= q.n) continue;
-            if (q.half) *(uint32_t *)((T *)q.c + to) = pack2<T>(c[n][2 * i], c[n][2 * i + 1]);
-            else *(float2 *)((float *)q.c + to) = make_float2(c[n][2 * i], c[n][2 * i + 1]);
+            const int32_t column = n * 8 + lane % 4 * 2;
+            if (t.column + column >= q.n) continue;
+            if (q.half) *(uint32_t *)((T *)q.c + to + column) = pack2<T>(c[n][2 * i], c[n][2 * i + 1]);
+            else *(float2 *)((float *)q.c + to + column) = make_float2(c[n][2 * i], c[n][2 * i + 1]);
         }
     }
 }
@@ -173,18 +184,22 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_sm90_few(const __grid_constan
     __syncthreads();
     cluster_sync_arrive();
     cluster_sync_wait();
-    if (__shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS) {
+    const int group = __shfl_sync(~0u, threadIdx.x / (WARPS * 32), 0);
+    if (group == GROUPS) {
         if (threadIdx.x % 32 == 0) feed(set, m, rank);
         __syncwarp();
     } else {
-        ring_place<STAGES> at;
-        int p = 0;
+        int p = 0, turn = 0, use = 0;
         for (int32_t i = (int32_t)blockIdx.x / CLUSTER; i < set.tiles; i += (int32_t)gridDim.x / CLUSTER) {
-            float c[COLUMNS / 8][4];
             p = product_of(set, i, p);
             const few_params &q = set.q[p];
-            sum_tile<T>(q, c, m, at);
-            store_tile<T>(q, c, place_at(q, i, rank));
+            if (turn == group) {
+                float c[COLUMNS / 8][4];
+                sum_tile<T>(q, c, m, use, group, i + (int32_t)gridDim.x / CLUSTER < set.tiles);
+                store_tile<T>(q, c, place_at(q, i, rank));
+            }
+            use += q.depths;
+            turn ^= 1;
         }
     }
     cluster_sync_arrive(); /* the other block may still fill or free this one's stages */

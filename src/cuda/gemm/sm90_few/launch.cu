@@ -50,6 +50,7 @@ template <int MOST> static quern_status add(few_set<MOST> &set, const gemm_args 
     q.pairs = (q.n + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS);
     q.first = set.tiles;
     q.half = args->c.dtype != QUERN_F32;
+    q.wide = rows_aligned(args->c, 16);
     quern_status status = tma_describe(&set.a[set.count], as_rows(args->a), 1, ROWS);
     if (status == QUERN_OK) status = tma_describe(&set.b[set.count], as_rows(args->b), 1, COLUMNS);
     set.tiles += q.row_tiles * q.pairs;
