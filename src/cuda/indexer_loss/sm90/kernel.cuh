@@ -198,7 +198,7 @@ __device__ __forceinline__ float sum_heads(own_query<QUERIES, STAGES> &x, const 
 }
 
 /* The gradient of each entry's score, from here on in the place of its sums; with lists the row of its
- * partial, too. Returns the query's loss, in thread 0. */
+ * partial, and where the sums find that. Returns the query's loss, in thread 0. */
 template <bool LISTS, int QUERIES, int STAGES>
 __device__ __forceinline__ double compare(own_query<QUERIES, STAGES> &x, float mass, float lse)
 {
@@ -224,8 +224,9 @@ __device__ __forceinline__ double compare(own_query<QUERIES, STAGES> &x, float m
         int row = -1;
         if (here && x.s.sums != NULL) {
             const int32_t entry = chosen[tile * TILE + x.thread()];
-            const choice c = x.s.choices[entry * x.s.words + x.i / 32];
-            row = x.s.rows_before[entry] + c.before + __popc(c.chose & ((1u << x.i % 32) - 1));
+            const choice c = x.s.choices[x.i / 32 * x.s.of.entries + entry];
+            row = (int)(x.i * p.listed) + tile * TILE + x.thread();
+            x.s.places[x.s.rows_before[entry] + c.before + __popc(c.chose & ((1u << x.i % 32) - 1))] = row;
         }
         ((int *)x.s.student)[at] = row;
     }

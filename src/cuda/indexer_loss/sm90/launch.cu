@@ -58,9 +58,10 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     s.positive = (uint64_t *)arena_take(&a, room * sizeof(uint64_t));
     if (wanted && !lists) s.heads = (char *)arena_take(&a, (size_t)(c.slice_queries * LOSS_HEAD_BYTES));
     if (wanted && lists) {
-        s.choices = (choice *)arena_take(&a, cleared_bytes(s));
-        s.taken = (int32_t *)(s.choices + p.entries * s.words);
+        s.choices = (choice *)arena_take(&a, (size_t)(p.entries * s.words) * sizeof(choice));
+        s.taken = (int32_t *)arena_take(&a, sizeof *s.taken);
         s.rows_before = (int32_t *)arena_take(&a, (size_t)p.entries * sizeof(int32_t));
+        s.places = (int32_t *)arena_take(&a, (size_t)(c.slice_queries * p.listed) * sizeof(int32_t));
         s.partials = (bf16 *)arena_take(&a, (size_t)(c.slice_queries * p.listed * WIDTH) * sizeof(bf16));
     }
     const int64_t blind = p.ratio - p.position - 1, first = blind > 0 ? blind : 0;

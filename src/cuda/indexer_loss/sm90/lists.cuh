@@ -6,9 +6,11 @@
  *
  *   feed      one warpgroup gathers its keys, then its keys_index, each once, and looks up where its partials
  *             go; of the next query it is ahead by as many tiles as stages are free
- *   compute   two warpgroups, each with every second tile of 128 entries. Attention's scores stay in
- *             registers until the normalisers of heads are known, 128 a thread; keys_index stays in stages
- *             from the indexer's scores until u is made, of which each has 64 channels.
+ *   compute   a warpgroup a tile of 128 entries, four or, of lists up to 256, two: each scheduler has four
+ *             warps to choose from. Attention's scores stay in registers until the normalisers of heads are
+ *             known, 64 a thread; keys_index stays in stages from the indexer's scores until u is made.
+ *             Two warpgroups make u of 64 channels each; with four there are two such sets, whose parts
+ *             are added
  *
  * The bits of which z are positive, and the gradients g, stand in shared memory: for keys_index's gradient
  * they are read with entries as rows. Four products a pair, and rows of partials. Limit: the tensor cores,
@@ -22,79 +24,76 @@
 namespace sm90_loss
 {
 
-/* A thread's query, of whose tiles a warpgroup has EACH. Thread e of a warpgroup has entry e of each of its
- * tiles, too. */
-template <int EACH> struct list_query {
-    enum { TILES = GROUPS * EACH };
+/* A warpgroup's tile of a query, number `group`. Thread e of it has entry e of the tile, too. For u two
+ * warpgroups with half of the channels each are a set, and the sets take the tiles in turn. */
+template <int GROUPS> struct list_query {
+    enum { COMPUTING = GROUPS * 128, SETS = GROUPS / 2 };
     const slice &s;
     lists_shared &m;
     int group;
     int64_t i;
-    int count, turn;
+    int count;
     int32_t uses; /* of stages, before this query's */
     ring_place<1> heads;
 
     __device__ __forceinline__ int thread() const { return threadIdx.x % 128; }
     __device__ __forceinline__ int head0() const { return warp_of_group() * 16 + threadIdx.x % 32 / 4; }
-    __device__ __forceinline__ int tile(int t) const { return t * GROUPS + group; }
-    __device__ __forceinline__ int left(int t) const { return count - tile(t) * TILE; }
-    __device__ __forceinline__ const list_facts &facts() const { return m.facts[turn]; }
+    __device__ __forceinline__ int left() const { return count - group * TILE; }
+    __device__ __forceinline__ int half() const { return group % 2; }
+    __device__ __forceinline__ int set() const { return group / 2; }
+    __device__ __forceinline__ const list_facts &facts() const { return m.facts[heads.parity]; }
     __device__ __forceinline__ ring_place<LIST_STAGES> keys_at(int tile) const
     {
         return ring_place<LIST_STAGES>::of(uses + tile);
     }
     __device__ __forceinline__ ring_place<LIST_STAGES> index_at(int tile) const
     {
-        return ring_place<LIST_STAGES>::of(uses + TILES + tile);
+        return ring_place<LIST_STAGES>::of(uses + GROUPS + tile);
     }
     __device__ __forceinline__ uint32_t address(const ring_place<LIST_STAGES> &at) const
     {
         return stage_address(m.stages, at.stage);
     }
-    __device__ __forceinline__ void sync() const
-    {
-        if (group == 0) named_sync(3, 128);
-        else named_sync(4, 128);
-    }
+    __device__ __forceinline__ void sync() const { named_sync(8 + group, 128); }
     __device__ __forceinline__ void sync_all() const { named_sync(1, COMPUTING); }
-    /* Of eight arrivals a stage, one a warp; keys are read by one warpgroup alone, whose warps make two. */
+    /* Of as many arrivals a stage as there are warps: where fewer read it, each makes several. */
     __device__ __forceinline__ void give_back(const ring_place<LIST_STAGES> &at, int arrivals) const
     {
         if ((int)(threadIdx.x % 32) < arrivals) m.entries.give_back(at);
     }
 };
 
-/* The products of the warpgroup's tile t of keys, and of keys_index; they are under way. */
-template <int EACH>
-__device__ __forceinline__ void issue_keys(const list_query<EACH> &x, float (&c)[COLUMN_TILES][4], int t)
+/* The products of the warpgroup's tile of keys, and of keys_index; they are under way. */
+template <int GROUPS>
+__device__ __forceinline__ void issue_keys(const list_query<GROUPS> &x, float (&c)[COLUMN_TILES][4])
 {
-    const ring_place<LIST_STAGES> at = x.keys_at(x.tile(t));
+    const ring_place<LIST_STAGES> at = x.keys_at(x.group);
     x.m.entries.wait_full(at);
     wg_show();
     issue_scores<false>(c, smem_address(x.m.q), x.address(at));
 }
-template <int EACH>
-__device__ __forceinline__ void issue_index(const list_query<EACH> &x, float (&z)[COLUMN_TILES][4], int t)
+template <int GROUPS>
+__device__ __forceinline__ void issue_index(const list_query<GROUPS> &x, float (&z)[COLUMN_TILES][4])
 {
-    const ring_place<LIST_STAGES> at = x.index_at(x.tile(t));
+    const ring_place<LIST_STAGES> at = x.index_at(x.group);
     x.m.entries.wait_full(at);
     wg_show();
     issue_scores<false>(z, smem_address(x.m.q_index), x.address(at));
 }
 
 /* A tile's scores become their exponentials over the largest of each of a thread's two heads. */
-template <int EACH>
-__device__ __forceinline__ void raise_tile(const list_query<EACH> &x, float (&c)[COLUMN_TILES][4], int t,
+template <int GROUPS>
+__device__ __forceinline__ void raise_tile(const list_query<GROUPS> &x, float (&c)[COLUMN_TILES][4],
                                            float (&most)[2], float (&sum)[2])
 {
     const float scale2 = x.s.of.scale * log2_of_e;
     clear_rows(c, x.head0(), x.s.of.heads);
-    if (x.left(t) < TILE) {
+    if (x.left() < TILE) {
 #pragma unroll
         for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if (j * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= x.left(t)) c[j][e] = -INFINITY;
+                if (j * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= x.left()) c[j][e] = -INFINITY;
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -123,45 +122,37 @@ __device__ __forceinline__ void raise_tile(const list_query<EACH> &x, float (&c)
 
 /* What makes a tile's exponentials shares of a head's whole mass; leaves the mass that each head gives to the
  * entries. */
-template <int EACH>
-__device__ __forceinline__ void share_heads(const list_query<EACH> &x, const float (&most)[EACH][2],
-                                            const float (&sum)[EACH][2], float (&factor)[EACH][2])
+template <int GROUPS>
+__device__ __forceinline__ void share_heads(const list_query<GROUPS> &x, const float (&most)[2],
+                                            const float (&sum)[2], float (&factor)[2])
 {
     const loss_params &p = x.s.of;
     const float scale2 = p.scale * log2_of_e;
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float now = most[0][r], whole = sum[0][r];
-#pragma unroll
-        for (int t = 1; t < EACH; t++) now = fmaxf(now, most[t][r]);
-        if (EACH > 1) {
-            const float base = now == -INFINITY ? 0.0f : now;
-            whole = 0.0f;
-#pragma unroll
-            for (int t = 0; t < EACH; t++)
-                whole = fmaf(sum[t][r], exp2_fast((most[t][r] - base) * scale2), whole);
-        }
-        if (lane % 4 == 0) x.m.heads[x.group][x.head0() + r * 8] = make_float2(now, whole);
-    }
+    for (int r = 0; r < 2; r++)
+        if (lane % 4 == 0) x.m.heads[x.group][x.head0() + r * 8] = make_float2(most[r], sum[r]);
     x.sync_all();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int head = x.head0() + r * 8;
         float mass = 0.0f;
-#pragma unroll
-        for (int t = 0; t < EACH; t++) factor[t][r] = 0.0f;
+        factor[r] = 0.0f;
         if (head < p.heads) {
-            const float2 a = x.m.heads[0][head], b = x.m.heads[1][head];
-            const float now = fmaxf(a.x, b.x), base = now == -INFINITY ? 0.0f : now,
-                        whole = a.y * exp2_fast((a.x - base) * scale2) +
-                                b.y * exp2_fast((b.x - base) * scale2);
+            float2 of[GROUPS];
+            float now = -INFINITY, whole = 0.0f;
+#pragma unroll
+            for (int t = 0; t < GROUPS; t++) {
+                of[t] = x.m.heads[t][head];
+                now = fmaxf(now, of[t].x);
+            }
+            const float base = now == -INFINITY ? 0.0f : now;
+#pragma unroll
+            for (int t = 0; t < GROUPS; t++)
+                whole = fmaf(of[t].y, exp2_fast((of[t].x - base) * scale2), whole);
             const float own = now * p.scale + logf(whole), all = log_add_f32(own, x.facts().elsewhere[head]);
             mass = expf(own - all);
-#pragma unroll
-            for (int t = 0; t < EACH; t++)
-                factor[t][r] =
-                    exp2_fast((most[t][r] == -INFINITY ? 0.0f : most[t][r] * scale2) - all * log2_of_e);
+            factor[r] = exp2_fast((most[r] == -INFINITY ? 0.0f : most[r] * scale2) - all * log2_of_e);
         }
         if (lane % 4 == 0) x.m.mass[x.group][head] = mass;
     }
@@ -178,67 +169,53 @@ __device__ __forceinline__ void sum_shares(float *to, const float (&c)[COLUMN_TI
     put_columns(to, v);
 }
 
-/* Both sums over heads of the warpgroup's tiles: of entry `thread`. */
-template <int EACH>
-__device__ __forceinline__ void sum_lists(list_query<EACH> &x, float (&teacher)[EACH], float (&student)[EACH])
+/* Both sums over heads of the warpgroup's tile: of entry `thread`. */
+template <int GROUPS>
+__device__ __forceinline__ void sum_lists(list_query<GROUPS> &x, float &teacher, float &student)
 {
-    float c[EACH][COLUMN_TILES][4], z[EACH][COLUMN_TILES][4], most[EACH][2], sum[EACH][2], factor[EACH][2];
+    float(&sums)[SUM_KINDS][4][TILE] = x.m.sums[x.group];
     x.m.of_q.wait_full(x.heads);
     x.count = x.facts().count;
-#pragma unroll
-    for (int t = 0; t < EACH; t++) issue_keys(x, c[t], t);
-    if constexpr (EACH == 2) {
-        wg_wait<1>(c[0]);
-        x.give_back(x.keys_at(x.tile(0)), 2);
-        raise_tile(x, c[0], 0, most[0], sum[0]);
+    {
+        float c[COLUMN_TILES][4], most[2], sum[2], factor[2];
+        issue_keys(x, c);
+        wg_wait<0>(c);
+        x.give_back(x.keys_at(x.group), GROUPS);
+        if (threadIdx.x % 32 == 0) x.m.of_q.give_back(x.heads);
+        raise_tile(x, c, most, sum);
+        share_heads(x, most, sum, factor);
+        sum_shares(sums[0][warp_of_group()], c, factor);
     }
-    wg_wait<0>(c[EACH - 1]);
-    x.give_back(x.keys_at(x.tile(EACH - 1)), 2);
-    if (threadIdx.x % 32 == 0) x.m.of_q.give_back(x.heads);
-    raise_tile(x, c[EACH - 1], EACH - 1, most[EACH - 1], sum[EACH - 1]);
-    share_heads(x, most, sum, factor);
     x.m.of_index.wait_full(x.heads);
-    const float w[2] = {x.facts().w[x.head0()], x.facts().w[x.head0() + 8]};
-#pragma unroll
-    for (int t = 0; t < EACH; t++) {
-        sum_shares(x.m.sums[x.tile(t)][0][warp_of_group()], c[t], factor[t]);
-        issue_index(x, z[t], t);
-    }
-#pragma unroll
-    for (int t = 0; t < EACH; t++) {
+    {
+        float z[COLUMN_TILES][4];
+        issue_index(x, z);
+        const float w[2] = {x.facts().w[x.head0()], x.facts().w[x.head0() + 8]};
         uint32_t positive[2];
-        if (t + 1 < EACH) wg_wait<1>(z[t]);
-        else wg_wait<0>(z[t]);
-        clear_rows(z[t], x.head0(), x.s.of.index_heads);
-        sum_index(x.m.sums[x.tile(t)][1][warp_of_group()], z[t], w, positive);
-        x.m.positive[x.tile(t)][x.thread()] = (uint64_t)positive[1] << 32 | positive[0];
+        wg_wait<0>(z);
+        clear_rows(z, x.head0(), x.s.of.index_heads);
+        sum_index(sums[1][warp_of_group()], z, w, positive);
+        x.m.positive[x.group][x.thread()] = (uint64_t)positive[1] << 32 | positive[0];
     }
     x.sync();
+    float all[SUM_KINDS] = {0.0f, 0.0f};
 #pragma unroll
-    for (int t = 0; t < EACH; t++) {
-        float all[SUM_KINDS] = {0.0f, 0.0f};
+    for (int k = 0; k < SUM_KINDS; k++)
 #pragma unroll
-        for (int k = 0; k < SUM_KINDS; k++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) all[k] += x.m.sums[x.tile(t)][k][i][x.thread()];
-        teacher[t] = all[0];
-        student[t] = all[1] * x.s.of.scale_index;
-    }
+        for (int i = 0; i < 4; i++) all[k] += sums[k][i][x.thread()];
+    teacher = all[0];
+    student = all[1] * x.s.of.scale_index;
 }
 
 /* The normaliser of the indexer's scores. */
-template <int EACH>
-__device__ __forceinline__ float student_lse(const list_query<EACH> &x, const float (&student)[EACH])
+template <int GROUPS>
+__device__ __forceinline__ float student_lse(const list_query<GROUPS> &x, float student)
 {
-    float most = -INFINITY, sum = 0.0f;
-#pragma unroll
-    for (int t = 0; t < EACH; t++)
-        if (x.thread() < x.left(t)) most = fmaxf(most, student[t]);
+    const bool here = x.thread() < x.left();
+    float most = here ? student : -INFINITY;
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, by));
-#pragma unroll
-    for (int t = 0; t < EACH; t++)
-        if (x.thread() < x.left(t)) sum += exp2_fast((student[t] - most) * log2_of_e);
+    float sum = here ? exp2_fast((student - most) * log2_of_e) : 0.0f;
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
     if (threadIdx.x % 32 == 0) x.m.student[x.group][warp_of_group()] = make_float2(most, sum);
@@ -249,13 +226,13 @@ __device__ __forceinline__ float student_lse(const list_query<EACH> &x, const fl
 #pragma unroll
     for (int i = 0; i < GROUPS * 4; i++) {
         const float2 part = x.m.student[i / 4][i % 4];
-        if (part.x > -INFINITY) whole += part.y * expf(part.x - all);
+        if (part.x > -INFINITY) whole += part.y * exp2_fast((part.x - all) * log2_of_e);
     }
     return all + logf(whole);
 }
 
 /* The mass that all heads give to the entries. */
-template <int EACH> __device__ __forceinline__ float mass_of_all(const list_query<EACH> &x)
+template <int GROUPS> __device__ __forceinline__ float mass_of_all(const list_query<GROUPS> &x)
 {
     const int lane = threadIdx.x % 32;
     float mass = x.m.mass[x.group][lane] + x.m.mass[x.group][lane + 32];
@@ -264,88 +241,90 @@ template <int EACH> __device__ __forceinline__ float mass_of_all(const list_quer
     return mass;
 }
 
-/* The gradients of the entries' scores; a thread's part of the query's loss. */
-template <int EACH>
-__device__ __forceinline__ float compare_lists(const list_query<EACH> &x, const float (&teacher)[EACH],
-                                               const float (&student)[EACH], float lse, float mass,
-                                               float factor)
+/* The gradients of the entries' scores; a warp's part of the query's loss. */
+template <int GROUPS>
+__device__ __forceinline__ float compare_lists(const list_query<GROUPS> &x, float teacher, float student,
+                                               float lse, float mass)
 {
     const bool taught = mass >= 0x1p-126f; /* as compare() */
-    float loss = 0.0f;
-#pragma unroll
-    for (int t = 0; t < EACH; t++) {
-        float g = 0.0f;
-        if (taught && x.thread() < x.left(t)) {
-            const float of_head = teacher[t] / mass, log_p = student[t] - lse;
-            g = factor * (expf(log_p) - of_head);
-            loss += of_head * (logf(fmaxf(of_head, 1e-10f)) - log_p);
-        }
-        x.m.g[x.tile(t)][x.thread()] = g;
-        x.m.gradient[x.tile(t)][x.thread()] = from_float<bf16>(g);
+    float loss = 0.0f, g = 0.0f;
+    if (taught && x.thread() < x.left()) {
+        const float of_head = teacher / mass, log_p = student - lse;
+        g = x.facts().factor * (expf(log_p) - of_head);
+        loss = of_head * (logf(fmaxf(of_head, 1e-10f)) - log_p);
     }
+    x.m.g[x.group][x.thread()] = g;
+    x.m.gradient[x.group][x.thread()] = from_float<bf16>(g);
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) loss += __shfl_xor_sync(~0u, loss, by);
     return loss;
 }
 
-/* Half a tile of keys_index's gradient, without its entries' factors: products of bits times w with
- * q_index. */
-template <int EACH>
-__device__ __forceinline__ void issue_partials(const list_query<EACH> &x, float (&c)[COLUMN_TILES][4],
-                                               uint32_t (&a)[4][4], int tile, int half)
+/* The operand of 64 entries' rows of partials: bits times w. */
+template <int GROUPS>
+__device__ __forceinline__ void weigh_bits(const list_query<GROUPS> &x, uint32_t (&b)[4][4], int rows)
 {
     const uint32_t *const w = (const uint32_t *)x.facts().w16 + threadIdx.x % 4;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const uint32_t near = w[k * 8], far = w[k * 8 + 4], heads[4] = {near, near, far, far};
-        turn_bits(a[k], (const uint8_t *)x.m.positive[tile], half, k, heads);
+        turn_bits(b[k], (const uint8_t *)x.m.positive[x.group], rows, k, heads);
     }
-    const uint64_t heads = wg_fresh(wg_tile(smem_address(x.m.q_index), HEAD_PANEL));
+}
+
+/* 64 channels of these rows, without their entries' factors. */
+template <int GROUPS>
+__device__ __forceinline__ void issue_partials(const list_query<GROUPS> &x, float (&c)[HALF_TILES][4],
+                                               const uint32_t (&b)[4][4], int panel)
+{
+    const uint64_t heads = wg_fresh(wg_tile(smem_address(x.m.q_index) + panel * HEAD_PANEL, HEAD_PANEL));
     wg_start();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        if (k == 0) wg_rs_wide<bf16, WIDTH, false, true>(c, a[k], heads);
-        else wg_rs_wide<bf16, WIDTH, true, true>(c, a[k], wg_further(heads, k * 16 * 128));
+        if (k == 0) wg_rs_wide<bf16, WIDTH / 2, false, true>(c, b[k], heads);
+        else wg_rs_wide<bf16, WIDTH / 2, true, true>(c, b[k], wg_further(heads, k * 16 * 128));
     }
     wg_commit();
 }
 
-/* Half a tile's rows of partials in bf16: of a thread's two rows two columns a word. */
-typedef uint32_t partial_words[2][COLUMN_TILES];
+/* The same in bf16: of a thread's two rows two columns a word. */
+typedef uint32_t partial_words[2][HALF_TILES];
 
-template <int EACH>
-__device__ __forceinline__ void round_partials(const list_query<EACH> &x, partial_words &words,
-                                               const float (&c)[COLUMN_TILES][4], int tile, int half)
+template <int GROUPS>
+__device__ __forceinline__ void round_partials(const list_query<GROUPS> &x, partial_words &words,
+                                               const float (&c)[HALF_TILES][4], int rows)
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const float by = x.m.g[tile][half * 64 + x.head0() + h * 8] * x.s.of.scale_index;
+        const float by = x.m.g[x.group][rows * 64 + x.head0() + h * 8] * x.s.of.scale_index;
 #pragma unroll
-        for (int j = 0; j < COLUMN_TILES; j++)
+        for (int j = 0; j < HALF_TILES; j++)
             words[h][j] = pack2<bf16>(c[j][h * 2] * by, c[j][h * 2 + 1] * by);
     }
 }
 
-template <int EACH>
-__device__ __forceinline__ void store_partials(const list_query<EACH> &x, const partial_words &words,
-                                               int tile, int half)
+template <int GROUPS>
+__device__ __forceinline__ void store_partials(const list_query<GROUPS> &x, const partial_words &words,
+                                               int rows, int panel)
 {
+    const int rows_given = x.s.sums != NULL ? x.left() : 0;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int row = x.facts().row[tile][half * 64 + x.head0() + h * 8];
-        bf16 *const to = x.s.partials + (int64_t)row * WIDTH + threadIdx.x % 4 * 8;
+        const int row = rows * 64 + x.head0() + h * 8;
+        bf16 *const to = x.s.partials + (x.i * x.s.of.listed + x.group * TILE + row) * WIDTH +
+                         panel * (WIDTH / 2) + threadIdx.x % 4 * 8;
 #pragma unroll
-        for (int j = 0; j < COLUMN_TILES; j += 4) {
+        for (int j = 0; j < HALF_TILES; j += 4) {
             uint32_t four[4] = {words[h][j], words[h][j + 1], words[h][j + 2], words[h][j + 3]};
             transpose_by_four(four);
-            if (row >= 0) store_eight(to + j * 8, four, true);
+            if (row < rows_given) store_eight(to + j * 8, four, true);
         }
     }
 }
 
 /* A tile's part of u, of the warpgroup's 64 channels. */
-template <int EACH>
-__device__ __forceinline__ void issue_u(const list_query<EACH> &x, float (&u)[HALF_TILES][4],
+template <int GROUPS>
+__device__ __forceinline__ void issue_u(const list_query<GROUPS> &x, float (&u)[HALF_TILES][4],
                                         uint32_t (&a)[TILE / 16][4], int tile)
 {
     const uint64_t positive = x.m.positive[tile][x.thread()];
@@ -354,7 +333,7 @@ __device__ __forceinline__ void issue_u(const list_query<EACH> &x, float (&u)[HA
     for (int k = 0; k < TILE / 16; k++)
         mask_pairs(a[k], (uint32_t)(positive >> k / 4 * 32), k % 4, pairs[k * 8], pairs[k * 8 + 4]);
     const uint64_t entries =
-        wg_fresh(wg_tile(x.address(x.index_at(tile)) + x.group * ENTRY_PANEL, ENTRY_PANEL));
+        wg_fresh(wg_tile(x.address(x.index_at(tile)) + x.half() * ENTRY_PANEL, ENTRY_PANEL));
     wg_start();
 #pragma unroll
     for (int k = 0; k < TILE / 16; k++)
@@ -362,36 +341,66 @@ __device__ __forceinline__ void issue_u(const list_query<EACH> &x, float (&u)[HA
     wg_commit();
 }
 
-/* A step of the walk: u of tile `step`, and of the warpgroup's half tiles the products of number step + 1
- * while those of number `step` are stored. */
-template <int EACH>
-__device__ __forceinline__ void walk_step(const list_query<EACH> &x, float (&u)[HALF_TILES][4],
-                                          float (&c)[COLUMN_TILES][4], uint32_t (&b)[4][4], int step)
+/* A step of the walk: u of one of the set's two tiles, and the partials of half of the warpgroup's own. */
+template <int GROUPS>
+__device__ __forceinline__ void walk_step(const list_query<GROUPS> &x, float (&u)[HALF_TILES][4], int step)
 {
-    uint32_t a[TILE / 16][4];
+    const int tile = step * x.SETS + x.set();
+    uint32_t b[4][4];
+    float c[HALF_TILES][4];
     partial_words words;
-    issue_u(x, u, a, step);
-    round_partials(x, words, c, x.tile(step / 2), step % 2);
-    if (step + 1 < x.TILES) issue_partials(x, c, b, x.tile((step + 1) / 2), (step + 1) % 2);
-    store_partials(x, words, x.tile(step / 2), step % 2);
-    wg_wait<0>(u);
+    {
+        uint32_t a[TILE / 16][4];
+        issue_u(x, u, a, tile);
+        weigh_bits(x, b, step);
+        wg_wait<0>(u);
+    }
+    if (tile < GROUPS - 1 || x.SETS == 1) x.give_back(x.index_at(tile), x.SETS);
+    issue_partials(x, c, b, 0);
     wg_wait<0>(c);
-    x.give_back(x.index_at(step), 1);
+    round_partials(x, words, c, step);
+    issue_partials(x, c, b, 1);
+    store_partials(x, words, step, 0);
+    wg_wait<0>(c);
+    round_partials(x, words, c, step);
+    store_partials(x, words, step, 1);
+}
+
+/* Adds the sets' parts of u in the first set, through the last tile's stage, which the others have read. */
+template <int GROUPS>
+__device__ __forceinline__ void add_sets(const list_query<GROUPS> &x, float (&u)[HALF_TILES][4])
+{
+    const ring_place<LIST_STAGES> at = x.index_at(GROUPS - 1);
+    float4 *const parts = (float4 *)x.m.stages[at.stage][x.half()] + x.thread();
+    if (x.set() == 1) {
+        x.sync(); /* each warp has read the panel */
+#pragma unroll
+        for (int j = 0; j < HALF_TILES; j++) parts[j * 128] = make_float4(u[j][0], u[j][1], u[j][2], u[j][3]);
+        named_arrive(6 + x.half(), 256);
+        return;
+    }
+    named_sync(6 + x.half(), 256);
+#pragma unroll
+    for (int j = 0; j < HALF_TILES; j++) {
+        const float4 part = parts[j * 128];
+        u[j][0] += part.x, u[j][1] += part.y, u[j][2] += part.z, u[j][3] += part.w;
+    }
+    x.give_back(at, x.SETS);
 }
 
 /* Stores what the query's heads get: of d_w the second warpgroup leaves its channels' part to the first. */
-template <int EACH>
-__device__ __forceinline__ void give_heads(const list_query<EACH> &x, const float (&u)[HALF_TILES][4],
+template <int GROUPS>
+__device__ __forceinline__ void give_heads(const list_query<GROUPS> &x, const float (&u)[HALF_TILES][4],
                                            bool d_q_wide)
 {
     const loss_params &p = x.s.of;
     const int64_t query = x.s.first + x.i;
-    const int channel0 = x.group * (WIDTH / 2), lane = threadIdx.x % 32;
+    const int channel0 = x.half() * (WIDTH / 2), lane = threadIdx.x % 32;
     float part[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int head = x.head0() + h * 8;
-        const char *const q = (const char *)x.m.q_index + x.group * HEAD_PANEL + head * 128 + lane % 4 * 4;
+        const char *const q = (const char *)x.m.q_index + x.half() * HEAD_PANEL + head * 128 + lane % 4 * 4;
         if (p.d_q_index.p != NULL)
             store_row((bf16 *)p.d_q_index.p + x.s.b * p.d_q_index.s[0] + query * p.d_q_index.s[1] +
                           head * p.d_q_index.s[2] + channel0,
@@ -412,10 +421,10 @@ __device__ __forceinline__ void give_heads(const list_query<EACH> &x, const floa
 #pragma unroll
         for (int h = 0; h < 2; h++)
             if (lane % 4 == 0) x.m.d_w[x.head0() + h * 8] = part[h];
-        named_arrive(5, COMPUTING);
+        named_arrive(5, 256);
         return;
     }
-    named_sync(5, COMPUTING);
+    named_sync(5, 256);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int head = x.head0() + h * 8;
@@ -425,7 +434,7 @@ __device__ __forceinline__ void give_heads(const list_query<EACH> &x, const floa
     }
 }
 
-template <int EACH> __device__ __forceinline__ void give_loss(const list_query<EACH> &x)
+template <int GROUPS> __device__ __forceinline__ void give_loss(const list_query<GROUPS> &x)
 {
     const loss_params &p = x.s.of;
     const int64_t query = x.s.first + x.i;
@@ -438,38 +447,35 @@ template <int EACH> __device__ __forceinline__ void give_loss(const list_query<E
         p.row_loss.p[x.s.b * p.row_loss.s[0] + query * p.row_loss.s[1]] = (float)loss;
 }
 
-template <int EACH>
-__device__ __forceinline__ void compute_list(list_query<EACH> &x, float factor, bool gradients, bool d_q_wide)
+template <int GROUPS>
+__device__ __forceinline__ void compute_list(list_query<GROUPS> &x, bool gradients, bool d_q_wide)
 {
-    float teacher[EACH], student[EACH], c[COLUMN_TILES][4];
-    uint32_t b[4][4];
+    float teacher, student;
     sum_lists(x, teacher, student);
-    issue_partials(x, c, b, x.tile(0), 0);
     const float mass = mass_of_all(x), lse = student_lse(x, student),
-                loss = compare_lists(x, teacher, student, lse, mass, factor);
+                loss = compare_lists(x, teacher, student, lse, mass);
     if (threadIdx.x % 32 == 0) x.m.loss[x.group][warp_of_group()] = loss;
     x.sync_all();
-    wg_wait<0>(c);
     if (threadIdx.x == FEEDERS + 128) give_loss(x);
     if (gradients) {
         float u[HALF_TILES][4] = {};
 #pragma unroll 1
-        for (int step = 0; step < x.TILES; step++) walk_step(x, u, c, b, step);
-        give_heads(x, u, d_q_wide);
+        for (int step = 0; step < 2; step++) walk_step(x, u, step);
+        if (x.SETS > 1) add_sets(x, u);
+        if (x.set() == 0) give_heads(x, u, d_q_wide);
     } else
-        for (int tile = 0; tile < x.TILES; tile++) x.give_back(x.index_at(tile), 1);
+        for (int tile = 0; tile < GROUPS; tile++) x.give_back(x.index_at(tile), 1);
     x.m.of_index.give_back(x.heads);
     x.heads.advance();
-    x.uses += 2 * x.TILES;
-    x.turn ^= 1;
+    x.uses += 2 * GROUPS;
 }
 
-template <int EACH>
-__global__ void __launch_bounds__(LISTS_THREADS, 1)
+template <int GROUPS>
+__global__ void __launch_bounds__(FEEDERS + GROUPS * 128, 1)
     indexer_loss_lists(const __grid_constant__ slice s, const bool gradients, const bool d_q_wide)
 {
 #ifdef QUERN_WGMMA
-    enum { WARPS = COMPUTING / 32 };
+    enum { COMPUTING = GROUPS * 128, WARPS = COMPUTING / 32 };
     extern __shared__ __align__(1024) char memory[];
     lists_shared &m = *(lists_shared *)memory;
     if (threadIdx.x == 0) {
@@ -481,13 +487,12 @@ __global__ void __launch_bounds__(LISTS_THREADS, 1)
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        registers_down<LIST_FEED_REGISTERS>();
-        feed_lists<GROUPS * EACH>(s, m);
+        registers_down<GROUPS == 2 ? 80 : 32>();
+        feed_lists<GROUPS>(s, m);
     } else {
-        registers_up<LIST_REGISTERS>();
-        const float factor = s.of.lambda / (float)max((int64_t)*s.of.rows, (int64_t)1);
-        list_query<EACH> x = {s, m, group - 1, 0, 0, 0, 0, {}};
-        for (x.i = blockIdx.x; x.i < s.count; x.i += gridDim.x) compute_list(x, factor, gradients, d_q_wide);
+        registers_up<GROUPS == 2 ? 208 : 112>();
+        list_query<GROUPS> x = {s, m, group - 1, 0, 0, 0, {}};
+        for (x.i = blockIdx.x; x.i < s.count; x.i += gridDim.x) compute_list(x, gradients, d_q_wide);
     }
 #endif
 }

@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* lists_feed.cuh - shared memory of a block of `lists`, and the warpgroup that fills it: a query's heads, its
  * keys, its keys_index, and what it knows of the query besides: a wait for memory here keeps no product
- * waiting. */
+ * waiting, but each instruction a copy does: a query has 16384 copies of 16 bytes. */
 #ifndef QUERN_CUDA_INDEXER_LOSS_SM90_LISTS_FEED_CUH
 #define QUERN_CUDA_INDEXER_LOSS_SM90_LISTS_FEED_CUH
 
@@ -13,22 +13,18 @@ namespace sm90_loss
 
 enum {
     LIST_MOST = 512,
-    GROUPS = 2,
+    GROUPS_MOST = 4,
     LIST_TILES = LIST_MOST / TILE,
     LIST_STAGES = 5,
-    COMPUTING = GROUPS * 128,
-    LISTS_THREADS = FEEDERS + COMPUTING,
-    HALF_TILES = COLUMN_TILES / 2,
-    LIST_FEED_REGISTERS = 40,
-    LIST_REGISTERS = 232
+    HALF_TILES = COLUMN_TILES / 2
 };
 
 /* What the feed knows of a query besides its rows. */
 struct list_facts {
-    int32_t row[LIST_TILES][TILE]; /* of partials, or below 0 */
     float w[HEADS];                /* 0 past the last head */
     bf16 w16[HEADS];
     float elsewhere[HEADS]; /* the logarithm of the mass that attention's heads give to window and sink */
+    float factor;           /* of P - T, the mean over rows among it */
     int32_t count;
 };
 
@@ -39,24 +35,56 @@ struct lists_shared {
     float sums[LIST_TILES][SUM_KINDS][4][TILE]; /* over a warp's heads */
     float g[LIST_TILES][TILE];
     list_facts facts[2];
-    int32_t chosen[LIST_MOST]; /* the feed's; -1 past the last */
+    alignas(16) int32_t chosen[LIST_MOST]; /* the feed's; -1 past the last */
     bf16 gradient[LIST_TILES][TILE];
-    float2 heads[GROUPS][HEADS]; /* the largest score of a warpgroup's entries, and the sum */
-    float mass[GROUPS][HEADS], d_w[HEADS];
-    float2 student[GROUPS][4];
-    float loss[GROUPS][4];
+    float2 heads[GROUPS_MOST][HEADS]; /* the largest score of a warpgroup's entries, and the sum */
+    float mass[GROUPS_MOST][HEADS], d_w[HEADS];
+    float2 student[GROUPS_MOST][4];
+    float loss[GROUPS_MOST][4];
     ring<LIST_STAGES> entries;
     ring<1> of_q, of_index;
 };
 static_assert(sizeof(lists_shared) <= 227 * 1024, "a block has room");
 
+/* Where the list's number `at` stands in `chosen`: the rows that a thread copies follow one another. */
+__device__ __forceinline__ int chosen_at(int at)
+{
+    return at / TILE * TILE + at % 8 * (TILE / 8) + at % TILE / 8;
+}
+
+/* Rows of which 16 bytes are found by one multiplication of 32 bits. */
+__device__ __forceinline__ bool found_fast(const rows_of &from)
+{
+    return from.wide && (uint64_t)from.stride < 1u << 30;
+}
+
+/* Four rows' chunks of a thread, eight rows apart; below 0 there is none. */
+__device__ __forceinline__ void copy_four(uint32_t to, const rows_of &from, int column, const int (&row)[4])
+{
+    const char *const base = (const char *)(from.base + column * 8);
+    const uint32_t bytes = (uint32_t)from.stride * 2;
+    const bool inside = column * 8 < from.channels;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const bool there = inside && row[i] >= 0;
+        cp_async16(to + i * 8 * 128, base + (uint64_t)(there ? (uint32_t)row[i] : 0) * bytes, there);
+    }
+}
+
 __device__ __forceinline__ void copy_chosen(char *to, const rows_of &from, const int32_t *chosen)
 {
-#pragma unroll 1
-    for (int half = 0; half < 2; half++) {
-        const int row = half * (TILE / 2) + threadIdx.x / 16 % 8;
-        copy_rows<TILE, TILE / 16>(to, from, row, threadIdx.x % 16, 0,
-                                   [&](int i) { return chosen[row + i * 8]; });
+    const int row = threadIdx.x / 16 % 8, column = threadIdx.x % 16;
+    const int32_t *const own = chosen + row * (TILE / 8);
+    if (!found_fast(from)) {
+        const rows_of any = {from.base, from.stride, from.channels, false};
+        copy_rows<TILE, TILE / 8>(to, any, row, column, 0, [&](int i) { return own[i]; });
+        return;
+    }
+    const uint32_t tile = smem_address(to) + tile_at<TILE>(row, column);
+#pragma unroll
+    for (int i = 0; i < TILE / 8; i += 4) {
+        const int4 four = *(const int4 *)(own + i);
+        copy_four(tile + i * 8 * 128, from, column, {four.x, four.y, four.z, four.w});
     }
 }
 
@@ -75,10 +103,18 @@ __device__ __forceinline__ void feed_tiles(lists_shared &m, ring_place<LIST_STAG
 __device__ __forceinline__ void feed_heads(ring<1> &ring, const ring_place<1> &at, char *to,
                                            const rows_of &from, int heads)
 {
-    int thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread)); /* offsets of rows kept over the queries would take all registers */
+    const int row = threadIdx.x / 16 % 8, column = threadIdx.x % 16;
     ring.wait_free(at);
-    copy_heads(to, from, heads, 0, thread);
+    if (found_fast(from)) {
+        const uint32_t tile = smem_address(to) + tile_at<HEADS>(row, column);
+#pragma unroll 1
+        for (int i = 0; i < HEADS; i += 32) {
+            int four[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) four[j] = row + i + j * 8 < heads ? row + i + j * 8 : -1;
+            copy_four(tile + i * 128, from, column, four);
+        }
+    } else copy_heads(to, {from.base, from.stride, from.channels, false}, heads, 0);
     ring.give_copies(at);
     ring.give(at);
 }
@@ -109,29 +145,37 @@ __device__ __forceinline__ void feed_facts(const slice &s, lists_shared &m, list
         f.w16[thread] = from_float<bf16>(w);
         f.elsewhere[thread] = elsewhere;
     }
-    if (thread == 0) f.count = count;
+    if (thread == 0) {
+        f.count = count;
+        f.factor = p.lambda / (float)max(*p.rows, 1);
+    }
     named_sync(2, FEEDERS); /* the list before it has been read */
 #pragma unroll
-    for (int t = 0; t < TILES; t++) m.chosen[t * TILE + thread] = t * TILE + thread < count ? entry[t] : -1;
+    for (int t = 0; t < TILES; t++) {
+        const int at = t * TILE + thread;
+        m.chosen[chosen_at(at)] = at < count ? entry[t] : -1;
+    }
     named_sync(2, FEEDERS);
 }
 
-/* The rows of partials of the query's entries. */
+/* Where the sums find the query's rows of partials. */
 template <int TILES>
-__device__ __forceinline__ void feed_rows(const slice &s, const lists_shared &m, list_facts &f, int64_t i)
+__device__ __forceinline__ void give_places(const slice &s, const lists_shared &m, int64_t i)
 {
     const int thread = threadIdx.x % 128;
     choice c[TILES];
     int32_t row[TILES];
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-        const int32_t entry = s.sums != NULL ? m.chosen[t * TILE + thread] : -1;
-        row[t] = entry >= 0 ? s.rows_before[entry] : INT32_MIN;
-        c[t] = entry >= 0 ? s.choices[entry * s.words + i / 32] : choice{0, 0};
+        const int32_t entry = s.sums != NULL ? m.chosen[chosen_at(t * TILE + thread)] : -1;
+        row[t] = entry >= 0 ? s.rows_before[entry] : -1;
+        c[t] = entry >= 0 ? s.choices[i / 32 * s.of.entries + entry] : choice{0, 0};
     }
 #pragma unroll
     for (int t = 0; t < TILES; t++)
-        f.row[t][thread] = row[t] + c[t].before + __popc(c[t].chose & ((1u << i % 32) - 1));
+        if (row[t] >= 0)
+            s.places[row[t] + c[t].before + __popc(c[t].chose & ((1u << i % 32) - 1))] =
+                (int)(i * s.of.listed) + t * TILE + thread;
 }
 
 template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, lists_shared &m)
@@ -142,21 +186,19 @@ template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, 
                            p.keys_index_wide};
     ring_place<LIST_STAGES> at;
     ring_place<1> heads;
-    int turn = 0;
     for (int64_t i = blockIdx.x; i < s.count; i += gridDim.x) {
         const int64_t query = s.first + i;
         const rows_of q = {(const bf16 *)p.q.p + s.b * p.q.s[0] + query * p.q.s[1], p.q.s[2], p.dim,
                            p.q_wide},
                       q_index = {(const bf16 *)p.q_index.p + s.b * p.q_index.s[0] + query * p.q_index.s[1],
                                  p.q_index.s[2], p.width, p.q_index_wide};
-        feed_facts<TILES>(s, m, m.facts[turn], i);
+        feed_facts<TILES>(s, m, m.facts[heads.parity], i);
         feed_heads(m.of_q, heads, (char *)m.q, q, p.heads);
         feed_tiles<TILES>(m, at, keys);
-        feed_rows<TILES>(s, m, m.facts[turn], i);
         feed_heads(m.of_index, heads, (char *)m.q_index, q_index, p.index_heads);
         feed_tiles<TILES>(m, at, index);
+        give_places<TILES>(s, m, i);
         heads.advance();
-        turn ^= 1;
     }
 }
 

@@ -12,9 +12,9 @@
  *               d_q_index[h] = c w[h] u[h],  d_w[h] = c q_index[h] . u[h],  c: scale_index
  *   keys    of dense calls: 128 entries a block walk the slice's queries,
  *               d_keys_index[s] += c g[s] sum over h of [z > 0] (w[h] q_index[h])
- *           With lists `pairs` makes it, a row of partials a listed entry; an inverted index, as attention's
- *           backward has it, puts an entry's rows one behind another, and `sum_rows` adds them in the order
- *           of the queries.
+ *           With lists `pairs` makes it, a row of partials a listed entry, where the query's list has it; an
+ *           inverted index says where an entry's rows are, and `sum_rows` adds them in the order of the
+ *           queries.
  *
  * Between the walks 18 bytes a pair lie in the workspace: two sums over heads, g in bf16, and a bit a head.
  * A thread's bits stand as its accumulators do: bit 4 j + c of 64 is element c of tile j of eight entries.
@@ -40,11 +40,12 @@ struct slice {
     bf16 *gradient;                /* [tiles][TILE] */
     uint64_t *positive;            /* [tiles][128 threads] */
     char *heads;                   /* w q_index, [LOSS_HEAD_BYTES] as tiles stand in shared memory; dense */
-    choice *choices;               /* [entries][words]; of lists from here on */
-    int32_t *taken;                /* behind them: rows of partials so far */
-    int32_t *rows_before;          /* [entries]: the entry's first row */
+    choice *choices;               /* [words][entries]; of lists from here on */
+    int32_t *taken;                /* of `places`, so far */
+    int32_t *rows_before;          /* [entries]: the entry's first of `places` */
     int64_t words;
-    bf16 *partials; /* [rows][WIDTH] */
+    int32_t *places; /* of each entry's queries in turn: its row of partials */
+    bf16 *partials;  /* [count][listed][WIDTH] */
     float *sums;    /* [shares][entries][width], or NULL: no gradient of keys_index is wanted */
     bool adds;      /* to what an earlier slice left in the sums */
     bool last;      /* slice of the sequence */
@@ -62,12 +63,6 @@ __device__ __forceinline__ int entries_of(const slice &s, int64_t i)
 __device__ __forceinline__ const int32_t *chosen_of(const slice &s, int64_t i)
 {
     return s.of.listed < 0 ? NULL : s.of.chosen + (s.b * s.of.queries + s.first + i) * s.of.listed;
-}
-
-/* Bytes that are 0 before a slice's lists are inverted. */
-static inline size_t cleared_bytes(const slice &s)
-{
-    return (size_t)(s.of.entries * s.words) * sizeof(choice) + sizeof *s.taken;
 }
 
 typedef quern_status of_slice(const slice &s, cudaStream_t stream);

@@ -7,16 +7,17 @@ using namespace sm90_loss;
 
 static const int64_t list_blocks = 132; /* of which a multiprocessor runs one */
 
-template <int EACH> static quern_status launch_lists(const slice &s, cudaStream_t stream)
+template <int GROUPS> static quern_status launch_lists(const slice &s, cudaStream_t stream)
 {
     const bool gradients = s.of.d_q_index.p != NULL || s.of.d_w.p != NULL || s.sums != NULL;
-    return launch_shared({stream, NULL}, indexer_loss_lists<EACH>,
-                         dim3((unsigned)(s.count < list_blocks ? s.count : list_blocks)), LISTS_THREADS,
-                         sizeof(lists_shared), "indexer_loss_lists", s, gradients, s.d_q_wide);
+    return launch_shared({stream, NULL}, indexer_loss_lists<GROUPS>,
+                         dim3((unsigned)(s.count < list_blocks ? s.count : list_blocks)),
+                         FEEDERS + GROUPS * 128, sizeof(lists_shared), "indexer_loss_lists", s, gradients,
+                         s.d_q_wide);
 }
 
 quern_status sm90_loss::pairs_of_lists(const slice &s, cudaStream_t stream)
 {
     if (s.tiles > LIST_TILES || s.of.dim > WIDTH) return launch<true, 1, 2>(stream, s);
-    return s.tiles > LIST_TILES / 2 ? launch_lists<2>(s, stream) : launch_lists<1>(s, stream);
+    return s.tiles > LIST_TILES / 2 ? launch_lists<4>(s, stream) : launch_lists<2>(s, stream);
 }
