@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 1)
     }
     __syncthreads();
     wait_for_before();
-    if (threadIdx.x / 32 == POOL_WARPS) long_pool_feed(a, m, entries);
+    if (threadIdx.x / 32 == POOL_WARPS) long_pool_feed<true>(a, m, entries);
     else if (threadIdx.x < own * FEW_THREADS) few_pool_team(a, m);
 }
 
@@ -125,8 +125,13 @@ static quern_status pool_sm90_forward_long(const pool_kernel &a, int64_t entries
     if (entries <= FEW_ENTRIES * (int64_t)multiprocessors)
         return launch_behind(stream, pool_long_few<T, B>, dim3(grid), POOL_THREADS, sizeof(few),
                              "pool of a few long blocks", a, entries);
-    return launch_behind(stream, pool_long_forward<T, B>, dim3(grid), POOL_THREADS, sizeof(many),
-                         "pool of long blocks", a, entries);
+    const bool plain = a.entry.format == ENTRY_ROWS && !a.entry.hadamard && a.entry.rotated % 2 == 0,
+               one = entries <= POOL_TEAMS * (int64_t)multiprocessors;
+    return launch_behind(stream,
+                         !plain ? pool_long_forward<T, B, false, false>
+                         : one  ? pool_long_forward<T, B, true, true>
+                                : pool_long_forward<T, B, true, false>,
+                         dim3(grid), POOL_THREADS, sizeof(many), "pool of long blocks", a, entries);
 }
 
 #endif

@@ -6,16 +6,33 @@
  *
  * The biases of an entry in f32 are as many bytes as its rows in 16 bits, and too many to keep, so the four
  * entries share each row of them. A warp feeds: four rows of each entry and of the biases a stage, by bulk
- * copies, five stages of 40 KB (f32 rows: three of 72 KB). Teams take a stage to registers before they merge
- * the one before, and give it back. A merge is some 14 instructions, 0.6 of the time that 16-bit rows take at
- * the copy rate. Limit: bytes read over the copy rate.
+ * copies, three stages of 40 KB (f32 rows: of 72 KB); more of them make memory no faster. Teams take a
+ * stage to registers before they merge the one before, and give it back. A merge is some 14 instructions, 0.6
+ * of the time that 16-bit rows take at the copy rate. A call's code comes from memory, so entries that are
+ * stored as rows have instances of half the instructions. Limit: bytes read over the copy rate.
  */
 #ifndef QUERN_CUDA_POOL_SM90_FORWARD_LONG_CUH
 #define QUERN_CUDA_POOL_SM90_FORWARD_LONG_CUH
 
 #include "pool/sm90/pooling.cuh"
 
-enum { LONG_POOL_FEED_REGISTERS = 32, LONG_POOL_TEAM_REGISTERS = 112 };
+enum { LONG_POOL_STAGES = 3, LONG_POOL_FEED_REGISTERS = 32, LONG_POOL_TEAM_REGISTERS = 112 };
+
+/* As bulk_load(), of bytes that nobody reads again: they leave L2 before all others, so that biases stay. */
+__device__ __forceinline__ uint64_t policy_once()
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bulk_load_once(uint32_t to, const void *from, uint32_t bytes, uint32_t bar,
+                                               uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+                 "[%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(bar), "l"(policy)
+                 : "memory");
+}
 
 template <typename T, typename B, int ENTRIES> struct long_pool_stage {
     T row[ENTRIES][POOL_ROWS][2][WIDTH]; /* values and logits */
@@ -24,19 +41,17 @@ template <typename T, typename B, int ENTRIES> struct long_pool_stage {
 
 /* Of a block of threads that has so many entries. */
 template <typename T, typename B, int ENTRIES> struct long_pool_room {
-    typedef long_pool_stage<T, B, ENTRIES> one_stage;
-    enum { STAGES = (POOL_SM90_SHARED - 9 * 1024) / (int)sizeof(one_stage) };
-    typedef ring_place<STAGES> place;
+    typedef ring_place<LONG_POOL_STAGES> place;
     /* Lanes of the feeding warp that bring rows, and then the biases. */
     enum { ROW_LANES = ENTRIES * POOL_ROWS, FEED_LANES = ROW_LANES + POOL_ROWS };
-    alignas(128) one_stage stage[STAGES];
+    alignas(128) long_pool_stage<T, B, ENTRIES> stage[LONG_POOL_STAGES];
     float row[POOL_TEAMS][WIDTH];
     team_parts parts;
-    ring<STAGES> rows;
+    ring<LONG_POOL_STAGES> rows;
 };
 
 /* A lane has a row of each stage, or of rows without gaps the first one all four. */
-template <typename T, typename B, int ENTRIES>
+template <bool ONE, typename T, typename B, int ENTRIES>
 __device__ __forceinline__ void long_pool_feed(const pool_kernel &a, long_pool_room<T, B, ENTRIES> &m,
                                                int64_t entries)
 {
@@ -48,8 +63,9 @@ __device__ __forceinline__ void long_pool_feed(const pool_kernel &a, long_pool_r
     const uint32_t to =
         biases ? smem_address(&m.stage[0].bias[u][0]) : smem_address(&m.stage[0].row[index][u][0][0]);
     typename long_pool_room<T, B, ENTRIES>::place at;
+    const uint64_t once = policy_once();
     if (lane >= m.FEED_LANES) return;
-    for (int64_t e0 = blockIdx.x; e0 < entries; e0 += ENTRIES * gridDim.x) {
+    for (int64_t e0 = blockIdx.x; e0 < (ONE ? blockIdx.x + 1 : entries); e0 += ENTRIES * gridDim.x) {
         const int64_t e = e0 + index * (int64_t)gridDim.x;
         const char *from = (const char *)a.bias_a + u * step;
         bool some = biases;
@@ -61,10 +77,11 @@ __device__ __forceinline__ void long_pool_feed(const pool_kernel &a, long_pool_r
         some = some && u % at_once == 0;
         for (int j = 0; j < a.ratio; j += POOL_ROWS, from += POOL_ROWS * step, at.advance()) {
             m.rows.wait_free(at);
-            if (some)
-                bulk_load(to + at.stage * (uint32_t)sizeof(m.stage[0]), from, (uint32_t)(at_once * bytes),
-                          m.rows.expect(at, (uint32_t)(at_once * bytes)));
-            else m.rows.give(at);
+            const uint32_t place = to + at.stage * (uint32_t)sizeof(m.stage[0]),
+                           all = (uint32_t)(at_once * bytes);
+            if (!some) m.rows.give(at);
+            else if (biases) bulk_load(place, from, all, m.rows.expect(at, all));
+            else bulk_load_once(place, from, all, m.rows.expect(at, all), once);
         }
     }
 }
@@ -90,21 +107,25 @@ __device__ __forceinline__ void take_rows(taken_rows<T, B> &to, long_pool_room<T
     at.advance();
 }
 
-template <typename T, typename B>
+template <typename T, typename B, bool PLAIN, bool ONE>
 __device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_room<T, B, POOL_TEAMS> &m,
                                                int64_t entries)
 {
     constexpr bool AHEAD = sizeof(T) == 2; /* registers hold no second stage of f32 */
     const group g = team_group(m.parts);
     const int channel = g.lane * GROUP_CHANNELS;
+    const bool rotated = channel + GROUP_CHANNELS > WIDTH - a.entry.rotated;
     const channels norm = norm_weights(a.entry, g);
     typename long_pool_room<T, B, POOL_TEAMS>::place at;
     taken_rows<T, B> even, odd;
-    for (int64_t e0 = blockIdx.x; e0 < entries; e0 += POOL_TEAMS * gridDim.x) {
+    for (int64_t e0 = blockIdx.x; e0 < (ONE ? blockIdx.x + 1 : entries); e0 += POOL_TEAMS * gridDim.x) {
         const int64_t e = e0 + g.index * (int64_t)gridDim.x;
         pool_facts x = {};
         if (e < entries) x = pool_facts_of(a, pool_entry_at(a, e));
-        const entry_factors angles = entry_angles(a.entry, g, x.position);
+        const row_facts own = PLAIN && e < entries ? row_facts_of(a, x) : row_facts{};
+        entry_factors angles = {};
+        if (!PLAIN) angles = entry_angles(a.entry, g, x.position);
+        else if (rotated && own.live) angles = pair_angles(a.entry, own.angle, channel);
         pool_sums sums;
         clear_sums(sums);
         if (AHEAD) take_rows(even, m, g.index, channel, at);
@@ -116,30 +137,37 @@ __device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_r
             if (AHEAD && j + 2 * POOL_ROWS < a.ratio) take_rows(even, m, g.index, channel, at);
             if (x.live) merge_taken(sums, odd.row, odd.bias, values_are_finite(odd.row));
         }
-        if (e < entries) pool_emit(a, g, x, norm, angles, pooled_of(sums), m.row[g.index]);
+        if (e >= entries) continue;
+        if (PLAIN) row_emit(a, g, own, norm, angles, rotated, sums);
+        else pool_emit(a, g, x, norm, angles, pooled_of(sums), m.row[g.index]);
     }
 }
 
-template <typename T, typename B>
+/* PLAIN: entries are stored as rows, and each pair of channels that turn is one thread's. ONE: a team has at
+ * most one entry. */
+template <typename T, typename B, bool PLAIN, bool ONE>
 __global__ void __launch_bounds__(POOL_THREADS, 1)
     pool_long_forward(const __grid_constant__ pool_kernel a, int64_t entries)
 {
     extern __shared__ __align__(128) char room[];
     auto &m = *(long_pool_room<T, B, POOL_TEAMS> *)room;
-    const int64_t own = (entries - blockIdx.x + gridDim.x - 1) / gridDim.x;
-    const int teams = own < POOL_TEAMS ? (int)own : POOL_TEAMS, team = (int)threadIdx.x / POOL_TEAM;
-    if (threadIdx.x == 0) {
+    const int team = (int)threadIdx.x / POOL_TEAM;
+    int teams = 1; /* that have entries */
+    while (teams < POOL_TEAMS && blockIdx.x + teams * (int64_t)gridDim.x < entries) teams++;
+    if (threadIdx.x == POOL_WARPS * 32) {
         m.rows.init(m.FEED_LANES, teams * POOL_TEAM);
         mbar_init_done();
     }
-    __syncthreads();
-    wait_for_before();
-    if (team == POOL_TEAMS) {
+    if (team == POOL_TEAMS) { /* gives registers away before it waits: the teams wait for them */
+        __syncthreads();
         registers_down<LONG_POOL_FEED_REGISTERS>();
-        if (threadIdx.x / 32 == POOL_WARPS) long_pool_feed(a, m, entries);
+        wait_for_before();
+        if (threadIdx.x / 32 == POOL_WARPS) long_pool_feed<ONE>(a, m, entries);
     } else {
+        __syncthreads();
+        wait_for_before();
         registers_up<LONG_POOL_TEAM_REGISTERS>();
-        if (team < teams) long_pool_team(a, m, entries);
+        if (team < teams) long_pool_team<T, B, PLAIN, ONE>(a, m, entries);
     }
 }
 

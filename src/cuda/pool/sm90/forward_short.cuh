@@ -20,29 +20,10 @@ enum { SHORT_POOL_STAGES = 3, SHORT_POOL_FEED_REGISTERS = 64, SHORT_POOL_TEAM_RE
 /* Above it, a logit and a bias have a finite sum. */
 constexpr float LOGIT_LOW = -1e38f;
 
-/* What a team needs of an entry beside its rows; NULL: not wanted. A row that is not live is 0. */
-struct short_pool_facts {
-    char *out;
-    float *pooled;
-    int64_t angle; /* of its row of the table */
-    int32_t live, before;
-};
-
-__device__ __forceinline__ short_pool_facts short_pool_facts_of(const pool_kernel &a, const pool_facts &x)
-{
-    const bool live = x.live && entry_has_angles(a.entry, x.position);
-    if (x.live && !live) raise_status(a.status, QUERN_STATUS_BAD_POSITION);
-    return {a.out == NULL
-                ? NULL
-                : (char *)a.out + (x.view_b * a.out_b + x.n * a.out_row) * (a.out_dtype == QUERN_F32 ? 4 : 2),
-            a.pooled == NULL ? NULL : a.pooled + x.view_b * a.pooled_b + x.n * a.pooled_row,
-            (x.position + a.entry.offset) * a.entry.angle_row, live, x.before};
-}
-
 template <typename T> struct short_pool_room {
     alignas(128) T row[POOL_TEAMS][SHORT_POOL_STAGES][ROWS][2][WIDTH]; /* as short_stage */
     float bias[ROWS][WIDTH];
-    short_pool_facts facts[POOL_TEAMS][SHORT_POOL_STAGES];
+    row_facts facts[POOL_TEAMS][SHORT_POOL_STAGES];
     team_parts parts;
     ring<SHORT_POOL_STAGES> rows[POOL_TEAMS];
 };
@@ -61,7 +42,7 @@ __device__ __forceinline__ void short_pool_feed(const pool_kernel &a, short_pool
         const T *const from = (const T *)a.proj + x.view_b * a.proj_b + x.row * a.proj_row + own;
         const uint32_t bytes = 2 * WIDTH * sizeof(T);
         m.rows[team].wait_free(at);
-        if (u == 0) m.facts[team][at.stage] = short_pool_facts_of(a, x);
+        if (u == 0) m.facts[team][at.stage] = row_facts_of(a, x);
         if (x.live && (!b || x.before))
             bulk_load(smem_address(&m.row[team][at.stage][u][0][0]), from, bytes,
                       m.rows[team].expect(at, bytes));
@@ -99,55 +80,6 @@ __device__ __forceinline__ bool has_low_bias(const float (&bias)[ROWS][WIDTH], i
     return low;
 }
 
-/* As entry_angles() and entry_rotate() where no pair's channels are of two threads. */
-__device__ __forceinline__ entry_factors short_pool_angles(const entry_kernel &e, int64_t at, int channel)
-{
-    entry_factors f = {{1.0f, 1.0f}, {0.0f, 0.0f}};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int c = channel + 2 * i - (WIDTH - e.rotated);
-        if (c < 0) continue;
-        f.cosine[i] = e.angles.at(at + c / 2);
-        f.sine[i] = e.angles.at(at + e.rotated / 2 + c / 2);
-    }
-    return f;
-}
-
-__device__ __forceinline__ void short_pool_rotate(const entry_kernel &e, const entry_factors &f, int channel,
-                                                  channels &v)
-{
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float x = v.x[2 * i], y = v.x[2 * i + 1];
-        if (channel + 2 * i < WIDTH - e.rotated) continue;
-        v.x[2 * i] = x * f.cosine[i] - y * f.sine[i];
-        v.x[2 * i + 1] = x * f.sine[i] + y * f.cosine[i];
-    }
-}
-
-/* Stores what a team's sums give; as pool_emit(). */
-__device__ __forceinline__ void short_pool_emit(const pool_kernel &a, const group &g,
-                                                const short_pool_facts &x, const channels &norm,
-                                                const entry_factors &angles, bool rotated,
-                                                const pool_sums &sums)
-{
-    const int channel = g.lane * GROUP_CHANNELS;
-    channels v = pooled_of(sums);
-    if (!x.live) v = {};
-    if (x.pooled != NULL) put_channels(x.pooled + channel, v, GROUP_CHANNELS);
-    if (x.out == NULL) return;
-    if (x.live) {
-        entry_round(a.entry, v);
-        if (a.entry.norm.p != NULL) {
-            const float scale = inverse_rms(g, v, a.entry.eps, WIDTH);
-#pragma unroll
-            for (int i = 0; i < GROUP_CHANNELS; i++) v.x[i] = v.x[i] * scale * norm.x[i];
-        }
-        if (rotated) short_pool_rotate(a.entry, angles, channel, v);
-    }
-    put_floats(x.out, a.out_dtype, channel, v, GROUP_CHANNELS);
-}
-
 template <typename T>
 __device__ __forceinline__ void short_pool_team(const pool_kernel &a, short_pool_room<T> &m, int64_t entries)
 {
@@ -161,11 +93,11 @@ __device__ __forceinline__ void short_pool_team(const pool_kernel &a, short_pool
     for (int64_t e = (int64_t)blockIdx.x * POOL_TEAMS + g.index; e < entries;
          e += (int64_t)gridDim.x * POOL_TEAMS, at.advance()) {
         stages.wait_full(at);
-        const short_pool_facts x = m.facts[g.index][at.stage];
+        const row_facts x = m.facts[g.index][at.stage];
         const T(&from)[ROWS][2][WIDTH] = m.row[g.index][at.stage];
         entry_factors angles = {};
         pool_rows<T, ROWS> rows;
-        if (rotated && x.live) angles = short_pool_angles(a.entry, x.angle, channel);
+        if (rotated && x.live) angles = pair_angles(a.entry, x.angle, channel);
 #pragma unroll
         for (int u = 0; u < ROWS; u++) {
             rows.value[u] = read_channels(&from[u][0][channel]);
@@ -176,7 +108,7 @@ __device__ __forceinline__ void short_pool_team(const pool_kernel &a, short_pool
         clear_sums(sums);
         if (x.live && x.before) merge_series<T, 0>(sums, rows, m.bias, channel, low);
         if (x.live) merge_series<T, SHORT_RATIO>(sums, rows, m.bias, channel, low);
-        short_pool_emit(a, g, x, norm, angles, rotated, sums);
+        row_emit(a, g, x, norm, angles, rotated, sums);
     }
 }
 

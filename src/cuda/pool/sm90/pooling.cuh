@@ -95,4 +95,71 @@ __device__ __forceinline__ void merge_taken(pool_sums &sums, const pool_rows<T, 
             merge_finite(sums, i, rows.logit[u].at(i) + bias.row[u].at(i), rows.value[u].at(i));
 }
 
+/* As entry_angles() and entry_rotate() where no pair's channels are of two threads. */
+__device__ __forceinline__ entry_factors pair_angles(const entry_kernel &e, int64_t at, int channel)
+{
+    entry_factors f = {{1.0f, 1.0f}, {0.0f, 0.0f}};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int c = channel + 2 * i - (WIDTH - e.rotated);
+        if (c < 0) continue;
+        f.cosine[i] = e.angles.at(at + c / 2);
+        f.sine[i] = e.angles.at(at + e.rotated / 2 + c / 2);
+    }
+    return f;
+}
+
+__device__ __forceinline__ void pair_rotate(const entry_kernel &e, const entry_factors &f, int channel,
+                                            channels &v)
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float x = v.x[2 * i], y = v.x[2 * i + 1];
+        if (channel + 2 * i < WIDTH - e.rotated) continue;
+        v.x[2 * i] = x * f.cosine[i] - y * f.sine[i];
+        v.x[2 * i + 1] = x * f.sine[i] + y * f.cosine[i];
+    }
+}
+
+/* What a team needs of an entry that is stored as a row; NULL: not wanted. A row that is not live is 0. */
+struct row_facts {
+    char *out;
+    float *pooled;
+    int64_t angle; /* of its row of the table */
+    int32_t live, before;
+};
+
+__device__ __forceinline__ row_facts row_facts_of(const pool_kernel &a, const pool_facts &x)
+{
+    const bool live = x.live && entry_has_angles(a.entry, x.position);
+    if (x.live && !live) raise_status(a.status, QUERN_STATUS_BAD_POSITION);
+    return {a.out == NULL
+                ? NULL
+                : (char *)a.out + (x.view_b * a.out_b + x.n * a.out_row) * (a.out_dtype == QUERN_F32 ? 4 : 2),
+            a.pooled == NULL ? NULL : a.pooled + x.view_b * a.pooled_b + x.n * a.pooled_row,
+            (x.position + a.entry.offset) * a.entry.angle_row, live, x.before};
+}
+
+/* Stores what a team's sums give of such an entry; as pool_emit(). */
+__device__ __forceinline__ void row_emit(const pool_kernel &a, const group &g, const row_facts &x,
+                                         const channels &norm, const entry_factors &angles, bool rotated,
+                                         const pool_sums &sums)
+{
+    const int channel = g.lane * GROUP_CHANNELS;
+    channels v = pooled_of(sums);
+    if (!x.live) v = {};
+    if (x.pooled != NULL) put_channels(x.pooled + channel, v, GROUP_CHANNELS);
+    if (x.out == NULL) return;
+    if (x.live) {
+        entry_round(a.entry, v);
+        if (a.entry.norm.p != NULL) {
+            const float scale = inverse_rms(g, v, a.entry.eps, WIDTH);
+#pragma unroll
+            for (int i = 0; i < GROUP_CHANNELS; i++) v.x[i] = v.x[i] * scale * norm.x[i];
+        }
+        if (rotated) pair_rotate(a.entry, angles, channel, v);
+    }
+    put_floats(x.out, a.out_dtype, channel, v, GROUP_CHANNELS);
+}
+
 #endif
