@@ -16,7 +16,7 @@ enum {
     EACH = 16, /* values of a lane and row */
     LANES = FP8_GROUP / EACH,
     RUNS = THREADS / LANES, /* of a block: a group of some rows each */
-    MOST_ROWS = 4 /* of a run */
+    MOST_ROWS = 4           /* of a run */
 };
 
 /* Of a group. A tile's copy may reach past the last row's. */
@@ -147,7 +147,10 @@ __device__ __forceinline__ void round_group(float (&x)[EACH], const rows_params 
 }
 
 /* Rows that a lane has a piece of, all loaded before any is rounded. */
-template <typename T> constexpr int rows_at_once() { return sizeof(T) == 2 ? MOST_ROWS : 1; }
+template <typename T> constexpr int rows_at_once()
+{
+    return sizeof(T) == 2 ? MOST_ROWS : 1;
+}
 
 /* Groups, each of as many rows. */
 template <typename T> __host__ __device__ __forceinline__ uint32_t runs_of(const rows_params &a)
@@ -167,8 +170,7 @@ __device__ __forceinline__ void round_rows(const rows_params &a, uint32_t block,
     lane_values<T> values[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
-        values[i].load(a, min(row0 + i, a.tokens - 1),
-                       (int)(group * FP8_GROUP + threadIdx.x % LANES * EACH));
+        values[i].load(a, min(row0 + i, a.tokens - 1), (int)(group * FP8_GROUP + threadIdx.x % LANES * EACH));
     const int64_t row = first + threadIdx.x;
     if (threadIdx.x < ROWS * RUNS && row < a.tokens) {
         const int32_t expert = a.ends.expert_of(row);

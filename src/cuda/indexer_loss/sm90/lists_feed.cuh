@@ -21,7 +21,7 @@ enum {
 
 /* What the feed knows of a query besides its rows. */
 struct list_facts {
-    float w[HEADS];                /* 0 past the last head */
+    float w[HEADS]; /* 0 past the last head */
     bf16 w16[HEADS];
     float elsewhere[HEADS]; /* the logarithm of the mass that attention's heads give to window and sink */
     float factor;           /* of P - T, the mean over rows among it */

@@ -44,12 +44,12 @@ struct slice {
     int32_t *taken;                /* of `places`, so far */
     int32_t *rows_before;          /* [entries]: the entry's first of `places` */
     int64_t words;
-    int32_t *places; /* of each entry's queries in turn: its row of partials */
-    bf16 *partials;  /* [count][listed][WIDTH] */
-    float *sums;    /* [shares][entries][width], or NULL: no gradient of keys_index is wanted */
-    bool adds;      /* to what an earlier slice left in the sums */
-    bool last;      /* slice of the sequence */
-    bool gives_loss; /* last of all: the sums' kernel adds the losses, too */
+    int32_t *places;            /* of each entry's queries in turn: its row of partials */
+    bf16 *partials;             /* [count][listed][WIDTH] */
+    float *sums;                /* [shares][entries][width], or NULL: no gradient of keys_index is wanted */
+    bool adds;                  /* to what an earlier slice left in the sums */
+    bool last;                  /* slice of the sequence */
+    bool gives_loss;            /* last of all: the sums' kernel adds the losses, too */
     bool d_q_wide, d_keys_wide; /* rows of q_index's and keys_index's gradients allow stores of 16 bytes */
 };
 
