@@ -34,18 +34,33 @@ static void expect(const char *name, quern_cpu_level level, int64_t n, int64_t r
                  (long long)n, (long long)row, (long long)column, out, sum);
 }
 
+/* Products of bf16, or in f32 with keys and values of `dtype`. */
+typedef struct products {
+    const attention_kernels *kernels;
+    bool bf16;
+    quern_dtype dtype;
+} products;
+
+static void run_scores(const products *p, const test_tensor *q, const row_source *keys, test_tensor *s)
+{
+    const read_ahead ahead = {keys->data, keys->rows % 2 == 0};
+    const int64_t m = q->view.shape[0], ldq = q->view.strides[0], lds = s->view.strides[0];
+    if (p->bf16) p->kernels->score_rows_bf16(m, q->view.data, ldq, keys, ahead, s->view.data, lds);
+    else p->kernels->score_rows_f32(m, q->view.data, ldq, keys, ahead, s->view.data, lds);
+}
+
 /* m queries, n keys of `dim`. */
-static void scores(const attention_kernels *kernels, test_random *random, int64_t m, int64_t n, int64_t dim,
+static void scores(const products *p, test_random *random, int64_t m, int64_t n, int64_t dim,
                    test_layout layout)
 {
-    test_tensor q = matrix(random, QUERN_BF16, m, dim, layout),
-                keys = matrix(random, QUERN_BF16, n, dim, layout);
+    const char *name = p->bf16 ? "score_rows_bf16" : "score_rows_f32";
+    test_tensor q = matrix(random, p->bf16 ? QUERN_BF16 : QUERN_F32, m, dim, layout),
+                keys = matrix(random, p->dtype, n, dim, layout);
     test_tensor s = matrix(random, QUERN_F32, m, (n + 3) / 4 * 4, layout);
     test_tensor_normal(&q, random, 1), test_tensor_normal(&keys, random, 1);
     double *x = test_tensor_get(&q), *y = test_tensor_get(&keys);
     const row_source src = source_of(&keys);
-    const read_ahead ahead = {src.data, n % 2 == 0};
-    kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, ahead, s.view.data, s.view.strides[0]);
+    run_scores(p, &q, &src, &s);
     test_tensor_check_unchanged(&q, "q"), test_tensor_check_unchanged(&keys, "keys"),
         test_tensor_check_guards(&s, "s");
     for (int64_t i = 0; i < m; i++)
@@ -55,19 +70,26 @@ static void scores(const attention_kernels *kernels, test_random *random, int64_
                 sum += x[i * dim + d] * y[j * dim + d];
                 size += fabs(x[i * dim + d] * y[j * dim + d]);
             }
-            expect("score_rows_bf16", kernels->level, dim, i, j,
+            expect(name, p->kernels->level, dim, i, j,
                    (double)((const float *)s.view.data)[i * s.view.strides[0] + j], sum, size);
         }
-    TEST_TIME("attention", "score_rows_bf16", kernels->level, m * n * dim,
-              kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, ahead, s.view.data,
-                                       s.view.strides[0]));
+    TEST_TIME("attention", name, p->kernels->level, m * n * dim, run_scores(p, &q, &src, &s));
     free(x), free(y);
     test_tensor_free(&q), test_tensor_free(&keys), test_tensor_free(&s);
 }
 
-/* m rows of n weights, two a word. */
-static test_tensor weights_of(test_random *random, int64_t m, int64_t n, test_layout layout, double *values)
+/* m rows of n weights in f32, or in bf16, two a word. */
+static test_tensor weights_of(test_random *random, bool bf16, int64_t m, int64_t n, test_layout layout,
+                              double *values)
 {
+    if (!bf16) {
+        test_tensor p = matrix(random, QUERN_F32, m, n, layout);
+        test_tensor_normal(&p, random, 1);
+        double *x = test_tensor_get(&p);
+        memcpy(values, x, (size_t)(m * n) * sizeof *x);
+        free(x);
+        return p;
+    }
     test_tensor p = matrix(random, QUERN_I32, m, (n + 1) / 2, layout);
     int32_t *words = calloc((size_t)(m * ((n + 1) / 2)) + 1, sizeof *words);
     for (int64_t i = 0; i < m; i++)
@@ -83,20 +105,29 @@ static test_tensor weights_of(test_random *random, int64_t m, int64_t n, test_la
     return p;
 }
 
-static void sums(const attention_kernels *kernels, test_random *random, int64_t m, int64_t n, int64_t dim,
+static void run_sums(const products *p, const test_tensor *weights, const row_source *values, test_tensor *o,
+                     bool add)
+{
+    const read_ahead ahead = {values->data, values->rows % 2 == 0};
+    const int64_t m = o->view.shape[0], ldp = weights->view.strides[0], ldo = o->view.strides[0];
+    if (p->bf16)
+        p->kernels->add_values_bf16(m, weights->view.data, ldp, values, ahead, o->view.data, ldo, add);
+    else p->kernels->add_values_f32(m, weights->view.data, ldp, values, ahead, o->view.data, ldo, add);
+}
+
+static void sums(const products *by, test_random *random, int64_t m, int64_t n, int64_t dim,
                  test_layout layout, bool accumulate)
 {
+    const char *name = by->bf16 ? "add_values_bf16" : "add_values_f32";
     double *weights = test_doubles(m * n + 1);
     const int64_t width = (dim + 15) / 16 * 16;
-    test_tensor p = weights_of(random, m, n, layout, weights),
-                values = matrix(random, QUERN_BF16, n, dim, layout);
+    test_tensor p = weights_of(random, by->bf16, m, n, layout, weights),
+                values = matrix(random, by->dtype, n, dim, layout);
     test_tensor o = matrix(random, QUERN_F32, m, width, layout);
     test_tensor_normal(&values, random, 1), test_tensor_normal(&o, random, 1);
     double *x = test_tensor_get(&values), *before = test_tensor_get(&o);
     const row_source src = source_of(&values);
-    const read_ahead ahead = {src.data, n % 2 == 0};
-    kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, ahead, o.view.data, o.view.strides[0],
-                             accumulate);
+    run_sums(by, &p, &src, &o, accumulate);
     test_tensor_check_unchanged(&p, "p"), test_tensor_check_unchanged(&values, "values"),
         test_tensor_check_guards(&o, "o");
     double *out = test_tensor_get(&o);
@@ -107,35 +138,40 @@ static void sums(const attention_kernels *kernels, test_random *random, int64_t 
                 sum += weights[i * n + j] * x[j * dim + c];
                 size += fabs(weights[i * n + j] * x[j * dim + c]);
             }
-            expect("add_values_bf16", kernels->level, n + 1, i, c, out[i * width + c], sum, size);
+            expect(name, by->kernels->level, n + 1, i, c, out[i * width + c], sum, size);
         }
-    TEST_TIME("attention", "add_values_bf16", kernels->level, m * n * dim,
-              kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, ahead, o.view.data,
-                                       o.view.strides[0], false));
+    TEST_TIME("attention", name, by->kernels->level, m * n * dim, run_sums(by, &p, &src, &o, false));
     free(weights), free(x), free(before), free(out);
     test_tensor_free(&p), test_tensor_free(&values), test_tensor_free(&o);
 }
 
-static void every_size_sums_right(void **state)
+static void every_size(const products *p, test_random *random)
 {
     static const int64_t dims[] = {8, 24, 32, 40, 64, 72, 96, 128, 136, 192, 256, 488, 512};
+    for (size_t d = 0; d < sizeof dims / sizeof *dims; d++)
+        for (int64_t m = 1; m <= 9; m++)
+            for (int trial = 0; trial < 6; trial++) {
+                const int64_t n = trial == 0 ? 64 : test_random_int(random, 1, 64),
+                              dim = dims[d] - (p->bf16 || trial < 3 ? 0 : test_random_int(random, 0, 7));
+                const test_layout layout = (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1);
+                scores(p, random, m, n, dim, layout);
+                sums(p, random, m, n, dim, layout, trial % 2 == 1);
+            }
+    sums(p, random, 3, 0, 40, TEST_UNALIGNED, true);
+    sums(p, random, 3, 0, 40, TEST_UNALIGNED, false);
+    scores(p, random, 3, 0, 40, TEST_UNALIGNED);
+}
+
+static void every_size_sums_right(void **state)
+{
+    const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
     const uint64_t seed = test_seed("attention_direct", 1);
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         const attention_kernels *kernels = cpu_kernels_for(level)->attention;
         test_random random = {seed};
-        if (kernels->mm_bf16 == NULL) continue;
-        for (size_t d = 0; d < sizeof dims / sizeof *dims; d++)
-            for (int64_t m = 1; m <= 9; m++)
-                for (int trial = 0; trial < 6; trial++) {
-                    const int64_t n = trial == 0 ? 64 : test_random_int(&random, 1, 64);
-                    const test_layout layout = (test_layout)test_random_int(&random, 0, TEST_LAYOUTS - 1);
-                    scores(kernels, &random, m, n, dims[d], layout);
-                    sums(kernels, &random, m, n, dims[d], layout, trial % 2 == 1);
-                }
-        sums(kernels, &random, 3, 0, 40, TEST_UNALIGNED, true);
-        sums(kernels, &random, 3, 0, 40, TEST_UNALIGNED, false);
-        scores(kernels, &random, 3, 0, 40, TEST_UNALIGNED);
+        if (kernels->mm_bf16 != NULL) every_size(&(products){kernels, true, QUERN_BF16}, &random);
+        for (int i = 0; i < 3; i++) every_size(&(products){kernels, false, dtypes[i]}, &random);
     }
 }
 

@@ -3,6 +3,7 @@
 /* attention.c - the attention table for AVX2 and FMA: 6 x 2 vectors of eight floats, 12 accumulators of the
  * 16 registers. Limit: two 256-bit FMAs a cycle. */
 #include "cpu/kernels/attention_backward_rows.h"
+#include "cpu/kernels/attention_direct_f32.h"
 #include "cpu/kernels/attention_rows.h"
 
 #include <immintrin.h>
@@ -25,5 +26,7 @@ const attention_kernels attention_kernels_avx2 = {.level = QUERN_CPU_LEVEL_AVX2,
                                                   .panel = PANEL,
                                                   .mm_f32 = mm_f32,
                                                   .mm_scaled_f32 = mm_scaled_f32,
+                                                  .score_rows_f32 = score_rows_f32,
+                                                  .add_values_f32 = add_values_f32,
                                                   ATTENTION_ROW_KERNELS,
                                                   ATTENTION_BACKWARD_ROW_KERNELS};

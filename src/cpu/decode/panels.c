@@ -6,8 +6,8 @@
  * Entries are packed panel by panel for their scores, by the kernels that pack for a prefill: D products
  * added in order, a key a lane, so that a score has the same bits there and here. For up to 8 rows the kernel
  * of weights in place makes the same sums without storing the panel. Otherwise few query rows
- * read keys and values in place (attention_direct.h); more, and levels without bf16 products, pack them into
- * panels, which stay in L1 or L2. Either way a cache's rows are read once, in order, and the next panel is
+ * read keys and values in place (attention_direct.h, attention_direct_f32.h); more pack them into panels,
+ * which stay in L1 or L2. Either way a cache's rows are read once, in order, and the next panel is
  * prefetched meanwhile. Limit: the read bandwidth. A key and value of 128 bf16 come from memory in some 82
  * cycles a core (25 GB/s).
  */
@@ -86,9 +86,9 @@ void decode_rows_reset(decode_rows *rows, int32_t n)
 }
 
 /* Whether the rows are so few that the kernels read panels in place. */
-static bool is_direct(const decode_shape *shape, const decode_rows *rows)
+static bool is_direct(const decode_rows *rows)
 {
-    return shape->bf16 && rows->n <= DIRECT_MOST;
+    return rows->n <= DIRECT_MOST;
 }
 
 static row_source keys_of(const decode_shape *shape, const decode_panel *panel)
@@ -152,13 +152,15 @@ static void score_panel(const decode_shape *shape, const decode_rows *rows, cons
 int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels,
                       int32_t count, bool packed, decode_scratch *s)
 {
+    const attention_kernels *k = shape->kernels;
     int32_t keys = 0;
     for (int32_t i = 0; i < count; keys += (int32_t)panels[i++].n) {
-        if (!packed && is_direct(shape, rows)) {
+        if (!packed && is_direct(rows)) {
             const row_source src = keys_of(shape, &panels[i]);
             const read_ahead ahead = {panels[i].values, shape->prefetch_l2};
-            shape->kernels->score_rows_bf16(rows->n, rows->q, shape->dim_k, &src, ahead, s->s + keys,
-                                            STEP_KEYS);
+            float *to = s->s + keys;
+            if (shape->bf16) k->score_rows_bf16(rows->n, rows->q, shape->dim_k, &src, ahead, to, STEP_KEYS);
+            else k->score_rows_f32(rows->n, rows->q, shape->dim_k, &src, ahead, to, STEP_KEYS);
             continue;
         }
         const row_source next = i + 1 < count ? keys_of(shape, &panels[i + 1]) : values_of(shape, &panels[0]);
@@ -176,10 +178,12 @@ static void add_panel(const decode_shape *shape, decode_rows *rows, const decode
     const int64_t panel_stride = PANEL_KEYS / pairs * shape->value_panel;
     const row_source src = values_of(shape, panel);
     const float *weights = s->s + column / pairs;
-    if (is_direct(shape, rows)) {
+    if (is_direct(rows)) {
         const read_ahead next = {ahead->rows > 0 ? ahead->data : src.data, shape->prefetch_l2};
-        k->add_values_bf16(rows->n, weights, STEP_KEYS, &src, next, rows->o, shape->value_width,
-                           !rows->fresh);
+        const bool add = !rows->fresh;
+        if (shape->bf16)
+            k->add_values_bf16(rows->n, weights, STEP_KEYS, &src, next, rows->o, shape->value_width, add);
+        else k->add_values_f32(rows->n, weights, STEP_KEYS, &src, next, rows->o, shape->value_width, add);
         rows->fresh = false;
         return;
     }

@@ -10,80 +10,27 @@
  * takes a pair of weights; 4 queries by 64 columns, 16 accumulators, and the interleaved order of columns is
  * undone once per call.
  *
- * Both prefetch line by line what is read 9 KB later, at an even pace; past their last row that is `ahead`.
- * Where L1 has few fill buffers (read_ahead's l2) they prefetch what is read 7 KB later into L2, and what is
- * read 512 bytes later from there into L1.
- * Values are taken in blocks of 16 rows, because a pass over all rows for 64 columns would need every line of
- * them in half the time and leave memory idle in the other half. Lines are asked for in the order of their
- * addresses: any other order reads a fifth slower. The hardware's prefetchers fail where keys turn to values
- * and where blocks end. Limit: the read bandwidth.
+ * Both prefetch at an even pace (line_walk.h). Values are taken in blocks of 16 rows, because a pass over all
+ * rows for 64 columns would need every line of them in half the time and leave memory idle in the other half.
+ * Lines are asked for in the order of their addresses: any other order reads a fifth slower. The hardware's
+ * prefetchers fail where keys turn to values and where blocks end. Limit: the read bandwidth.
  */
 #ifndef QUERN_CPU_ATTENTION_DIRECT_H
 #define QUERN_CPU_ATTENTION_DIRECT_H
 
-#include "cpu/kernels/attention_kernels.h"
-#include "cpu/kernels/vector.h"
+#include "cpu/kernels/line_walk.h"
 
 enum {
     DIRECT_ROWS = 4,
     DIRECT_KEYS = 4,
     DIRECT_BLOCK = 16, /* keys that a group of rows takes in one go */
     HALVES = 2 * LANES,
-    LINE = 64,
-    UNIT = 4 * LINE,
-    UNITS_AHEAD = 36,    /* into L1 */
-    UNITS_AHEAD_L2 = 28, /* into L2, and from there into L1: */
-    UNITS_NEAR = 2,
     VALUE_BLOCK = 16 /* rows that one pass over 64 columns takes */
 };
 
 INLINE __m512bh load_halves(const uint16_t *p, __mmask32 kept)
 {
     return (__m512bh)_mm512_maskz_loadu_epi16(kept, p);
-}
-
-/* Lines to prefetch, in order: `left` units of the rows in hand, then those of what is read next. */
-typedef struct line_cursor {
-    const char *at;
-    int64_t left;
-} line_cursor;
-
-typedef struct line_walk {
-    line_cursor far, near; /* near: only where `far` fetches into L2 */
-    read_ahead ahead;
-} line_walk;
-
-/* Starts `units` after the first row. */
-INLINE line_cursor cursor_over(const row_source *src, int64_t units, const void *next)
-{
-    const int64_t left = src->rows * src->stride * 2 / UNIT - units;
-    return (line_cursor){left > 0 ? (const char *)src->data + units * UNIT : next, left};
-}
-
-INLINE line_walk walk_over(const row_source *src, read_ahead ahead)
-{
-    return (line_walk){cursor_over(src, ahead.l2 ? UNITS_AHEAD_L2 : UNITS_AHEAD, ahead.next),
-                       cursor_over(src, UNITS_NEAR, ahead.next), ahead};
-}
-
-INLINE void prefetch_at(line_cursor *c, const void *next, const bool l2)
-{
-    if (c->left-- == 0) c->at = next;
-    for (int i = 0; i < UNIT; i += LINE) {
-        if (l2) __builtin_prefetch(c->at + i, 0, 2);
-        else __builtin_prefetch(c->at + i, 0, 3);
-    }
-    c->at += UNIT;
-}
-
-INLINE void prefetch_unit(line_walk *w)
-{
-    if (w->ahead.l2) {
-        prefetch_at(&w->far, w->ahead.next, true);
-        prefetch_at(&w->near, w->ahead.next, false);
-    } else {
-        prefetch_at(&w->far, w->ahead.next, false);
-    }
 }
 
 /* The sums of four vectors within each 128-bit lane: lane l holds a's, b's, c's and d's of its four

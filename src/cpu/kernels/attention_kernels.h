@@ -88,6 +88,11 @@ typedef struct attention_kernels {
                             float *s, int64_t lds);
     void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values, read_ahead ahead,
                             float *o, int64_t ldo, bool accumulate);
+    /* The same for rows of any dtype and f32 queries and weights, one a word, at every level. */
+    void (*score_rows_f32)(int64_t m, const float *q, int64_t ldq, const row_source *keys, read_ahead ahead,
+                           float *s, int64_t lds);
+    void (*add_values_f32)(int64_t m, const float *p, int64_t ldp, const row_source *values, read_ahead ahead,
+                           float *o, int64_t ldo, bool accumulate);
     /* dst[row][dim] = scale * row in contiguous f32, or bf16 without a scale. */
     void (*pack_rows_f32)(const row_source *src, float scale, float *dst, int64_t ldd);
     void (*pack_rows_bf16)(const row_source *src, uint16_t *dst, int64_t ldd);

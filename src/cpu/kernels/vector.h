@@ -63,6 +63,17 @@ INLINE vfloat v_load(const float *p)
     return v;
 }
 
+/* v in a register. (The compiler would load it anew for each product that it goes into.) */
+INLINE vfloat v_keep(vfloat v)
+{
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(v));
+#elif defined(__FMA__)
+    __asm__("" : "+x"(v));
+#endif
+    return v;
+}
+
 INLINE void v_store(float *p, vfloat v)
 {
     memcpy(p, &v, sizeof v);
@@ -180,31 +191,61 @@ INLINE vfloat v_max(vfloat v, vfloat than)
 #endif
 }
 
+/* Sums, or maxima, of neighbours: a's, then b's. With AVX2 those of the low 128-bit lanes, then those of the
+ * high ones, which takes one shuffle for each side instead of three. */
+INLINE vfloat sum_neighbours(vfloat a, vfloat b)
+{
+#if defined(__FMA__) && !defined(__AVX512F__)
+    return (vfloat)_mm256_shuffle_ps(a, b, 0x88) + (vfloat)_mm256_shuffle_ps(a, b, 0xdd);
+#else
+    return __builtin_shufflevector(a, b, EVEN_LANES) + __builtin_shufflevector(a, b, ODD_LANES);
+#endif
+}
+
+INLINE vfloat max_neighbours(vfloat a, vfloat b)
+{
+#if defined(__FMA__) && !defined(__AVX512F__)
+    return v_max(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+#else
+    return v_max(__builtin_shufflevector(a, b, EVEN_LANES), __builtin_shufflevector(a, b, ODD_LANES));
+#endif
+}
+
+/* The rounds within 128-bit lanes that sum_neighbours() leaves to a last one across them. */
+#if defined(__FMA__) && !defined(__AVX512F__)
+enum { LANE_WIDTH = LANES / 2 };
+#else
+enum { LANE_WIDTH = LANES };
+#endif
+
 /* Lane i of the result is the sum, or the maximum, of vector i's lanes, of the first `rows` vectors. Every
  * step adds neighbours of two vectors and lays them side by side, so LANES rows take 3 (LANES - 1)
  * instructions. A lane's tree is the same whatever `rows`. Destroys v. */
 INLINE vfloat lane_sums(vfloat v[LANES], int rows)
 {
     const vfloat none = {0};
-    for (int n = LANES; n > 1; n /= 2, rows = (rows + 1) / 2)
-        for (int i = 0; i < rows; i += 2) {
-            const vfloat next = i + 1 < rows ? v[i + 1] : none;
-            v[i / 2] = __builtin_shufflevector(v[i], next, EVEN_LANES) +
-                       __builtin_shufflevector(v[i], next, ODD_LANES);
-        }
+    for (int n = LANE_WIDTH; n > 1; n /= 2, rows = (rows + 1) / 2)
+        for (int i = 0; i < rows; i += 2) v[i / 2] = sum_neighbours(v[i], i + 1 < rows ? v[i + 1] : none);
+#if defined(__FMA__) && !defined(__AVX512F__)
+    const vfloat high = rows > 1 ? v[1] : none;
+    return (vfloat)_mm256_permute2f128_ps(v[0], high, 0x20) +
+           (vfloat)_mm256_permute2f128_ps(v[0], high, 0x31);
+#else
     return v[0];
+#endif
 }
 
 INLINE vfloat lane_maxima(vfloat v[LANES], int rows)
 {
     const vfloat none = v_splat(-INFINITY);
-    for (int n = LANES; n > 1; n /= 2, rows = (rows + 1) / 2)
-        for (int i = 0; i < rows; i += 2) {
-            const vfloat next = i + 1 < rows ? v[i + 1] : none;
-            v[i / 2] = v_max(__builtin_shufflevector(v[i], next, EVEN_LANES),
-                             __builtin_shufflevector(v[i], next, ODD_LANES));
-        }
+    for (int n = LANE_WIDTH; n > 1; n /= 2, rows = (rows + 1) / 2)
+        for (int i = 0; i < rows; i += 2) v[i / 2] = max_neighbours(v[i], i + 1 < rows ? v[i + 1] : none);
+#if defined(__FMA__) && !defined(__AVX512F__)
+    const vfloat high = rows > 1 ? v[1] : none;
+    return v_max(_mm256_permute2f128_ps(v[0], high, 0x20), _mm256_permute2f128_ps(v[0], high, 0x31));
+#else
     return v[0];
+#endif
 }
 
 /* Lane j of vector i becomes lane i of vector j: log2 LANES rounds. With 16 lanes, two within 128-bit lanes
