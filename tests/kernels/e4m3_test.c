@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROWS = 64, DEPTH = 200, STRIDE = DEPTH + 13, GUARD = 3 };
+enum { PANEL_WIDEST = 64, ROWS = 64, DEPTH = 200, STRIDE = DEPTH + 13, GUARD = 3 };
 static const uint32_t sentinel = 0x5a5a5a5a;
 
 static float value_at(bool pairs, const uint32_t *panel, int64_t width, int64_t k, int64_t column)
@@ -98,7 +98,9 @@ static void row_has_the_panels_bits(void **state)
                                   : whole    ? 128 * test_random_int(&random, 1, LONGEST / 128)
                                              : 2 * test_random_int(&random, 1, LONGEST / 2),
                           count = whole ? PANEL : test_random_int(&random, 1, PANEL),
-                          run = trial % 4 == 1 ? 32 : trial % 4 == 3 && depth <= 128 ? depth : 128;
+                          run = trial % 4 == 1                   ? 32
+                                : trial % 4 == 3 && depth <= 128 ? depth
+                                                                 : 128;
             uint32_t *a = malloc((size_t)(depth + 1) * 2);
             float expected[PANEL], c[PANEL];
             for (int64_t i = 0; i < (int64_t)sizeof codes; i++)
@@ -130,12 +132,65 @@ static void row_has_the_panels_bits(void **state)
     }
 }
 
+/* The same in f32. */
+static void row_has_the_panels_bits_f32(void **state)
+{
+    enum { WIDE = ROW_F32_COLUMNS, LONGEST = 512, APART = LONGEST + 13, RUNS = LONGEST / 32 };
+    test_random random = {test_seed("e4m3 row f32", 3)};
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        const e4m3_kernels *kernels = cpu_kernels_for(level)->e4m3;
+        const attention_kernels *dense = cpu_kernels_for(level)->attention;
+        const int32_t panel = dense->panel;
+        (void)test_kernel_bound("e4m3", "row_f32", kernels->level, 0, 0);
+        for (int trial = 0; trial < 300; trial++) {
+            static uint8_t codes[WIDE * APART];
+            static float values[128 * PANEL_WIDEST], scales[RUNS * WIDE], a[LONGEST];
+            const bool whole = trial % 5 == 0;
+            const int64_t depth = trial == 0 ? LONGEST
+                                  : whole    ? 64 * test_random_int(&random, 1, LONGEST / 64)
+                                             : test_random_int(&random, 1, LONGEST),
+                          count = whole ? WIDE : test_random_int(&random, 1, WIDE),
+                          run = trial % 4 == 1                   ? 32
+                                : trial % 4 == 3 && depth <= 128 ? depth
+                                                                 : 128;
+            float expected[WIDE], c[WIDE];
+            for (int64_t i = 0; i < (int64_t)sizeof codes; i++)
+                codes[i] = (uint8_t)test_random_int(&random, 0, trial % 3 == 2 ? 255 : 126);
+            for (int64_t i = 0; i < LONGEST; i++) a[i] = (float)test_random_normal(&random);
+            for (int i = 0; i < RUNS * WIDE; i++) scales[i] = (float)test_random_normal(&random);
+            for (int j = 0; j < WIDE; j++) c[j] = expected[j] = (float)test_random_normal(&random);
+            const bool accumulate = trial % 3 != 1;
+            for (int64_t k = 0; k < depth; k += run)
+                for (int64_t j = 0; j < WIDE; j += panel < WIDE ? panel : WIDE) {
+                    const int64_t n = depth - k < run ? depth - k : run, left = count > j ? count - j : 0,
+                                  columns = panel < WIDE ? panel : WIDE;
+                    const e4m3_rows part = {
+                        codes + j * APART + k, APART, left < columns ? left : columns, n, 0, false};
+                    kernels->panel_f32(&part, panel, values);
+                    dense->mm_scaled_f32(1, columns, n, a + k, n, 1, values, panel,
+                                         scales + k / run * WIDE + j, expected + j, WIDE,
+                                         accumulate || k > 0);
+                }
+            const e4m3_rows rows = {codes, APART, count, depth, trial % 2 == 0 ? 0 : -64, trial % 3 == 0};
+            kernels->row_f32(&rows, run, a, scales, c, accumulate);
+            for (int j = 0; j < WIDE; j++)
+                if (memcmp(&c[j], &expected[j], sizeof *c) != 0 && !(isnan(c[j]) && isnan(expected[j])))
+                    fail_msg("depth %lld: [%d] is %g, expected %g", (long long)depth, j, (double)c[j],
+                             (double)expected[j]);
+            TEST_TIME("e4m3", "row_f32", kernels->level, WIDE * depth,
+                      kernels->row_f32(&rows, run, a, scales, c, accumulate));
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     char program[] = "e4m3_test";
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_panel),
         cmocka_unit_test(row_has_the_panels_bits),
+        cmocka_unit_test(row_has_the_panels_bits_f32),
         cmocka_unit_test_prestate(test_every_kernel, program),
     };
     return TEST_KERNELS_MAIN(argc, argv, tests);

@@ -12,8 +12,10 @@ typedef struct e4m3_rows {
     const uint8_t *codes;
     int64_t stride, rows, depth;
     int64_t ahead; /* bytes from here to what is read later, which is prefetched into L2; 0: nothing is */
-    bool cold;     /* row_bf16: these have not been prefetched */
+    bool cold;     /* row_bf16, row_f32: these have not been prefetched */
 } e4m3_rows;
+
+enum { ROW_F32_COLUMNS = 32 };
 
 typedef struct e4m3_kernels {
     quern_cpu_level level;
@@ -30,6 +32,10 @@ typedef struct e4m3_kernels {
      * as above. */
     void (*row_bf16)(const e4m3_rows *rows, int64_t run, const uint32_t *a, const float *scales, float *c,
                      bool accumulate);
+    /* The same with ROW_F32_COLUMNS columns, f32 values at `a`, and runs of a multiple of 16 unless there is
+     * but one: the bits of panel_f32 and mm_scaled_f32. */
+    void (*row_f32)(const e4m3_rows *rows, int64_t run, const float *a, const float *scales, float *c,
+                    bool accumulate);
 } e4m3_kernels;
 
 #endif

@@ -23,6 +23,15 @@
 #include "core/half.h"
 #include "cpu/kernels/formats/lanes.h"
 
+#if !defined(__AVX512F__)
+INLINE float value_of(uint8_t code)
+{
+    const float size = float_from_bits((uint32_t)(code & 127) << 20) * 0x1p120f,
+                value = (code & 127) == 127 ? NAN : size;
+    return code & 128 ? -value : value;
+}
+#endif
+
 #if defined(__AVX512F__)
 enum { PANEL_CODES = 64 };
 
@@ -305,7 +314,7 @@ static void row_bf16(const e4m3_rows *r, int64_t run, const uint32_t *a, const f
 }
 #endif
 #elif defined(__FMA__)
-enum { PANEL_COLUMNS = 16, PANEL_CODES = 32 };
+enum { PANEL_COLUMNS = 16, PANEL_CODES = 32, ROW_AHEAD = 1024 };
 
 /* 16 rows of 32 codes, turned: a lane of 16 bytes of vector i holds code i, or i + 16, of the rows. */
 INLINE void turn_codes(__m256i v[PANEL_COLUMNS])
@@ -375,16 +384,171 @@ static void panel_f32(const e4m3_rows *r, int32_t panel, float *to)
             decode_turned(v, to + k * panel + first, panel, n);
         }
 }
+
+enum { PIECE = 16, LINE = 64, PIECES = LINE / PIECE };
+
+/* A line of codes of each of ROW_F32_COLUMNS rows. */
+typedef uint8_t row_lines[ROW_F32_COLUMNS][LINE] __attribute__((aligned(LINE)));
+
+/* Copies the lines at code k of `count` rows from `first` on; 0 for what does not exist. They all exist with
+ * `whole`. */
+INLINE void copy_lines(const e4m3_rows *r, const bool whole, int64_t k, int64_t first, int64_t count,
+                       row_lines to)
+{
+    const int64_t left = r->depth - k < LINE ? r->depth - k : LINE;
+    const uint8_t *at = r->codes + first * r->stride + k;
+    for (int64_t row = first; row < first + count; row++, at += r->stride) {
+        if (whole) {
+            memcpy(to[row], at, LINE);
+        } else {
+            memset(to[row], 0, LINE);
+            if (row < r->rows && left > 0) memcpy(to[row], at, (size_t)left);
+        }
+    }
+}
+
+/* Piece p of the lines, turned: vector i holds code i of rows 0 ... 15 in its low lane, and of the others in
+ * its high lane. Returns whether one of them is NaN. */
+INLINE bool turn_piece(const row_lines lines, int64_t p, __m256i v[PANEL_COLUMNS])
+{
+    const __m256i size = _mm256_set1_epi8(0x7f);
+    __m256i most = _mm256_setzero_si256();
+#pragma GCC unroll 16
+    for (int i = 0; i < PANEL_COLUMNS; i++) {
+        v[i] = _mm256_loadu2_m128i((const __m128i *)(lines[i + PANEL_COLUMNS] + p * PIECE),
+                                   (const __m128i *)(lines[i] + p * PIECE));
+        most = _mm256_max_epu8(most, _mm256_and_si256(v[i], size));
+    }
+    turn_codes(v);
+    const __m256i nan = _mm256_cmpeq_epi8(most, size);
+    return !_mm256_testz_si256(nan, nan);
+}
+
+/* What is read later, row after row, as memory likes it: a line a call. */
+typedef struct row_requests {
+    const uint8_t *row;
+    int64_t at, bytes, stride;
+} row_requests;
+
+INLINE void request_line(row_requests *r)
+{
+    __builtin_prefetch(r->row + r->at, 0, 2);
+    r->at += LINE;
+    if (r->at < r->bytes) return;
+    r->at = 0;
+    r->row += r->stride;
+}
+
+enum { ROW_STRIPS = ROW_F32_COLUMNS / LANES };
+
+/* sum += a code of each column, in the high bytes of words, times a. */
+INLINE void multiply_words(__m256i words, __m256 a, vfloat *low, vfloat *high)
+{
+    const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16((short)0xbf80));
+    const __m256 bias = _mm256_set1_ps(256.0f);
+    *low = v_fma(a, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), bias), *low);
+    *high = v_fma(a, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), bias), *high);
+}
+
+/* Up to 16 codes of each column times theirs of a. */
+INLINE void multiply_piece(const __m256i v[PANEL_COLUMNS], const float *a, int64_t n, vfloat sum[ROW_STRIPS])
+{
+#pragma GCC unroll 16
+    for (int i = 0; i < PANEL_COLUMNS; i++) {
+        if (i >= n) break;
+        const __m256 by = _mm256_broadcast_ss(a + i);
+        multiply_words(_mm256_unpacklo_epi8(_mm256_setzero_si256(), v[i]), by, &sum[0], &sum[2]);
+        multiply_words(_mm256_unpackhi_epi8(_mm256_setzero_si256(), v[i]), by, &sum[1], &sum[3]);
+    }
+}
+
+/* The same where a code is NaN. */
+static __attribute__((noinline)) void multiply_any(const __m256i v[PANEL_COLUMNS], const float *a, int64_t n,
+                                                   float sum[ROW_F32_COLUMNS])
+{
+    for (int64_t i = 0; i < n; i++)
+        for (int j = 0; j < ROW_F32_COLUMNS; j++)
+            sum[j] = fmaf(a[i], value_of(((const uint8_t *)&v[i])[j]), sum[j]);
+}
+
+/* The end of a run. */
+INLINE void add_scaled(const float *scale, float *c, bool accumulate, vfloat sum[ROW_STRIPS])
+{
+#pragma GCC unroll 4
+    for (int s = 0; s < ROW_STRIPS; s++, c += LANES) {
+        const vfloat by = v_load(scale + s * LANES);
+        v_store(c, accumulate ? v_fma(sum[s], by, v_load(c)) : sum[s] * by);
+        sum[s] = (vfloat){0};
+    }
+}
+
+/* Codes are neither stored as values nor read again. Lines are copied while those before are multiplied,
+ * because 32 lines 4096 bytes apart share a set of L1, which holds fewer. */
+INLINE void row_product(const e4m3_rows *r, const bool whole, int64_t run, const float *a,
+                        const float *scales, float *c, bool accumulate)
+{
+    enum { SHARE = ROW_F32_COLUMNS / PIECES }; /* rows copied, and lines requested, a piece */
+    vfloat sum[ROW_STRIPS] = {{0}};
+    row_lines lines[2];
+    row_requests later = {r->codes + r->ahead, 0, r->depth, r->stride};
+    int64_t left = run;
+    copy_lines(r, whole, 0, 0, ROW_F32_COLUMNS, lines[0]);
+    for (int64_t k = 0; k < r->depth; k += PIECE) {
+        const int64_t n = whole || r->depth - k > PIECE ? PIECE : r->depth - k, line = k / LINE,
+                      next = (line + 1) * LINE, p = k / PIECE % PIECES;
+        __m256i v[PANEL_COLUMNS];
+        for (int i = 0; i < SHARE && r->ahead != 0; i++) request_line(&later);
+        for (int64_t row = p * SHARE; r->cold && row < (p + 1) * SHARE && row < r->rows; row++)
+            __builtin_prefetch(r->codes + row * r->stride + line * LINE + ROW_AHEAD, 0, 2);
+        if (next < r->depth) copy_lines(r, whole, next, p * SHARE, SHARE, lines[(line + 1) % 2]);
+        if (__builtin_expect(turn_piece(lines[line % 2], p, v), 0)) {
+            float sums[ROW_F32_COLUMNS]; /* so that `sum` stays in registers */
+            memcpy(sums, sum, sizeof sums);
+            multiply_any(v, a + k, n, sums);
+            memcpy(sum, sums, sizeof sums);
+        } else if (n == PIECE) {
+            multiply_piece(v, a + k, PIECE, sum);
+        } else {
+            multiply_piece(v, a + k, n, sum);
+        }
+        left -= n;
+        if (left > 0 && k + n < r->depth) continue;
+        add_scaled(scales, c, accumulate, sum);
+        scales += ROW_F32_COLUMNS;
+        accumulate = true;
+        left = run;
+    }
+}
+
+static void row_f32(const e4m3_rows *r, int64_t run, const float *a, const float *scales, float *c,
+                    bool accumulate)
+{
+    if (r->rows == ROW_F32_COLUMNS && r->depth % LINE == 0)
+        row_product(r, true, run, a, scales, c, accumulate);
+    else row_product(r, false, run, a, scales, c, accumulate);
+}
 #else
 static void panel_f32(const e4m3_rows *r, int32_t panel, float *to)
 {
     for (int64_t k = 0; k < r->depth; k++)
-        for (int64_t j = 0; j < panel; j++) {
-            const int code = j < r->rows ? r->codes[j * r->stride + k] : 0;
-            const float size = float_from_bits((uint32_t)(code & 127) << 20) * 0x1p120f,
-                        value = (code & 127) == 127 ? NAN : size;
-            to[k * panel + j] = code & 128 ? -value : value;
+        for (int64_t j = 0; j < panel; j++)
+            to[k * panel + j] = value_of(j < r->rows ? r->codes[j * r->stride + k] : 0);
+}
+
+static void row_f32(const e4m3_rows *r, int64_t run, const float *a, const float *scales, float *c,
+                    bool accumulate)
+{
+    for (int64_t k = 0; k < r->depth; k += run, scales += ROW_F32_COLUMNS, accumulate = true) {
+        float sum[ROW_F32_COLUMNS] = {0};
+        for (int64_t i = k; i < k + run && i < r->depth; i++) {
+            float values[ROW_F32_COLUMNS];
+            for (int64_t j = 0; j < ROW_F32_COLUMNS; j++)
+                values[j] = value_of(j < r->rows ? r->codes[j * r->stride + i] : 0);
+            for (int64_t j = 0; j < ROW_F32_COLUMNS; j++) sum[j] += a[i] * values[j];
         }
+        for (int64_t j = 0; j < ROW_F32_COLUMNS; j++)
+            c[j] = accumulate ? c[j] + sum[j] * scales[j] : sum[j] * scales[j];
+    }
 }
 #endif
 

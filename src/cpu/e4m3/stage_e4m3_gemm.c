@@ -45,6 +45,7 @@ typedef struct e4m3_job {
     int64_t in, out;       /* of a group: the length of the sum, and columns of c */
     int64_t run, runs;     /* most elements of a run; runs of a group, of which the last may be empty */
     int64_t panels;        /* of a group */
+    int64_t columns;       /* of a task with one row */
     int64_t row, rows;     /* the chunk */
     char *packed;          /* [groups][runs][rows][run] */
     e4m3_scratch *scratch; /* [threads] */
@@ -67,6 +68,7 @@ static e4m3_job carve(const stage_exec *exec, const e4m3_gemm_args *args, arena 
     job.panels = (job.out + job.dense->panel - 1) / job.dense->panel;
     job.pairs = args->a.dtype == QUERN_BF16 && job.dense->mm_scaled_bf16 != NULL && job.in % 2 == 0 &&
                 job.run % 2 == 0;
+    job.columns = job.pairs ? job.dense->panel : ROW_F32_COLUMNS;
     job.rows = args->c.shape[0] < CHUNK ? args->c.shape[0] : CHUNK;
     job.packed = arena_take(a, (size_t)(args->groups * job.runs * job.rows * job.run) *
                                    (job.pairs ? sizeof(uint16_t) : sizeof(float)));
@@ -116,9 +118,9 @@ static void pack_run(void *arg, int64_t index, int32_t thread)
     else job->dense->pack_rows_f32(&src, 1.0f, to, job->run);
 }
 
-/* The scales of `n` columns of c from `column` on, in a run. */
+/* The scales of `n` columns of c from `column` on, in a run; 0 in the others of `width`. */
 static void fill_scales(const e4m3_job *job, int64_t group, int64_t first, int64_t column, int64_t n,
-                        float *scales)
+                        int64_t width, float *scales)
 {
     const e4m3_gemm_args *args = job->args;
     const int64_t block = args->rows ? args->block_columns : args->block_rows,
@@ -132,7 +134,7 @@ static void fill_scales(const e4m3_job *job, int64_t group, int64_t first, int64
                                        : e4m3_scale_at(&args->scales, across, along);
         for (; j < end; j++) scales[j] = scale;
     }
-    for (int64_t j = n; j < job->dense->panel; j++) scales[j] = 0.0f;
+    for (int64_t j = n; j < width; j++) scales[j] = 0.0f;
 }
 
 /* The codes of a run of rows of W, which become columns. */
@@ -211,7 +213,7 @@ static void multiply_panel(void *arg, int64_t index, int32_t thread)
         const e4m3_run run = run_at(job, group, i);
         const void *a = packed_run(job, group, i);
         if (run.depth == 0) continue;
-        fill_scales(job, group, run.first, column, n, s->scales);
+        fill_scales(job, group, run.first, column, n, panel, s->scales);
         if (job->args->rows) decode_rows(job, group, run, column, n, s->widened, s->panel);
         else decode_across(job, group, run, column, n, s->panel);
         mm_scaled_kernel *mm = job->pairs ? job->dense->mm_scaled_bf16 : job->dense->mm_scaled_f32;
@@ -223,15 +225,27 @@ static void multiply_panel(void *arg, int64_t index, int32_t thread)
 
 /* ---- one row ---- */
 
+/* Whether one row is multiplied without panels of values, run by run as they stand. */
+static bool is_direct(const e4m3_job *job)
+{
+    const bool fits = job->pairs || job->run % 16 == 0 || job->runs == 1;
+    return fits && job->rows == 1 && !job->args->rows && job->in > 0;
+}
+
+static int64_t panels_of_row(const e4m3_job *job)
+{
+    return (job->out + job->columns - 1) / job->columns;
+}
+
 /* The panel's codes; `most` of each row at first. */
 static e4m3_rows rows_of_panel(const e4m3_job *job, int64_t index, int64_t most)
 {
-    const int64_t panel = job->dense->panel, column = index % job->panels * panel, left = job->out - column,
-                  stride = job->args->codes.strides[0];
+    const int64_t panels = panels_of_row(job), column = index % panels * job->columns,
+                  left = job->out - column, stride = job->args->codes.strides[0];
     const uint8_t *codes = job->args->codes.data;
-    return (e4m3_rows){.codes = codes + (index / job->panels * job->out + column) * stride,
+    return (e4m3_rows){.codes = codes + (index / panels * job->out + column) * stride,
                        .stride = stride,
-                       .rows = left < panel ? left : panel,
+                       .rows = left < job->columns ? left : job->columns,
                        .depth = job->in < most ? job->in : most};
 }
 
@@ -247,7 +261,7 @@ static void request_first(const e4m3_rows *rows)
  * they would get three quarters of the bandwidth, since what is read ahead of one is the other's. */
 static int64_t panel_of_task(const e4m3_job *job, int64_t task)
 {
-    return parallel_in_runs(job->args->groups * job->panels, job->threads, task);
+    return parallel_in_runs(job->args->groups * panels_of_row(job), job->threads, task);
 }
 
 /* The runs in one call, or as many as s->panel has room for scales of. */
@@ -256,10 +270,10 @@ static void multiply_row(void *arg, int64_t task, int64_t next, int32_t thread)
     const e4m3_job *job = arg;
     const int64_t index = panel_of_task(job, task);
     e4m3_scratch *s = &job->scratch[thread];
-    const int64_t panel = job->dense->panel, most = RUN * PANEL_MOST / panel * job->run,
-                  group = index / job->panels, column = index % job->panels * panel;
+    const int64_t columns = job->columns, most = RUN * PANEL_MOST / columns * job->run,
+                  panels = panels_of_row(job), group = index / panels, column = index % panels * columns;
     const e4m3_rows first = rows_of_panel(job, index, most);
-    const bool last = next == job->args->groups * job->panels;
+    const bool last = next == job->args->groups * panels;
     if (task < job->threads) request_first(&first);
     for (int64_t k = 0; k < job->in; k += most) {
         e4m3_rows rows = first;
@@ -269,9 +283,10 @@ static void multiply_row(void *arg, int64_t task, int64_t next, int32_t thread)
         if (k + most < job->in) rows.ahead = most;
         else if (!last) rows.ahead = rows_of_panel(job, panel_of_task(job, next), most).codes - rows.codes;
         for (int64_t at = 0; at < rows.depth; at += job->run)
-            fill_scales(job, group, k + at, column, rows.rows, s->panel + at / job->run * panel);
-        job->kernels->row_bf16(&rows, job->run, (const void *)packed_run(job, group, k / job->run), s->panel,
-                               s->c, k > 0);
+            fill_scales(job, group, k + at, column, rows.rows, columns, s->panel + at / job->run * columns);
+        const void *values = packed_run(job, group, k / job->run);
+        if (job->pairs) job->kernels->row_bf16(&rows, job->run, values, s->panel, s->c, k > 0);
+        else job->kernels->row_f32(&rows, job->run, values, s->panel, s->c, k > 0);
     }
     store(job, s, group * job->out + column, first.rows);
 }
@@ -285,9 +300,9 @@ quern_status cpu_e4m3_gemm(const stage_exec *exec, const e4m3_gemm_args *args, v
     if (status == QUERN_OK) status = check_global_scales(exec, &args->global);
     for (job.row = 0; status == QUERN_OK && job.row < tokens; job.row += CHUNK) {
         job.rows = tokens - job.row < CHUNK ? tokens - job.row : CHUNK;
-        if (job.pairs && job.rows == 1 && !args->rows && job.in > 0) {
+        if (is_direct(&job)) {
             for (int64_t i = 0; i < args->groups * job.runs; i++) pack_run(&job, i, 0);
-            parallel_for_ahead(exec, args->groups * job.panels, multiply_row, &job);
+            parallel_for_ahead(exec, args->groups * panels_of_row(&job), multiply_row, &job);
             continue;
         }
         parallel_for(exec, args->groups * job.runs, pack_run, &job);
