@@ -159,7 +159,7 @@ INLINE void score_group(const int rows, const score_block *b, const row_source *
 static void score_rows_bf16(int64_t m, const void *q, int64_t ldq, const row_source *keys, read_ahead ahead,
                             float *s, int64_t lds)
 {
-    line_walk walk = walk_over(keys, ahead);
+    line_walk walk = walk_over(keys, sizeof(uint16_t), ahead);
     for (int64_t first = 0; first < keys->rows; first += DIRECT_BLOCK) {
         const int64_t end = first + DIRECT_BLOCK < keys->rows ? first + DIRECT_BLOCK : keys->rows;
         for (int64_t r = 0; r < m; r += DIRECT_ROWS) {
@@ -284,7 +284,7 @@ static void add_values_bf16(int64_t m, const void *p, int64_t ldp, const row_sou
                             float *o, int64_t ldo, bool accumulate)
 {
     const int64_t width = (values->dim + LANES - 1) / LANES * LANES;
-    line_walk walk = walk_over(values, ahead);
+    line_walk walk = walk_over(values, sizeof(uint16_t), ahead);
     for (int64_t r = 0; r < m; r += DIRECT_ROWS) {
         const value_call v = {
             (const uint32_t *)p + r * ldp, ldp, values, o + r * ldo, ldo, width, accumulate};

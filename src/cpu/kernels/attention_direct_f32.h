@@ -6,8 +6,8 @@
  *
  * Scores: 4 queries by LANES / 4 keys, a register of partial sums each, which one tree turns into a register
  * of scores. Values: 4 queries by 2 registers of columns. Each widens a key or value once for 4 queries. Two
- * FMAs a cycle are the limit of AVX2 with 4 queries: a key and value of 128 take 64 cycles, and from memory
- * 50 to 60 (bf16).
+ * FMAs a cycle are the limit of AVX2 with 4 queries: a key and value of 128 take 64 cycles, and 46 to come
+ * from memory (bf16, one thread of a Zen 4).
  */
 #ifndef QUERN_CPU_ATTENTION_DIRECT_F32_H
 #define QUERN_CPU_ATTENTION_DIRECT_F32_H
@@ -99,7 +99,7 @@ INLINE void score_group(const int rows, const quern_dtype dtype, const score_row
 INLINE void score_dtype(const quern_dtype dtype, int64_t m, const score_rows *all, const row_source *keys,
                         read_ahead ahead)
 {
-    row_walk walk = {walk_over(keys, ahead), 0};
+    row_walk walk = {walk_over(keys, dtype_bytes(dtype), ahead), 0};
     for (int64_t first = 0; first < keys->rows; first += SCORE_BLOCK)
         for (int64_t r = 0; r < m; r += GROUP_ROWS) {
             const score_rows to = {all->q + r * all->ldq, all->ldq, all->s + r * all->lds, all->lds};
@@ -189,7 +189,7 @@ INLINE void sum_group(const int rows, const quern_dtype dtype, const value_sum *
 INLINE void sum_dtype(const quern_dtype dtype, int64_t m, const value_sum *all, const row_source *values,
                       read_ahead ahead)
 {
-    row_walk walk = {walk_over(values, ahead), 0};
+    row_walk walk = {walk_over(values, dtype_bytes(dtype), ahead), 0};
     for (int64_t r = 0; r < m; r += GROUP_ROWS) {
         const value_sum v = {all->p + r * all->ldp, all->ldp, all->o + r * all->ldo, all->ldo,
                              all->accumulate};

@@ -33,18 +33,17 @@ typedef struct line_walk {
     read_ahead ahead;
 } line_walk;
 
-/* Starts `units` after the first row. */
-INLINE line_cursor cursor_over(const row_source *src, int64_t units, const void *next)
+/* Starts `units` after the first row, whose elements have `size` bytes. */
+INLINE line_cursor cursor_over(const row_source *src, const int64_t size, int64_t units, const void *next)
 {
-    const int64_t bytes = src->rows * src->stride * (src->dtype == QUERN_F32 ? 4 : 2),
-                  left = bytes / UNIT - units;
+    const int64_t left = src->rows * src->stride / (UNIT / size) - units;
     return (line_cursor){left > 0 ? (const char *)src->data + units * UNIT : next, left};
 }
 
-INLINE line_walk walk_over(const row_source *src, read_ahead ahead)
+INLINE line_walk walk_over(const row_source *src, const int64_t size, read_ahead ahead)
 {
-    return (line_walk){cursor_over(src, ahead.l2 ? UNITS_AHEAD_L2 : UNITS_AHEAD, ahead.next),
-                       cursor_over(src, UNITS_NEAR, ahead.next), ahead};
+    return (line_walk){cursor_over(src, size, ahead.l2 ? UNITS_AHEAD_L2 : UNITS_AHEAD, ahead.next),
+                       cursor_over(src, size, UNITS_NEAR, ahead.next), ahead};
 }
 
 INLINE void prefetch_at(line_cursor *c, const void *next, const bool l2)

@@ -37,6 +37,12 @@ enum { LANES = 8 };
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
 #define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+/* A shuffle across 128-bit lanes takes three instructions, so only the last round has them. */
+enum { PAIR_LANES = LANES / 2 };
+#define PAIR_FIRST 0, 2, 8, 10, 4, 6, 12, 14
+#define PAIR_SECOND 1, 3, 9, 11, 5, 7, 13, 15
+#define LAST_FIRST 0, 1, 2, 3, 8, 9, 10, 11
+#define LAST_SECOND 4, 5, 6, 7, 12, 13, 14, 15
 #else
 enum { LANES = 4 };
 #define LANE_NUMBERS                                                                                         \
@@ -47,6 +53,16 @@ enum { LANES = 4 };
 #define ODD_LANES 1, 3, 5, 7
 #define ZIP_LOW 0, 4, 1, 5
 #define ZIP_HIGH 2, 6, 3, 7
+#endif
+
+/* How the neighbours of two vectors meet in the rounds of lane_sums(), and in a last one where PAIR_LANES is
+ * less than LANES. */
+#if !defined(PAIR_FIRST)
+enum { PAIR_LANES = LANES };
+#define PAIR_FIRST EVEN_LANES
+#define PAIR_SECOND ODD_LANES
+#define LAST_FIRST EVEN_LANES
+#define LAST_SECOND ODD_LANES
 #endif
 
 typedef float vfloat __attribute__((vector_size(4 * LANES)));
@@ -191,61 +207,36 @@ INLINE vfloat v_max(vfloat v, vfloat than)
 #endif
 }
 
-/* Sums, or maxima, of neighbours: a's, then b's. With AVX2 those of the low 128-bit lanes, then those of the
- * high ones, which takes one shuffle for each side instead of three. */
-INLINE vfloat sum_neighbours(vfloat a, vfloat b)
-{
-#if defined(__FMA__) && !defined(__AVX512F__)
-    return (vfloat)_mm256_shuffle_ps(a, b, 0x88) + (vfloat)_mm256_shuffle_ps(a, b, 0xdd);
-#else
-    return __builtin_shufflevector(a, b, EVEN_LANES) + __builtin_shufflevector(a, b, ODD_LANES);
-#endif
-}
-
-INLINE vfloat max_neighbours(vfloat a, vfloat b)
-{
-#if defined(__FMA__) && !defined(__AVX512F__)
-    return v_max(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
-#else
-    return v_max(__builtin_shufflevector(a, b, EVEN_LANES), __builtin_shufflevector(a, b, ODD_LANES));
-#endif
-}
-
-/* The rounds within 128-bit lanes that sum_neighbours() leaves to a last one across them. */
-#if defined(__FMA__) && !defined(__AVX512F__)
-enum { LANE_WIDTH = LANES / 2 };
-#else
-enum { LANE_WIDTH = LANES };
-#endif
-
 /* Lane i of the result is the sum, or the maximum, of vector i's lanes, of the first `rows` vectors. Every
  * step adds neighbours of two vectors and lays them side by side, so LANES rows take 3 (LANES - 1)
  * instructions. A lane's tree is the same whatever `rows`. Destroys v. */
 INLINE vfloat lane_sums(vfloat v[LANES], int rows)
 {
     const vfloat none = {0};
-    for (int n = LANE_WIDTH; n > 1; n /= 2, rows = (rows + 1) / 2)
-        for (int i = 0; i < rows; i += 2) v[i / 2] = sum_neighbours(v[i], i + 1 < rows ? v[i + 1] : none);
-#if defined(__FMA__) && !defined(__AVX512F__)
-    const vfloat high = rows > 1 ? v[1] : none;
-    return (vfloat)_mm256_permute2f128_ps(v[0], high, 0x20) +
-           (vfloat)_mm256_permute2f128_ps(v[0], high, 0x31);
-#else
-    return v[0];
-#endif
+    for (int n = PAIR_LANES; n > 1; n /= 2, rows = (rows + 1) / 2)
+        for (int i = 0; i < rows; i += 2) {
+            const vfloat next = i + 1 < rows ? v[i + 1] : none;
+            v[i / 2] = __builtin_shufflevector(v[i], next, PAIR_FIRST) +
+                       __builtin_shufflevector(v[i], next, PAIR_SECOND);
+        }
+    if ((int)PAIR_LANES == (int)LANES) return v[0];
+    const vfloat next = rows > 1 ? v[1] : none;
+    return __builtin_shufflevector(v[0], next, LAST_FIRST) + __builtin_shufflevector(v[0], next, LAST_SECOND);
 }
 
 INLINE vfloat lane_maxima(vfloat v[LANES], int rows)
 {
     const vfloat none = v_splat(-INFINITY);
-    for (int n = LANE_WIDTH; n > 1; n /= 2, rows = (rows + 1) / 2)
-        for (int i = 0; i < rows; i += 2) v[i / 2] = max_neighbours(v[i], i + 1 < rows ? v[i + 1] : none);
-#if defined(__FMA__) && !defined(__AVX512F__)
-    const vfloat high = rows > 1 ? v[1] : none;
-    return v_max(_mm256_permute2f128_ps(v[0], high, 0x20), _mm256_permute2f128_ps(v[0], high, 0x31));
-#else
-    return v[0];
-#endif
+    for (int n = PAIR_LANES; n > 1; n /= 2, rows = (rows + 1) / 2)
+        for (int i = 0; i < rows; i += 2) {
+            const vfloat next = i + 1 < rows ? v[i + 1] : none;
+            v[i / 2] = v_max(__builtin_shufflevector(v[i], next, PAIR_FIRST),
+                             __builtin_shufflevector(v[i], next, PAIR_SECOND));
+        }
+    if ((int)PAIR_LANES == (int)LANES) return v[0];
+    const vfloat next = rows > 1 ? v[1] : none;
+    return v_max(__builtin_shufflevector(v[0], next, LAST_FIRST),
+                 __builtin_shufflevector(v[0], next, LAST_SECOND));
 }
 
 /* Lane j of vector i becomes lane i of vector j: log2 LANES rounds. With 16 lanes, two within 128-bit lanes
