@@ -4,16 +4,29 @@
  * rows of a tile. A warp's first 16 lanes each find one of its 16 rows, a tile ahead, ask for it in L2, and
  * hand the address to the lanes that copy. Rows of bytes are decoded on the way: a lane's bytes of eight rows
  * come into places of its own, so that no other lane has to be waited for, and from there into registers,
- * where they are decoded while those of the next eight come. */
+ * where they are decoded while those of the next eight come. Of a pair of blocks each decodes half of the
+ * rows and copies them into the other's stage. */
 #ifndef QUERN_CUDA_ATTEND_MQA_SM90_DECODE_FEED_CUH
 #define QUERN_CUDA_ATTEND_MQA_SM90_DECODE_FEED_CUH
 
 #include "attend_mqa/sm90_decode/shared.cuh"
+#include "hopper/cluster.cuh"
 
 namespace sm90_mqa_decode
 {
 
 enum { PLAN_BARRIER = 1, ROWS_A_THREAD = 2, ROW_LINES = 5 };
+
+/* The block of a pair. */
+__device__ __forceinline__ int pair_rank()
+{
+    return blockIdx.x % PAIR;
+}
+
+template <bool PAIRED> __device__ __forceinline__ int first_item()
+{
+    return PAIRED ? blockIdx.x / PAIR : blockIdx.x;
+}
 
 /* The row of a tile that this lane of 16 finds. */
 __device__ __forceinline__ int found_row()
@@ -158,21 +171,22 @@ __device__ __forceinline__ void feed_heads(const decode_kernel &w, shared<T> &m,
     at.advance();
 }
 
-/* Finds a lane's rows of a query's tiles in three steps, so that none waits for memory: its key, the key's
- * page, and what stands there. */
-struct row_finder {
+/* Finds a lane's rows of every STEP-th of a query's tiles in three steps, so that none waits for memory: its
+ * key, the key's page, and what stands there. */
+template <int STEP> struct row_finder {
     const mqa_kernel &a;
     const int32_t *list;
     int raw0, raw, entry0, entries, sequence, b; /* the query's */
-    int raw_tiles, tiles;
-    int key, page, key_in_page; /* of the tile after next, and of the next one */
+    int raw_tiles, tiles, row;                   /* row: the lane's, of a tile */
+    int key, page, key_in_page;                  /* of the tile after next, and of the next one */
 
-    __device__ __forceinline__ row_finder(const mqa_kernel &a, const mqa::plan_room &room, int tiles)
+    __device__ __forceinline__ row_finder(const mqa_kernel &a, const mqa::plan_room &room, int tiles, int row,
+                                          int first)
         : a(a), list(room.list), raw0(room.query.raw0), raw(room.query.raw), entry0(room.query.entry0),
           entries(room.query.entries), sequence(room.query.sequence), b(room.query.b),
-          raw_tiles((raw + KEYS - 1) / KEYS), tiles(tiles), page(0), key_in_page(0)
+          raw_tiles((raw + KEYS - 1) / KEYS), tiles(tiles), row(row), page(0), key_in_page(0)
     {
-        find_key(0);
+        find_key(first);
     }
     __device__ __forceinline__ const row_source &source(int t) const
     {
@@ -181,7 +195,7 @@ struct row_finder {
     /* Which of the raw rows or entries; whether it is there. */
     __device__ __forceinline__ int index(int t) const
     {
-        return (t < raw_tiles ? t : t - raw_tiles) * KEYS + found_row();
+        return (t < raw_tiles ? t : t - raw_tiles) * KEYS + row;
     }
     __device__ __forceinline__ bool here(int t) const
     {
@@ -198,10 +212,10 @@ struct row_finder {
     {
         row_place found = {NULL, NULL};
         if (here(t)) found = row_in_page(source(t), page, key_in_page);
-        key_in_page = key + (t + 1 < raw_tiles ? raw0 : entry0);
-        if (here(t + 1))
-            page = row_page(source(t + 1), source(t + 1).table != NULL ? b : sequence, key_in_page);
-        find_key(t + 2);
+        key_in_page = key + (t + STEP < raw_tiles ? raw0 : entry0);
+        if (here(t + STEP))
+            page = row_page(source(t + STEP), source(t + STEP).table != NULL ? b : sequence, key_in_page);
+        find_key(t + 2 * STEP);
         return found;
     }
     /* How many keys tile t has. */
@@ -223,10 +237,10 @@ __device__ __forceinline__ void prefetch_row(const row_place &row, int line, int
 
 /* Asks for the rows of a block's first tile while its query is planned: where they stand if the list is
  * clean. For two threads a row, which have nothing else to do. */
-__device__ __forceinline__ void prefetch_first_rows(const decode_kernel &w)
+__device__ __forceinline__ void prefetch_first_rows(const decode_kernel &w, int item)
 {
     const mqa_planner &a = w.plan;
-    const int query = blockIdx.x / (uint32_t)w.groups;
+    const int query = (uint32_t)item / (uint32_t)w.groups;
     if (a.of.cu_q != NULL || a.raw.table == NULL || a.list == NULL) return;
     const int b = quotient(query, a.n_q), token = query - b * (int)a.of.n_q,
               position = (int)(a.positions != NULL ? a.positions[b] : a.position) + token,
@@ -268,7 +282,7 @@ __device__ __forceinline__ void feed_tiles(const decode_kernel &w, shared<T> &m,
     const mqa_query &q = m.room.query;
     const int per = share_of(tiles);
     int in_share = 0;
-    row_finder rows(w.a, m.room, tiles);
+    row_finder<1> rows(w.a, m.room, tiles, found_row(), 0);
     row_place here = {NULL, NULL};
 #pragma unroll 1
     for (int t = -2; t < tiles; t++) {
@@ -301,7 +315,7 @@ __device__ __forceinline__ void feed_bytes(const decode_kernel &w, shared<T> &m,
     const mqa_query &q = m.room.query;
     const int per = share_of(tiles), warp = threadIdx.x / 32;
     int in_share = 0;
-    row_finder rows(w.a, m.room, tiles);
+    row_finder<1> rows(w.a, m.room, tiles, found_row(), 0);
     row_place here = {NULL, NULL};
     uint2 scales = make_uint2(0, 0);
 #pragma unroll 1
@@ -359,6 +373,82 @@ __device__ __forceinline__ void feed_bytes(const decode_kernel &w, shared<T> &m,
     }
 }
 
+/* Shows a warp's rows of a stage to the products of this block, and copies them into the other one's. */
+template <typename T>
+__device__ __forceinline__ void give_rows(shared<T> &m, const ring_place<STAGES> &at, int at_row)
+{
+    enum { BYTES = ROWS_AT_ONCE * 128 };
+    const uint32_t other = (uint32_t)pair_rank() ^ 1, lane = threadIdx.x % 32,
+                   full = smem_address(m.keys.full) + at.stage * 8;
+    if (lane < HALF) {
+        const uint32_t rows = stage_address(m.k, at.stage) + lane * PANEL_BYTES + at_row * 128;
+        cluster_send(cluster_address(rows, other), rows, BYTES, cluster_address(full, other));
+    }
+    if (lane == 0) mbar_expect(full, HALF * BYTES);
+}
+
+/* The same by a block of a pair, which decodes 32 rows of each tile: a warp's eight come together. Those of
+ * two tiles are found at once. */
+template <typename T>
+__device__ __forceinline__ void feed_half(const decode_kernel &w, shared<T> &m, ring_place<STAGES> &at,
+                                          ring_place<1> &heads, int tiles, tile_info info)
+{
+    enum { FOUND = 2 };
+    const mqa_query &q = m.room.query;
+    const int per = share_of(tiles), lane = threadIdx.x % 32, found = lane % 16 / 8,
+              row0 = pair_rank() * 32 + threadIdx.x / 32 * ROWS_AT_ONCE;
+    int in_share = 0;
+    row_finder<FOUND> rows(w.a, m.room, tiles, row0 + lane % 8, found);
+    row_place here = {NULL, NULL};
+    uint2 scales = make_uint2(0, 0);
+#pragma unroll 1
+    for (int t = -2 * FOUND; t < tiles; t += FOUND) {
+        const row_place next = rows.next(t + FOUND + found);
+        if (lane < 16) prefetch_row(next, 0, ROW_LINES);
+        const uint2 next_scales = load_scales(next, rows.source(t + FOUND + found).widest);
+        if (t + FOUND == 0) {
+            ask_rows(m, next, 0, rows.source(0).widest);
+            feed_heads(w, m, heads, q, info.head0);
+        }
+#pragma unroll 1
+        for (int i = 0; i < FOUND && t >= 0 && t + i < tiles; i++) {
+            const row_source &source = rows.source(t + i);
+            const int finder = i * 8 + lane / 4, at_row = row0 + lane / 4;
+            const uint2 by = {__shfl_sync(~0u, scales.x, finder), __shfl_sync(~0u, scales.y, finder)};
+            uint4 x[LANE_CHUNKS];
+            cp_async_wait<0>();
+            take_rows(x, m);
+            const bool odd = some_odd(x, by);
+            if (t + i + 1 < tiles)
+                ask_rows(m, i + 1 < FOUND ? here : next, (i + 1) % FOUND, rows.source(t + i + 1).widest);
+            info.keys = rows.keys(t + i);
+            info.ends = ends_of(rows.raw_tiles, t + i, tiles, per, in_share);
+            ring_place<STAGES> second = at;
+            second.advance();
+            m.keys.wait_free(at);
+            m.keys.wait_free(second);
+            decode_rows((char *)m.k[at.stage], at_row, x, by);
+            if (odd || !source.widest) {
+                const row_place row = {passed(here.data, finder), passed(here.scales, finder)};
+#pragma unroll 1
+                for (int half = 0; half < 2; half++) {
+                    __syncwarp(); /* a row's lanes have stored other chunks than they do now */
+                    decode_narrow((char *)m.k[at.stage + half], row, at_row, half, source.wide);
+                }
+            }
+            if (threadIdx.x == 0) m.info[at.stage] = m.info[second.stage] = info;
+            wg_show();
+            __syncwarp();
+            give_rows(m, at, row0);
+            give_rows(m, second, row0);
+            second.advance();
+            at = second;
+        }
+        here = next;
+        scales = next_scales;
+    }
+}
+
 /* The plan of a query, that another launch has made. */
 __device__ __forceinline__ void take_plan(const mqa_kernel &a, mqa::plan_room &m, int query)
 {
@@ -382,14 +472,15 @@ __device__ __forceinline__ void prefetch_plan(const mqa_planner &a, int query)
         asm volatile("prefetch.global.L1 [%0];" ::"l"(a.entries.table + b * a.entries.table_row + line));
 }
 
-template <typename T, bool BYTES> __device__ __forceinline__ void feed(const decode_kernel &w, shared<T> &m)
+template <typename T, bool BYTES, bool PAIRED>
+__device__ __forceinline__ void feed(const decode_kernel &w, shared<T> &m)
 {
     ring_place<STAGES> at;
     ring_place<1> heads;
     if (threadIdx.x == 0) m.room.sorted = m.sorted;
     if (w.planned) wait_for_before();
 #pragma unroll 1
-    for (int item = blockIdx.x; item < w.items; item += gridDim.x) {
+    for (int item = first_item<PAIRED>(); item < w.items; item += gridDim.x / (PAIRED ? PAIR : 1)) {
         const int query = (uint32_t)item / (uint32_t)w.groups, head0 = (item - query * w.groups) * w.heads;
         if (w.planned) {
             take_plan(w.a, m.room, query);
@@ -400,14 +491,15 @@ template <typename T, bool BYTES> __device__ __forceinline__ void feed(const dec
         const mqa_query &q = m.room.query;
         const int tiles = tiles_of(q.raw, q.entries);
         const tile_info info = {0, 0, q.sequence, q.row, q.position, head0};
-        if constexpr (BYTES) feed_bytes(w, m, at, heads, tiles, info);
+        if constexpr (PAIRED) feed_half(w, m, at, heads, tiles, info);
+        else if constexpr (BYTES) feed_bytes(w, m, at, heads, tiles, info);
         else feed_tiles(w, m, at, heads, tiles, info);
     }
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
         m.keys.wait_free(at);
         if (threadIdx.x == 0) m.info[at.stage] = {0, NO_ITEM, 0, 0, 0, 0};
-        m.keys.give(at);
+        if (!PAIRED || threadIdx.x % 32 == 0) m.keys.give(at);
         if (!BYTES) m.keys.give(at);
         at.advance();
     }

@@ -13,6 +13,16 @@
 namespace sm90_mqa_decode
 {
 
+/* A warp has read a stage; paired, both blocks may fill it. */
+template <bool PAIRED, typename T>
+__device__ __forceinline__ void give_stage_back(shared<T> &m, const ring_place<STAGES> &at)
+{
+    if constexpr (PAIRED) {
+        __syncwarp();
+        give_back_to_cluster<PAIR>(m.keys, at);
+    } else m.keys.give_back(at);
+}
+
 /* S = Q K^T of a tile's two stages. */
 template <typename T, bool BYTES>
 __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 8][4], shared<T> &m, ring_place<STAGES> at)
@@ -77,12 +87,13 @@ __device__ __forceinline__ void softmax(float (&s)[KEYS / 8][4], row_sums (&rows
 
 /* The end of an item's row: its log sums, and the factor of its values. */
 __device__ __forceinline__ void finish_row(const mqa_kernel &a, const tile_info &item, const row_sums &all,
-                                           const row_sums &raw, float *factor, int row)
+                                           const row_sums &raw, float *factor, int row, bool store)
 {
     const int head = item.head0 + row;
     if (head >= a.heads) return;
     const float lse = mqa_log_sum(all.top, all.sum);
     *factor = mqa_factor(a.sink != NULL ? __ldg(a.sink + head) : -INFINITY, lse, all.sum);
+    if (!store) return;
     if (a.lse.p != NULL)
         a.lse.p[item.sequence * a.lse.s[0] + head * a.lse.s[1] + item.row * a.lse.s[2]] = lse;
     if (a.lse_win.p != NULL)
@@ -96,7 +107,7 @@ struct item_sums {
 };
 
 /* What follows a tile whose ends say so: sums of the raw keys, of an item's shares, and the item's end. */
-template <typename T>
+template <bool PAIRED, typename T>
 __device__ __forceinline__ void end_tile(const decode_kernel &w, shared<T> &m, const tile_info &info,
                                          int ends, item_sums &x, int row0)
 {
@@ -114,17 +125,18 @@ __device__ __forceinline__ void end_tile(const decode_kernel &w, shared<T> &m, c
             x.share[h] = {-INFINITY, 0.0f};
         }
         if (!(ends & ENDS_ITEM) || !first) continue;
-        finish_row(w.a, info, x.all[h], x.raw[h], &m.factor[row], row);
+        finish_row(w.a, info, x.all[h], x.raw[h], &m.factor[row], row, !PAIRED || pair_rank() == 0);
     }
 }
 
-template <typename T, bool BYTES> __device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
+template <typename T, bool BYTES, bool PAIRED>
+__device__ __forceinline__ void score(const decode_kernel &w, shared<T> &m)
 {
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16;
     ring_place<STAGES> at;
     ring_place<1> out;
     ring_place<1> heads;
-    if (w.a.bytes) prefetch_first_rows(w);
+    if (w.a.bytes) prefetch_first_rows(w, first_item<PAIRED>());
     for (;;) {
         m.keys.wait_full(at);
         const tile_info item = m.info[at.stage];
@@ -142,7 +154,7 @@ template <typename T, bool BYTES> __device__ __forceinline__ void score(const de
             ends = here.y;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                m.keys.give_back(at);
+                give_stage_back<PAIRED>(m, at);
                 at.advance();
             }
             softmax(s, tile, here.x, w.a.scale2);
@@ -155,7 +167,7 @@ template <typename T, bool BYTES> __device__ __forceinline__ void score(const de
 #pragma unroll
             for (int i = 0; i < KEYS / 8; i += 2)
                 store_columns<T, 64>(smem_address(m.p), s[i], s[i + 1], row0, i);
-            if (ends != 0) end_tile(w, m, item, ends, x, row0 + lane / 4);
+            if (ends != 0) end_tile<PAIRED>(w, m, item, ends, x, row0 + lane / 4);
             wg_show();
             m.weights.give(out);
             out.advance();
@@ -180,22 +192,21 @@ __device__ __forceinline__ void multiply_panel(float (&come)[8][4], uint64_t p, 
     wg_wait<0>(come);
 }
 
-/* Folds the values of a tile into o, 64 columns at a time. */
-template <typename T>
-__device__ __forceinline__ void add_tile(float (&o)[32][4], shared<T> &m, int stage, int row0)
+/* Folds the values of a tile into o, 64 columns at a time, which begin at `columns` in shared memory. */
+template <typename T, int TILES>
+__device__ __forceinline__ void add_tile(float (&o)[TILES][4], shared<T> &m, uint32_t columns, int row0)
 {
     const fold_factors f[2] = {m.tile[row0], m.tile[row0 + 8]};
     const bool rises = __any_sync(~0u, f[0].held != 1.0f || f[1].held != 1.0f);
-    const uint64_t p = wg_fresh(wg_tile(smem_address(m.p), 0)),
-                   v = wg_fresh(wg_tile(smem_address(m.k[stage]), PANEL_BYTES));
+    const uint64_t p = wg_fresh(wg_tile(smem_address(m.p), 0)), v = wg_fresh(wg_tile(columns, PANEL_BYTES));
     if (rises) {
 #pragma unroll
-        for (int i = 0; i < 32; i++)
+        for (int i = 0; i < TILES; i++)
 #pragma unroll
             for (int c = 0; c < 4; c++) o[i][c] = __fmul_rn(o[i][c], f[c / 2].held);
     }
 #pragma unroll
-    for (int panel = 0; panel < HALF; panel++) {
+    for (int panel = 0; panel < TILES / 8; panel++) {
         float come[8][4];
         multiply_panel<T>(come, p, wg_further(v, panel * PANEL_BYTES));
 #pragma unroll
@@ -208,12 +219,13 @@ __device__ __forceinline__ void add_tile(float (&o)[32][4], shared<T> &m, int st
 
 /* Folds a share's values into those of the shares before, which stand in global memory, and keeps them there
  * unless the item ends. */
-__device__ __forceinline__ void add_share(float (&o)[32][4], float *values, const fold_factors (&f)[2],
+template <int TILES>
+__device__ __forceinline__ void add_share(float (&o)[TILES][4], float *values, const fold_factors (&f)[2],
                                           int ends)
 {
     float4 *const at = (float4 *)values + threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < TILES; i++) {
         float4 held = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (ends & LATER_SHARE) held = at[i * 128];
         o[i][0] = fold_value(held.x, o[i][0], f[0]);
@@ -229,13 +241,13 @@ __device__ __forceinline__ void add_share(float (&o)[32][4], float *values, cons
 
 /* Rotates a thread's two rows of O's columns from column0 on back, at the item's position: channels from
  * `at` on. Four steps' angles are asked for at once; those of more would take too many registers. */
-template <typename A, int FIRST>
-__device__ __forceinline__ void rotate_from(const mqa_rotation &r, int position, float (&o)[32][4], int at)
+template <typename A, int FIRST, int TILES>
+__device__ __forceinline__ void rotate_from(const mqa_rotation &r, int position, float (&o)[TILES][4], int at)
 {
     enum { STEPS = 4 };
     const A *const cosine = (const A *)r.table + position * r.row, *const sine = cosine + r.dim / 2;
 #pragma unroll
-    for (int i0 = FIRST; i0 < 32; i0 += STEPS) {
+    for (int i0 = FIRST; i0 < TILES; i0 += STEPS) {
         float c[STEPS], s[STEPS];
         asm volatile("" : "+r"(at));
 #pragma unroll
@@ -252,25 +264,25 @@ __device__ __forceinline__ void rotate_from(const mqa_rotation &r, int position,
         }
     }
 }
-template <typename A>
-__device__ __forceinline__ void rotate_back(const mqa_rotation &r, int position, float (&o)[32][4],
+template <typename A, int TILES>
+__device__ __forceinline__ void rotate_back(const mqa_rotation &r, int position, float (&o)[TILES][4],
                                             int column0)
 {
     const int at = column0 + threadIdx.x % 4 * 2 - (MQA_DIM - r.dim); /* of the rotated channels */
-    if (r.dim <= 64) rotate_from<A, 24>(r, position, o, at + 192);
+    if (r.dim <= 64) rotate_from<A, TILES - 8>(r, position, o, at + (TILES - 8) * 8);
     else rotate_from<A, 0>(r, position, o, at);
 }
 
-/* Stores a thread's two rows of 256 columns of O, times their factors, rotated back. */
-template <typename T>
-__device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_info &item, float (&o)[32][4],
+/* Stores a thread's two rows of O's columns from column0 on, times their factors, rotated back. */
+template <typename T, int TILES>
+__device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_info &item, float (&o)[TILES][4],
                                              const float (&factor)[2], int row0, int column0)
 {
 #pragma unroll
-    for (int i = 0; i < 32; i++)
+    for (int i = 0; i < TILES; i++)
 #pragma unroll
         for (int c = 0; c < 4; c++) o[i][c] = __fmul_rn(o[i][c], factor[c / 2]);
-    if (MQA_DIM - a.rotation.dim < column0 + 256) {
+    if (MQA_DIM - a.rotation.dim < column0 + TILES * 8) {
         if (a.rotation.dtype == QUERN_F32) rotate_back<float>(a.rotation, item.position, o, column0);
         else rotate_back<T>(a.rotation, item.position, o, column0);
     }
@@ -282,31 +294,39 @@ __device__ __forceinline__ void store_values(const mqa_kernel &a, const tile_inf
     }
 }
 
-template <typename T, bool BYTES>
-__device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int half)
+template <typename T, bool BYTES, bool PAIRED>
+__device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int group)
 {
-    const int row0 = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    ring_place<STAGES> at; /* of the stages with its half */
+    enum { TILES = PAIRED ? 16 : 32 };
+    const int row0 = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, half = PAIRED ? pair_rank() : group;
+    const uint32_t columns = PAIRED ? group * (HALF / 2) * PANEL_BYTES : 0; /* where they begin in a stage */
+    ring_place<STAGES> at, other;                                           /* of the stages with its half */
     ring_place<1> in;
     if (half == 1) at.advance();
+    else other.advance();
     for (;;) {
         m.keys.wait_full(at);
         const tile_info item = m.info[at.stage];
         if (item.ends & NO_ITEM) break;
-        float o[32][4], factor[2] = {0.0f, 0.0f};
+        float o[TILES][4], factor[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int i = 0; i < 32; i++)
+        for (int i = 0; i < TILES; i++)
 #pragma unroll
             for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
         for (int ends = 0; !(ends & ENDS_ITEM);) {
             m.weights.wait_full(in);
             if (!BYTES) wg_show();
             ends = m.info[at.stage].ends;
-            add_tile(o, m, at.stage, row0);
-            m.keys.give_back(at);
+            if constexpr (PAIRED) {
+                give_stage_back<PAIRED>(m, other);
+                other.advance();
+                other.advance();
+            }
+            add_tile<T>(o, m, stage_address(m.k, at.stage) + columns, row0);
+            give_stage_back<PAIRED>(m, at);
             if (ends & ENDS_SHARE) {
                 const fold_factors f[2] = {m.share[row0], m.share[row0 + 8]};
-                add_share(o, w.values + ((int64_t)blockIdx.x * 2 + half) * VALUE_FLOATS, f, ends);
+                add_share(o, w.values + ((int64_t)blockIdx.x * 2 + group) * VALUE_FLOATS, f, ends);
             }
             if (ends & ENDS_ITEM) {
                 factor[0] = m.factor[row0];
@@ -317,7 +337,47 @@ __device__ __forceinline__ void values(const decode_kernel &w, shared<T> &m, int
             at.advance();
             in.advance();
         }
-        store_values<T>(w.a, item, o, factor, row0, half * 256);
+        store_values<T>(w.a, item, o, factor, row0, half * 256 + (PAIRED ? group * 128 : 0));
+    }
+}
+
+/* Registers of the warpgroups' threads: 512 of a thread of each. */
+template <bool PAIRED> struct registers {
+    enum { FEED = PAIRED ? 136 : 88, SCORE = PAIRED ? 112 : 88, VALUES = PAIRED ? 128 : 168 };
+};
+
+template <typename T, bool BYTES, bool PAIRED>
+__device__ __forceinline__ void take_roles(const decode_kernel &w, shared<T> &m)
+{
+    typedef registers<PAIRED> budget;
+    let_next_start();
+    if (threadIdx.x == 0) {
+        if (PAIRED) m.keys.init(PAIR_FILLERS, PAIR_USERS);
+        else m.keys.init(BYTES ? KEY_FILLERS / 2 : KEY_FILLERS, KEY_USERS);
+        m.weights.init(WEIGHT_FILLERS, WEIGHT_USERS);
+        m.queries.init(QUERY_FILLERS, QUERY_USERS);
+        mbar_init_done();
+    }
+    __syncthreads();
+    if (PAIRED) {
+        cluster_sync_arrive();
+        cluster_sync_wait();
+    }
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group == 0) {
+        if constexpr (PAIRED) registers_up<budget::FEED>();
+        else registers_down<budget::FEED>();
+        feed<T, BYTES, PAIRED>(w, m);
+    } else if (group == 1) {
+        registers_down<budget::SCORE>();
+        score<T, BYTES, PAIRED>(w, m);
+    } else {
+        if constexpr (!PAIRED) registers_up<budget::VALUES>();
+        values<T, BYTES, PAIRED>(w, m, group - 2);
+    }
+    if (PAIRED) { /* the other block may still free this one's stages */
+        cluster_sync_arrive();
+        cluster_sync_wait();
     }
 }
 
@@ -326,35 +386,30 @@ __global__ void __launch_bounds__(THREADS, 1) attend_mqa_sm90_decode(const __gri
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char memory[];
-    shared<T> &m = *(shared<T> *)memory;
-    let_next_start();
-    if (threadIdx.x == 0) {
-        m.keys.init(BYTES ? KEY_FILLERS / 2 : KEY_FILLERS, KEY_USERS);
-        m.weights.init(WEIGHT_FILLERS, WEIGHT_USERS);
-        m.queries.init(QUERY_FILLERS, QUERY_USERS);
-        mbar_init_done();
-    }
-    __syncthreads();
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (group == 0) {
-        registers_down<FEED_REGISTERS>();
-        feed<T, BYTES>(w, m);
-    } else if (group == 1) {
-        registers_down<SCORE_REGISTERS>();
-        score<T, BYTES>(w, m);
-    } else {
-        registers_up<VALUE_REGISTERS>();
-        values<T, BYTES>(w, m, group - 2);
-    }
+    take_roles<T, BYTES, false>(w, *(shared<T> *)memory);
+#endif
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) attend_mqa_sm90_pair(const __grid_constant__ decode_kernel w)
+{
+#ifdef QUERN_WGMMA
+    extern __shared__ __align__(1024) char memory[];
+    take_roles<T, true, true>(w, *(shared<T> *)memory);
 #endif
 }
 
 template <typename T, bool BYTES>
 static quern_status launch_whole(const stage_exec *exec, const decode_kernel &w)
 {
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    if constexpr (BYTES)
+        if (w.paired)
+            return launch_cluster(stream, attend_mqa_sm90_pair<T>, dim3((unsigned)w.items * PAIR), THREADS,
+                                  sizeof(shared<T>), "attention of a step", PAIR, w.planned, w);
     const unsigned grid = (unsigned)(w.items < exec->multiprocessors ? w.items : exec->multiprocessors);
-    return launch_cluster((cudaStream_t)exec->stream, attend_mqa_sm90_decode<T, BYTES>, dim3(grid), THREADS,
-                          sizeof(shared<T>), "attention of a step", 1, w.planned, w);
+    return launch_cluster(stream, attend_mqa_sm90_decode<T, BYTES>, dim3(grid), THREADS, sizeof(shared<T>),
+                          "attention of a step", 1, w.planned, w);
 }
 
 } // namespace sm90_mqa_decode

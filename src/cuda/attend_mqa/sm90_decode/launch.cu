@@ -46,6 +46,7 @@ static decode_kernel cut_of(const stage_exec *exec, const attend_mqa_args *args)
     const bool paged = present(args->kv_table) && (!present(args->entries) || present(args->entries_table));
     w.guess = !w.planned && !present(args->seqs.cu_q) && paged && (tiles <= SHARES || !present(args->list));
     if (w.whole) w.shares = tiles > SHARES ? SHARES : 1;
+    w.paired = w.whole && w.items * PAIR <= exec->multiprocessors;
     return w;
 }
 

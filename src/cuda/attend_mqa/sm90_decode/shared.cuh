@@ -8,6 +8,9 @@
  * folded in order, and so are a query's shares. So no bit depends on which block takes what:
  *
  *   whole   a block takes all shares of a query and 64 of its heads. One launch makes the plan before.
+ *   paired  the same by two blocks, where rows are of bytes and half of the multiprocessors would be idle: a
+ *           cluster of which each block decodes half of a tile's rows, for both, has all scores, and the
+ *           values of half of the columns
  *   split   of few queries a block takes one share, plans by itself, and writes its values in f32; combine.cu
  *           folds them. Its kernel is share.cuh's.
  *
@@ -15,7 +18,7 @@
  *
  *   feed     plans, gathers Q and keys, decodes rows of bytes; a stage has half of a tile's columns
  *   score    S = Q K^T and the tile's softmax; writes P, rounded, and the factors of the fold
- *   values   twice: a tile's P K in pieces of 64 columns, folded into 256 of the 512 columns
+ *   values   twice: a tile's P K in pieces of 64 columns, folded into 256 of the 512 columns, paired 128
  *
  * Shared memory: K 2 x 64 KB, Q 64 KB, P 8 KB, rows of bytes on their way 18 KB, a list that is sorted 4 KB.
  * Registers: O 128 and 32 of a piece, of 168.
@@ -45,10 +48,7 @@ enum {
     SORTED_MOST = 1024, /* entries of a list that a block sorts by itself */
     THREADS = 512,
     FEED_WARPS = 4,
-    ROWS_AT_ONCE = 8, /* rows of bytes of a warp: half of those it has of a tile */
-    FEED_REGISTERS = 88,
-    SCORE_REGISTERS = 88,
-    VALUE_REGISTERS = 168,
+    ROWS_AT_ONCE = 8,                  /* rows of bytes of a warp: half of those it has of a tile */
     VALUE_FLOATS = MQA_DIM / 2 * HEADS /* of a warpgroup */
 };
 
@@ -86,13 +86,16 @@ enum {
     WEIGHT_FILLERS = 128,
     WEIGHT_USERS = 2 * 128,
     QUERY_FILLERS = 2 * 128,
-    QUERY_USERS = 128
+    QUERY_USERS = 128,
+    PAIR = 2,
+    PAIR_FILLERS = FEED_WARPS,  /* a warp, with the bytes that the other block's warp copies */
+    PAIR_USERS = PAIR * (4 + 8) /* warps of both blocks */
 };
 
 struct decode_kernel {
     mqa_kernel a;
     mqa_planner plan;
-    bool planned, whole;
+    bool planned, whole, paired;
     bool guess; /* what queries see follows from positions, if lists are clean and no page is missing */
     int32_t heads, groups, shares, items; /* a block's heads; groups of them; shares of a query at most */
     float *values; /* split: [part][SHARE_PIECES][HEADS / 16][32][4]; whole, several shares:
