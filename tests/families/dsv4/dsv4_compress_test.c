@@ -259,6 +259,66 @@ static void long_sequences(void **state)
     }
 }
 
+/* Entries of one call of many long blocks, whatever kernel makes so many, are those of calls of a few, to the
+ * bit. Where a logit is -inf the value counts for nothing, whatever it is. */
+static void check_many_blocks(int64_t batch, int64_t blocks, int64_t gap)
+{
+    enum { WIDTH = 512, RATIO = 8, FEW = 40, ROPE = 64 };
+    const int64_t tokens = blocks * RATIO + (gap > 0 ? 3 : 0), row = 2 * WIDTH + gap, entry = WIDTH * 2,
+                  shape[] = {batch, tokens, 2 * WIDTH}, out_shape[] = {batch, blocks, WIDTH},
+                  bias_shape[] = {RATIO, WIDTH}, table_shape[] = {tokens, ROPE};
+    test_random random = {(uint64_t)(batch * blocks + gap)};
+    uint16_t *const rows = calloc((size_t)(batch * tokens * row), 2);
+    char *const made[] = {calloc((size_t)(batch * blocks), entry), calloc((size_t)(batch * blocks), entry)};
+    for (int64_t i = 0; i < batch * tokens * row; i++) {
+        const float x = (float)test_random_normal(&random);
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        rows[i] = (uint16_t)(bits >> 16);
+    }
+    for (int64_t i = 5; i < batch * tokens; i += 7)
+        for (int c = 0; c < WIDTH; c += 3)
+            rows[i * row + c] = i % 2 ? 0x7fc0 : 0x7f80,
+                           rows[i * row + WIDTH + c] = 0xff80; /* NaN, inf; -inf */
+    test_tensor bias = test_tensor_make(&random, QUERN_F32, 2, bias_shape, TEST_CONTIGUOUS),
+                table = test_tensor_make(&random, QUERN_F32, 2, table_shape, TEST_CONTIGUOUS);
+    test_tensor_normal(&bias, &random, 1), test_tensor_normal(&table, &random, 1);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+    quern_tensor proj = quern_tensor_contiguous(rows, QUERN_BF16, 3, shape),
+                 out = quern_tensor_contiguous(made[0], QUERN_BF16, 3, out_shape);
+    proj.strides[0] = tokens * row, proj.strides[1] = row;
+    quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+    p.kind = QUERN_DSV4_HCA;
+    p.ratio = RATIO;
+    quern_dsv4_compress_tensors t = QUERN_DSV4_COMPRESS_TENSORS_INIT;
+    t.proj = &proj, t.b_a = &bias.view, t.cos_sin = &table.view, t.out = &out;
+    run(ctx, &p, &t);
+    proj.shape[0] = out.shape[0] = 1;
+    for (int64_t e = 0; e < batch * blocks; e += p.n_blocks) {
+        const int64_t b = e / blocks, first = e % blocks;
+        p.n_blocks = blocks - first < FEW ? blocks - first : FEW;
+        p.start_token = p.start_abs_pos = first * RATIO;
+        proj.data = rows + b * tokens * row;
+        out.data = made[1] + e * entry;
+        out.shape[1] = p.n_blocks;
+        out.strides[0] = p.n_blocks * WIDTH;
+        run(ctx, &p, &t);
+    }
+    assert_memory_equal(made[0], made[1], (size_t)(batch * blocks * entry));
+    quern_context_destroy(ctx);
+    test_tensor_free(&bias), test_tensor_free(&table);
+    free(rows), free(made[0]), free(made[1]);
+}
+
+static void many_long_blocks(void **state)
+{
+    (void)state;
+    check_many_blocks(1, 300, 0);
+    check_many_blocks(1, 300, 8);
+    check_many_blocks(2, 150, 0);
+    check_many_blocks(1, 1100, 0);
+}
+
 /* Rows 2^29 + 8 elements apart reach past 2^31 elements and give the bits of contiguous rows. */
 static void offsets_beyond_32_bits(void **state)
 {
@@ -420,11 +480,16 @@ static void packing(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(random_calls),   cmocka_unit_test(entries_of_512_channels),
+        cmocka_unit_test(random_calls),
+        cmocka_unit_test(entries_of_512_channels),
         cmocka_unit_test(threads_change_no_bit),
-        cmocka_unit_test(golden_vectors), cmocka_unit_test(row_formats),
-        cmocka_unit_test(long_sequences), cmocka_unit_test(offsets_beyond_32_bits),
-        cmocka_unit_test(rope_tables),    cmocka_unit_test(packing),
+        cmocka_unit_test(golden_vectors),
+        cmocka_unit_test(row_formats),
+        cmocka_unit_test(long_sequences),
+        cmocka_unit_test(offsets_beyond_32_bits),
+        cmocka_unit_test(rope_tables),
+        cmocka_unit_test(packing),
+        cmocka_unit_test(many_long_blocks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
