@@ -114,6 +114,22 @@ __global__ void __launch_bounds__(POOL_THREADS, 1)
     else if (threadIdx.x < own * FEW_THREADS) few_pool_team(a, m);
 }
 
+/* Whether a call is a line. */
+template <typename T, typename B>
+static bool long_pool_call_of(const pool_kernel &a, int64_t entries, long_pool_call *c)
+{
+    const int64_t entry = a.ratio * a.proj_row;
+    const bool whole = a.start == 0 && a.blocks == a.entries && a.proj_b == a.entries * entry;
+    const int64_t live = a.batch == 1 && a.blocks < entries ? a.blocks : entries;
+    *c = {entries,
+          entry * (int64_t)sizeof(T),
+          (const char *)((const T *)a.proj + a.start * a.proj_row),
+          (const char *)a.bias_a,
+          (int32_t)(a.ratio / POOL_ROWS),
+          (int32_t)live};
+    return a.plan == NULL && (a.batch == 1 || whole) && a.proj_row == 2 * WIDTH && a.bias_a_row == WIDTH;
+}
+
 template <typename T, typename B>
 static quern_status pool_sm90_forward_long(const pool_kernel &a, int64_t entries, int multiprocessors,
                                            cudaStream_t stream)
@@ -125,13 +141,15 @@ static quern_status pool_sm90_forward_long(const pool_kernel &a, int64_t entries
     if (entries <= FEW_ENTRIES * (int64_t)multiprocessors)
         return launch_behind(stream, pool_long_few<T, B>, dim3(grid), POOL_THREADS, sizeof(few),
                              "pool of a few long blocks", a, entries);
+    long_pool_call c;
     const bool plain = a.entry.format == ENTRY_ROWS && !a.entry.hadamard && a.entry.rotated % 2 == 0,
-               one = entries <= POOL_TEAMS * (int64_t)multiprocessors;
+               line = long_pool_call_of<T, B>(a, entries, &c) &&
+                      entries <= POOL_TEAMS * (int64_t)multiprocessors;
     return launch_behind(stream,
                          !plain ? pool_long_forward<T, B, false, false>
-                         : one  ? pool_long_forward<T, B, true, true>
+                         : line ? pool_long_forward<T, B, true, true>
                                 : pool_long_forward<T, B, true, false>,
-                         dim3(grid), POOL_THREADS, sizeof(many), "pool of long blocks", a, entries);
+                         dim3(grid), POOL_THREADS, sizeof(many), "pool of long blocks", a, c);
 }
 
 #endif

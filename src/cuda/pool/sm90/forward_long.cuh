@@ -9,8 +9,9 @@
  * copies, three stages of 40 KB (f32 rows: of 72 KB); more of them make memory no faster. Teams take a
  * stage to registers, give it back, and merge. A merge is 13 instructions, half of the time that 16-bit rows
  * take at the copy rate. A call's code comes from memory, 13 clocks an instruction that nobody ran before: so
- * a stage is one turn of a loop, entries that are stored as rows have instances of half the instructions, and
- * warps beside the teams look up what their ends need. Limit: bytes read over the copy rate.
+ * a stage is one turn of a loop, entries that are stored as rows have instances of half the instructions,
+ * warps beside the teams look up what their ends need, and calls of rows without gaps have a short way to the
+ * first copies. Limit: bytes read over the copy rate.
  */
 #ifndef QUERN_CUDA_POOL_SM90_FORWARD_LONG_CUH
 #define QUERN_CUDA_POOL_SM90_FORWARD_LONG_CUH
@@ -57,11 +58,21 @@ template <typename T, typename B, int ENTRIES> struct long_pool_stage {
     B bias[POOL_ROWS][WIDTH];
 };
 
+/* The arguments of a call of long blocks beside pool_kernel's. A line: one sequence, or several as one, whose
+ * rows stand in memory without gaps, as the biases do. What its feeding warp needs is near each other, as
+ * arguments come from memory too. */
+struct long_pool_call {
+    int64_t entries, entry_bytes;
+    const char *rows, *biases;
+    int32_t stages, live; /* of an entry; entries from the first one on */
+};
+
 /* Of a block of threads that has so many entries. */
 template <typename T, typename B, int ENTRIES> struct long_pool_room {
     typedef ring_place<LONG_POOL_STAGES> place;
     /* Lanes of the feeding warp that bring rows, and then the biases. */
     enum { ROW_LANES = ENTRIES * POOL_ROWS, FEED_LANES = ROW_LANES + POOL_ROWS };
+    enum { LINE_LANES = ENTRIES + 1 }; /* the same of a line */
     alignas(128) long_pool_stage<T, B, ENTRIES> stage[LONG_POOL_STAGES];
     float row[POOL_TEAMS][WIDTH]; /* of entries that are stored as rows, their angles */
     float norm[WIDTH];
@@ -71,7 +82,7 @@ template <typename T, typename B, int ENTRIES> struct long_pool_room {
     ring<1> looked;
 };
 
-/* A lane has a row of each stage, or of rows without gaps the first one all four. */
+/* A lane has a row of each stage, or of rows without gaps the first one all four. ONE: one turn. */
 template <bool ONE, typename T, typename B, int ENTRIES>
 __device__ __forceinline__ void long_pool_feed(const pool_kernel &a, long_pool_room<T, B, ENTRIES> &m,
                                                int64_t entries)
@@ -104,6 +115,28 @@ __device__ __forceinline__ void long_pool_feed(const pool_kernel &a, long_pool_r
             else if (biases) bulk_load(place, from, all, m.rows.expect(at, all));
             else bulk_load_once(place, from, all, m.rows.expect(at, all), once);
         }
+    }
+}
+
+/* The same of the one turn of a line, by few instructions: a lane has an entry, the last one the biases. */
+template <typename T, typename B, int ENTRIES>
+__device__ __forceinline__ void long_pool_feed_line(const long_pool_call &c, long_pool_room<T, B, ENTRIES> &m)
+{
+    enum { ROWS = sizeof(m.stage[0].row[0]), BIASES = sizeof(m.stage[0].bias) };
+    const uint32_t lane = threadIdx.x % 32, e = blockIdx.x + lane * gridDim.x;
+    const bool biases = lane == ENTRIES;
+    const char *from = biases ? c.biases : c.rows + e * c.entry_bytes;
+    const uint32_t rows = e < (uint32_t)c.live ? ROWS : 0, bytes = biases ? BIASES : rows,
+                   to = smem_address(&m.stage[0]) + lane * ROWS;
+    const uint64_t once = policy_once();
+    typename long_pool_room<T, B, ENTRIES>::place at;
+    if (lane >= m.LINE_LANES) return;
+#pragma unroll 1
+    for (int j = 0; j < c.stages; j++, from += bytes, at.advance()) {
+        m.rows.wait_free(at);
+        const uint32_t place = to + at.stage * (uint32_t)sizeof(m.stage[0]), bar = m.rows.expect(at, bytes);
+        if (biases) bulk_load(place, from, bytes, bar);
+        else if (bytes != 0) bulk_load_once(place, from, bytes, bar, once);
     }
 }
 
@@ -189,7 +222,7 @@ __device__ __forceinline__ bool sums_are_numbers(const pool_sums &s)
 
 /* What teams need at the end of entries that are stored as rows, looked up by warps that do nothing else, so
  * that the code of it is on no team's way to the first rows or from the last ones. */
-template <bool ONE, typename T, typename B>
+template <bool LINE, typename T, typename B>
 __device__ __forceinline__ void long_pool_look(const pool_kernel &a, long_pool_room<T, B, POOL_TEAMS> &m,
                                                int64_t entries)
 {
@@ -199,7 +232,7 @@ __device__ __forceinline__ void long_pool_look(const pool_kernel &a, long_pool_r
 #pragma unroll 1
         for (int c = thread; c < WIDTH; c += LONG_POOL_LOOKERS) m.norm[c] = a.entry.norm.at(c);
 #pragma unroll 1
-    for (int64_t e0 = blockIdx.x; e0 < (ONE ? blockIdx.x + 1 : entries); e0 += POOL_TEAMS * gridDim.x) {
+    for (int64_t e0 = blockIdx.x; e0 < entries; e0 += POOL_TEAMS * gridDim.x) {
         m.looked.wait_free(at);
 #pragma unroll 1
         for (int team = 0; team < POOL_TEAMS; team++) {
@@ -214,11 +247,12 @@ __device__ __forceinline__ void long_pool_look(const pool_kernel &a, long_pool_r
             if (thread == 0) m.facts[team] = {own, pool_rows_at<T>(a, x)};
         }
         m.looked.give(at);
+        if (LINE) break;
         at.advance();
     }
 }
 
-template <typename T, typename B, bool PLAIN, bool ONE>
+template <typename T, typename B, bool PLAIN, bool LINE>
 __device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_room<T, B, POOL_TEAMS> &m,
                                                int64_t entries)
 {
@@ -229,7 +263,7 @@ __device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_r
     ring_place<1> looked;
     channels norm = {};
     if (!PLAIN) norm = norm_weights(a.entry, g);
-    for (int64_t e0 = blockIdx.x; e0 < (ONE ? blockIdx.x + 1 : entries); e0 += POOL_TEAMS * gridDim.x) {
+    for (int64_t e0 = blockIdx.x; e0 < entries; e0 += POOL_TEAMS * gridDim.x) {
         const int64_t e = e0 + g.index * (int64_t)gridDim.x;
         pool_facts x = {};
         entry_factors angles = {};
@@ -259,41 +293,42 @@ __device__ __forceinline__ void long_pool_team(const pool_kernel &a, long_pool_r
             m.looked.give_back(looked);
             looked.advance();
         }
-        if (e >= entries) continue;
-        if ((PLAIN ? (bool)own.row.live : x.live) && !sums_are_numbers(sums))
-            merge_again<T, B>(sums, a, PLAIN ? own.rows : pool_rows_at<T>(a, x), channel);
-        if (PLAIN) row_emit(a, g, own.row, norm, angles, rotated, sums);
-        else pool_emit(a, g, x, norm, angles, pooled_of(sums), m.row[g.index]);
+        if (e < entries) {
+            if ((PLAIN ? (bool)own.row.live : x.live) && !sums_are_numbers(sums))
+                merge_again<T, B>(sums, a, PLAIN ? own.rows : pool_rows_at<T>(a, x), channel);
+            if (PLAIN) row_emit(a, g, own.row, norm, angles, rotated, sums);
+            else pool_emit(a, g, x, norm, angles, pooled_of(sums), m.row[g.index]);
+        }
+        if (LINE) break;
     }
 }
 
-/* PLAIN: entries are stored as rows, and each pair of channels that turn is one thread's. ONE: a team has at
- * most one entry. The feeding warp asks for the first rows before the other warps begin. */
-template <typename T, typename B, bool PLAIN, bool ONE>
+/* PLAIN: entries are stored as rows, and each pair of channels that turn is one thread's. LINE: the call is a
+ * line, and a team has at most one entry. The feeding warp asks for the first rows before the other warps
+ * begin; teams without an entry walk along, so that it need not count them. */
+template <typename T, typename B, bool PLAIN, bool LINE>
 __global__ void __launch_bounds__(POOL_THREADS, 1)
-    pool_long_forward(const __grid_constant__ pool_kernel a, int64_t entries)
+    pool_long_forward(const __grid_constant__ pool_kernel a, const __grid_constant__ long_pool_call c)
 {
     extern __shared__ __align__(128) char room[];
     auto &m = *(long_pool_room<T, B, POOL_TEAMS> *)room;
-    const int team = (int)threadIdx.x / POOL_TEAM;
-    int teams = 1; /* that have entries */
-    while (teams < POOL_TEAMS && blockIdx.x + teams * (int64_t)gridDim.x < entries) teams++;
     if (threadIdx.x / 32 == POOL_WARPS) {
         if (threadIdx.x == POOL_WARPS * 32) {
-            m.rows.init(m.FEED_LANES, teams * POOL_TEAM);
-            m.looked.init(LONG_POOL_LOOKERS, teams * POOL_TEAM);
+            m.rows.init(LINE ? m.LINE_LANES : m.FEED_LANES, POOL_TEAMS * POOL_TEAM);
+            m.looked.init(LONG_POOL_LOOKERS, POOL_TEAMS * POOL_TEAM);
             mbar_init_done();
         }
         __syncwarp();
         named_arrive(LONG_POOL_BEGIN, POOL_THREADS);
         wait_for_before();
-        long_pool_feed<ONE>(a, m, entries);
+        if (LINE) long_pool_feed_line(c, m);
+        else long_pool_feed<false>(a, m, c.entries);
         return;
     }
     named_sync(LONG_POOL_BEGIN, POOL_THREADS);
     wait_for_before();
-    if (team < teams) long_pool_team<T, B, PLAIN, ONE>(a, m, entries);
-    else if (PLAIN && team == POOL_TEAMS) long_pool_look<ONE>(a, m, entries);
+    if (threadIdx.x < POOL_WARPS * 32) long_pool_team<T, B, PLAIN, LINE>(a, m, c.entries);
+    else if (PLAIN) long_pool_look<LINE>(a, m, c.entries);
 }
 
 #endif
