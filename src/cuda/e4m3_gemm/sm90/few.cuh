@@ -6,6 +6,7 @@
 #define QUERN_CUDA_E4M3_GEMM_SM90_FEW_CUH
 
 #include "e4m3_gemm/sm90/widen.cuh"
+#include "hopper/group_ring.cuh"
 #include "hopper/products.cuh"
 
 namespace sm90_e4m3
@@ -19,12 +20,13 @@ enum {
     SHORT_BYTES = 128 * 1024     /* of a, in a block that keeps all of its rows */
 };
 
-template <int STAGES> __device__ __forceinline__ void advance_by(ring_place<STAGES> &at, int uses)
+/* A warp has read its part of a stage. */
+template <int STAGES>
+__device__ __forceinline__ void give_back_by_warp(group_ring<TAKERS, STAGES> &stages,
+                                                  const ring_place<STAGES> &at)
 {
-    at.stage += uses;
-    if (at.stage < STAGES) return;
-    at.stage -= STAGES;
-    at.parity ^= 1;
+    __syncwarp();
+    if (threadIdx.x % 32 < READER_ARRIVALS) stages.give_back(at);
 }
 
 /* Adds the products of half a run; they are under way when this returns. */
@@ -44,8 +46,9 @@ struct run_operand {
     uint32_t low[HALF][4], high[HALF][4];
 };
 
-template <typename T, int STAGES>
-__device__ __forceinline__ void take_low(run_operand &a, ring<STAGES> &codes, const ring_place<STAGES> &at,
+/* RING: a ring, or a group_ring. */
+template <typename T, typename RING, typename PLACE, int STAGES>
+__device__ __forceinline__ void take_low(run_operand &a, RING &codes, const PLACE &at,
                                          const char (&w)[STAGES][WG_ROWS * RUN])
 {
     codes.wait_full(at);

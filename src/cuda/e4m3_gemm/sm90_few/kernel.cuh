@@ -33,6 +33,8 @@ using namespace sm90_e4m3;
 
 enum {
     FEW_THREADS = MATH + 256,
+    FEED = MATH + 128, /* threads: the one that feeds codes, and that of rows */
+    FEED_ROWS = FEED + 32,
     RUNS_MOST = 256
 };
 
@@ -47,9 +49,7 @@ template <int TOKENS> struct form {
         FOLD_REGISTERS = TOKENS == 64 ? 64 : 80,
         SUMS = TOKENS == 64 ? 4 : TOKENS == 32 ? 8 : TOKENS == 16 ? 24 : 48 /* runs whose sums have room */
     };
-    /* A warpgroup may be TAKERS runs ahead: in fewer stages its wait could end at an earlier use of the same
-     * parity. */
-    static_assert((int)SUMS >= (int)TAKERS && (int)A_STAGES >= (int)TAKERS, "parity tells uses apart");
+    static_assert((int)SUMS % (int)TAKERS == 0, "a warpgroup waits for every use of its places for sums");
 };
 
 template <int TOKENS> struct shared {
@@ -59,10 +59,44 @@ template <int TOKENS> struct shared {
     char sums[f::SUMS][f::A_BYTES];
     char out[TOKENS * WG_ROWS * 2];
     float2 scale[RUNS_MOST];
-    ring<f::W_STAGES> codes;
-    ring<f::A_STAGES> rows;
+    group_ring<TAKERS, f::W_STAGES> codes;
+    group_ring<TAKERS, f::A_STAGES> rows;
     ring<f::SUMS * 4> warps; /* a run's sums of a warp's 16 rows of W */
 };
+
+/* Of N barriers that WARPS warps initialise, those of one; a lane of each calls. `warp` comes from a
+ * __shfl_sync(): a warp whose addresses are in no uniform register initialises one barrier at a time, each
+ * behind a fence, some 60 clocks. */
+template <int WARPS, int N>
+__device__ __forceinline__ void init_part(uint64_t (&of)[N], int warp, uint32_t arrivals)
+{
+#pragma unroll
+    for (int i = 0; i < N; i += WARPS)
+        if (i + WARPS <= N || warp < N - i) mbar_init(smem_address(of) + (warp + i) * 8, arrivals);
+}
+
+/* All threads. A warp that feeds uses its own ring's barriers alone, so it starts before the others are
+ * there. Blocks that share a tile use each place for sums once, without barriers. */
+template <int TOKENS>
+__device__ __forceinline__ void init_barriers(const product_params &q, shared<TOKENS> &m, int role)
+{
+    enum { WARPS = FEED / 32 };
+    if (role <= TAKERS) {
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (threadIdx.x % 32 == 0 && q.shares == 1) {
+            init_part<WARPS>(m.warps.full, warp, READER_ARRIVALS);
+            init_part<WARPS>(m.warps.free, warp, READER_ARRIVALS);
+        }
+        mbar_init_done();
+        named_sync(0, FEW_THREADS);
+    } else {
+        if (threadIdx.x == FEED) m.codes.init(1, 4 * READER_ARRIVALS);
+        if (threadIdx.x == FEED_ROWS) m.rows.init(1, 4 * READER_ARRIVALS);
+        mbar_init_done();
+        __syncwarp();
+        named_arrive(0, FEW_THREADS);
+    }
+}
 
 /* The runs of a block, and its tiles: the first, the step from one to the next. */
 struct share {
@@ -91,7 +125,7 @@ template <int TOKENS>
 __device__ __forceinline__ void feed_codes(const product_params &q, const CUtensorMap &w, shared<TOKENS> &m)
 {
     const share s = share_here(q);
-    ring_place<form<TOKENS>::W_STAGES> at;
+    group_place<TAKERS, form<TOKENS>::W_STAGES> at;
     for (int64_t i = s.tile; i < tiles_of(q); i += s.step) {
         const tile_place t = place_of(q, i, TOKENS);
 #pragma unroll 1
@@ -109,7 +143,7 @@ template <int TOKENS>
 __device__ __forceinline__ void feed_rows(const product_params &q, const CUtensorMap &a, shared<TOKENS> &m)
 {
     const share s = share_here(q);
-    ring_place<form<TOKENS>::A_STAGES> at;
+    group_place<TAKERS, form<TOKENS>::A_STAGES> at;
     wait_for_before();
     let_next_start();
     for (int64_t i = s.tile; i < tiles_of(q); i += s.step) {
@@ -156,12 +190,12 @@ __device__ __forceinline__ void multiply(const product_params &q, shared<TOKENS>
     typedef form<TOKENS> f;
     const share s = share_here(q);
     const int runs = s.count * (int)((tiles_of(q) - s.tile + s.step - 1) / s.step);
-    ring_place<f::W_STAGES> w;
-    ring_place<f::A_STAGES> a;
+    group_place<TAKERS, f::W_STAGES> w;
+    group_place<TAKERS, f::A_STAGES> a;
     ring_place<f::SUMS> to = ring_place<f::SUMS>::of(warpgroup);
     run_operand operand;
-    advance_by(w, warpgroup);
-    advance_by(a, warpgroup);
+    w.advance_by(warpgroup);
+    a.advance_by(warpgroup);
     if (warpgroup < runs) take_low<T>(operand, m.codes, w, m.w);
     for (int run = warpgroup; run < runs; run += TAKERS) {
         const uint32_t sums = stage_address(m.sums, to.stage);
@@ -171,18 +205,18 @@ __device__ __forceinline__ void multiply(const product_params &q, shared<TOKENS>
         give_back_by_warp(m.codes, w);
         wait_low();
         if (run + TAKERS < runs) {
-            advance_by(w, (int)TAKERS);
+            w.advance_by(TAKERS);
             take_low<T>(operand, m.codes, w, m.w);
         }
         wg_wait<0>(part);
         give_back_by_warp(m.rows, a);
-        m.warps.wait_free(warp_place(to));
+        if (q.shares == 1) m.warps.wait_free(warp_place(to));
 #pragma unroll
         for (int n = 0; n < f::TILES; n++)
             store_shared4(sums_at(sums, n), part[n][0], part[n][1], part[n][2], part[n][3]);
         __syncwarp();
-        if (threadIdx.x % 32 < READER_ARRIVALS) m.warps.give(warp_place(to));
-        advance_by(a, (int)TAKERS);
+        if (q.shares == 1 && threadIdx.x % 32 < READER_ARRIVALS) m.warps.give(warp_place(to));
+        a.advance_by(TAKERS);
         advance_by(to, (int)TAKERS);
     }
 }
@@ -285,17 +319,8 @@ __global__ void __launch_bounds__(FEW_THREADS, 1)
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char memory[];
     shared<TOKENS> &m = *(shared<TOKENS> *)memory;
-    if (threadIdx.x == 0) {
-        m.codes.init(1, 4 * READER_ARRIVALS);
-        m.rows.init(1, 4 * READER_ARRIVALS);
-    }
-    for (int i = threadIdx.x; i < form<TOKENS>::SUMS * 4; i += FEW_THREADS) {
-        mbar_init(smem_address(&m.warps.full[i]), READER_ARRIVALS);
-        mbar_init(smem_address(&m.warps.free[i]), READER_ARRIVALS);
-    }
-    mbar_init_done();
-    __syncthreads();
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    init_barriers(q, m, role);
     if (role < TAKERS) {
         registers_up<form<TOKENS>::MATH_REGISTERS>();
         multiply<T, TOKENS>(q, m, role);
@@ -309,8 +334,8 @@ __global__ void __launch_bounds__(FEW_THREADS, 1)
         if (q.shares > 1) cluster_sync();
     } else {
         registers_down<form<TOKENS>::FEED_REGISTERS>();
-        if (threadIdx.x == MATH + 128) feed_codes(q, w, m);
-        if (threadIdx.x == MATH + 160) feed_rows(q, a, m);
+        if (threadIdx.x == FEED) feed_codes(q, w, m);
+        if (threadIdx.x == FEED_ROWS) feed_rows(q, a, m);
         __syncwarp();
         if (q.shares > 1) cluster_sync();
     }

@@ -46,6 +46,7 @@ enum {
     PRODUCTS = WARPS * 32,
     ROW_THREADS = PRODUCTS + 32
 };
+static_assert((int)STAGES % (int)EVERY == 0, "a warp waits for every use of its stages");
 
 /* PIECES: the most that a block has. */
 template <int PIECES> struct shared {

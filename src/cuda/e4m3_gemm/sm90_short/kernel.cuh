@@ -34,6 +34,7 @@ enum {
     MATH_REGISTERS = 112,
     W_STAGES = 12
 };
+static_assert((int)W_STAGES % (int)TAKERS == 0, "a warpgroup waits for every use of its stages");
 
 template <int TOKENS> struct form {
     enum { RUNS = SHORT_BYTES / (TOKENS * RUN * 2) };

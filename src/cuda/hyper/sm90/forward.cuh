@@ -13,7 +13,7 @@
 #ifndef QUERN_CUDA_HYPER_SM90_FORWARD_CUH
 #define QUERN_CUDA_HYPER_SM90_FORWARD_CUH
 
-#include "hopper/ring.cuh"
+#include "hopper/group_ring.cuh"
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 #include "hyper/four/panel.cuh"
@@ -47,29 +47,6 @@ struct forward_params : four_params {
     int32_t *summed, *weighed, *mixed; /* [tiles] panels; [units]; [tiles] tokens: that are done */
 };
 
-/* Stages that the groups use in turn, each every third use. A stage has a full barrier for each group, which
- * waits for all of its phases: it would skip phases of one that all share, and parity tells a phase from the
- * next alone. */
-template <int STAGES> struct group_ring {
-    stage_barriers<GROUPS * STAGES> full;
-    stage_barriers<STAGES> free;
-
-    __device__ __forceinline__ void init(uint32_t fillers)
-    {
-        full.init(fillers);
-        free.init(GROUP_THREADS / 32);
-    }
-    /* Of use number `use`, which is group use % GROUPS's. */
-    static __device__ __forceinline__ ring_place<GROUPS * STAGES> full_at(int use)
-    {
-        return ring_place<GROUPS * STAGES>::of(use);
-    }
-    static __device__ __forceinline__ ring_place<STAGES> free_at(int use)
-    {
-        return ring_place<STAGES>::of(use);
-    }
-};
-
 struct sum_shared {
     char fn[BOXES][FN_BOX_BYTES], x[STAGES][AT_ONCE][BOX_BYTES];
     stage_barriers<GROUPS * STAGES> full; /* of a stage of each group's tile: as group_ring's */
@@ -97,7 +74,7 @@ template <int EACH, bool OUT> struct mix_shared {
     stage[STAGES];
     float norm[EACH * EACH_WIDTH];
     float parts[GROUPS][2][GROUP_THREADS / 32];
-    group_ring<STAGES> tokens;
+    group_ring<GROUPS, STAGES> tokens;
 };
 
 template <int EACH, bool OUT> constexpr size_t shared_bytes()

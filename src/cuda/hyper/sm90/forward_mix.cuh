@@ -252,7 +252,7 @@ __device__ __forceinline__ void mix_block(const forward_params &p, mix_shared<EA
 {
     const mix_walk walk = mix_walk_of(p, block, blocks);
     if (threadIdx.x == 0) {
-        m.tokens.init(1 + WEIGHTS / 4);
+        m.tokens.init(1 + WEIGHTS / 4, GROUP_THREADS / 32);
         mbar_init_done();
     }
     for (int i = threadIdx.x; i < p.width; i += THREADS) m.norm[i] = p.norm.at(i);
