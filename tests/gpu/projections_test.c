@@ -62,10 +62,15 @@ static void spread(test_random *random, quern_tensor *a)
     free(x);
 }
 
+static size_t bytes_of(const quern_tensor *t)
+{
+    return (size_t)(t->shape[0] * t->shape[1]) * quern_dtype_size(t->dtype);
+}
+
 /* c by the variant; NULL where it does not take the call. */
 static uint16_t *product_by(const char *name, const e4m3_gemm_args *a)
 {
-    const size_t bytes = (size_t)(a->c.shape[0] * a->c.shape[1]) * sizeof(uint16_t);
+    const size_t bytes = bytes_of(&a->c);
     char why[STAGE_WHY_BYTES] = "", kernel[STAGE_NAME_BYTES] = "";
     stage_exec exec = exec_here;
     void *workspace;
@@ -156,9 +161,108 @@ static void variants_agree(void **state)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) agree(&random, &cases[i]);
 }
 
+/* ---- late copies ---- */
+
+/* What the device copies all the time, beside the products. */
+enum { TRAFFIC = 128 << 20, COPIES = 4 };
+typedef struct traffic {
+    cudaStream_t stream;
+    void *from, *to;
+} traffic;
+
+static traffic traffic_make(void)
+{
+    traffic t;
+    CHECK(cudaStreamCreateWithFlags(&t.stream, cudaStreamNonBlocking));
+    CHECK(cudaMalloc(&t.from, TRAFFIC));
+    CHECK(cudaMalloc(&t.to, TRAFFIC));
+    return t;
+}
+
+static void start_traffic(const traffic *t)
+{
+    for (int i = 0; i < COPIES; i++)
+        CHECK(cudaMemcpyAsync(t->to, t->from, TRAFFIC, cudaMemcpyDeviceToDevice, t->stream));
+}
+
+static void traffic_free(traffic *t)
+{
+    CHECK(cudaStreamDestroy(t->stream));
+    CHECK(cudaFree(t->from));
+    CHECK(cudaFree(t->to));
+}
+
+/* The tensor's rows in the host's memory, where the device reads them: its copies come late, and in another
+ * order than it asked for them. */
+static void *on_host(const quern_tensor *t)
+{
+    void *there;
+    CHECK(cudaHostAlloc(&there, bytes_of(t), cudaHostAllocMapped));
+    CHECK(cudaMemcpy(there, t->data, bytes_of(t), cudaMemcpyDeviceToHost));
+    return there;
+}
+
+/* The product of few rows, again and again beside the traffic, has the bits of `expected`. */
+static void repeat_late(const e4m3_gemm_args *a, const uint16_t *expected, const traffic *beside,
+                        const char *where)
+{
+    stage_exec exec = exec_here;
+    void *workspace;
+    uint16_t *c = malloc(bytes_of(&a->c));
+    assert_non_null(c);
+    exec.variant = "e4m3_gemm_sm90_few";
+    CHECK(cudaMalloc(&workspace, cuda->e4m3_gemm.workspace(&exec, a) + 1));
+    for (int trial = 0; trial < test_trials(64); trial++) {
+        CHECK(cudaMemset(a->c.data, 0xff, bytes_of(&a->c)));
+        CHECK(cudaDeviceSynchronize());
+        start_traffic(beside);
+        if (cuda->e4m3_gemm.run(&exec, a, workspace) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaMemcpy(c, a->c.data, bytes_of(&a->c), cudaMemcpyDeviceToHost));
+        if (memcmp(c, expected, bytes_of(&a->c)) != 0)
+            fail_msg("%lld x %lld x %lld, %s late: other bits in trial %d", (long long)a->a.shape[0],
+                     (long long)a->c.shape[1], (long long)a->a.shape[1], where, trial);
+    }
+    CHECK(cudaFree(workspace));
+    free(c);
+}
+
+/* Tiles of 16 tokens (in shares, and whole), of 32 and of 64, whose rings have 6 stages of a, 10 of W and 5
+ * of a: no multiple of the four warpgroups that take them in turn. */
+static void late_copies_change_no_bit(void **state)
+{
+    static const int64_t sizes[][2] = {{16, 4096}, {16, 8192}, {32, 8192}, {64, 8192}};
+    test_random random = {test_seed("projections", 7)};
+    traffic beside = traffic_make();
+    (void)state;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        const int64_t rows = sizes[i][0], n = sizes[i][1], k = 4096;
+        e4m3_gemm_args a = {.groups = 1, .block_rows = 128, .block_columns = 128};
+        a.a = drawn(&random, QUERN_BF16, rows, k, 0, 0);
+        a.codes = drawn(&random, QUERN_U8, n, k, 0, 255);
+        a.scales = drawn(&random, QUERN_U8, n / 128, k / 128, 119, 123);
+        a.c = drawn(&random, QUERN_BF16, rows, n, 0, 0);
+        uint16_t *expected = product_by("e4m3_gemm_sm90", &a), *few = product_by("e4m3_gemm_sm90_few", &a);
+        void *const there[] = {a.a.data, a.codes.data}, *const late[] = {on_host(&a.a), on_host(&a.codes)};
+        static const char *const names[] = {"neither", "rows", "codes", "both"};
+        for (int which = 0; few != NULL && which < 4; which++) {
+            a.a.data = which & 1 ? late[0] : there[0];
+            a.codes.data = which & 2 ? late[1] : there[1];
+            repeat_late(&a, expected, &beside, names[which]);
+        }
+        void *const all[] = {there[0], there[1], a.scales.data, a.c.data};
+        for (size_t j = 0; j < sizeof all / sizeof *all; j++) CHECK(cudaFree(all[j]));
+        for (int j = 0; j < 2; j++) CHECK(cudaFreeHost(late[j]));
+        free(expected);
+        free(few);
+    }
+    traffic_free(&beside);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree),
+                                       cmocka_unit_test(late_copies_change_no_bit)};
     (void)alarm(SECONDS);
     return cmocka_run_group_tests(tests, open_backend, NULL);
 }
