@@ -25,6 +25,20 @@ __device__ __forceinline__ void cluster_arrive_read(uint32_t bar)
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
+/* cluster_sync_arrive() after reads, which waits for none of the thread's stores. */
+__device__ __forceinline__ void cluster_sync_arrive_read()
+{
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
+/* As cluster_load(), one float. */
+__device__ __forceinline__ float cluster_load_one(uint32_t address)
+{
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
 /* Gives a stage back to all blocks of a cluster; a warp that has read it calls. */
 template <int BLOCKS, int STAGES>
 __device__ __forceinline__ void give_back_to_cluster(ring<STAGES> &stages, const ring_place<STAGES> &at)

@@ -11,7 +11,7 @@
  *             have the rows of W of those that multiply: each waits for one warp of these alone.
  *
  * Where there are few tiles, up to 8 blocks of a cluster split a tile's runs. They keep all their runs' sums
- * and then add them in the order of the runs, each block for some tokens: the bits are those of one block.
+ * and then add them in the order of the runs, each block for some of c: the bits are those of one block.
  * TOKENS, 8 to 64, is the width of the products and changes no bit either.
  *
  * The kernel may start while the one before it on the stream still runs: what W's ring holds is weights,
@@ -25,6 +25,7 @@
 #define QUERN_CUDA_E4M3_GEMM_SM90_FEW_KERNEL_CUH
 
 #include "e4m3_gemm/sm90/few.cuh"
+#include "hopper/cluster.cuh"
 
 namespace sm90_e4m3_few
 {
@@ -98,24 +99,30 @@ __device__ __forceinline__ void init_barriers(const product_params &q, shared<TO
     }
 }
 
-/* The runs of a block, and its tiles: the first, the step from one to the next. */
+/* A block's place among those that share a tile and the runs of each; its own runs, and its tiles: the
+ * first, the step from one to the next. */
 struct share {
-    int first, count;
+    int rank, each, first, count;
     int64_t tile, step;
 };
 
+/* By shifts: 1, 2, 4 or 8 blocks share a tile. A division takes some 200 clocks, before the first copy. */
 __device__ __forceinline__ share share_here(const product_params &q)
 {
-    const int each = (q.runs + q.shares - 1) / q.shares,
-              first = min((int)(blockIdx.x % q.shares) * each, (int)q.runs);
-    return {first, min(each, q.runs - first), (int64_t)(blockIdx.x / q.shares),
-            (int64_t)(gridDim.x / q.shares)};
+    const int shift = 31 - __clz(q.shares), rank = (int)(blockIdx.x & (q.shares - 1)),
+              each = (q.runs + q.shares - 1) >> shift, first = min(rank * each, (int)q.runs);
+    share s = {rank, each, first, min(each, q.runs - first)};
+    s.tile = blockIdx.x >> shift;
+    s.step = gridDim.x >> shift;
+    return s;
 }
 
 /* Tiles of the same rows of W follow one another. */
 __device__ __forceinline__ tile_place place_of(const product_params &q, int64_t tile, int tokens)
 {
-    const int64_t panel = tile / q.token_tiles, group = panel / q.panels;
+    int64_t panel = tile, group = 0;
+    if (q.token_tiles > 1) panel = tile / q.token_tiles;
+    if (q.p.groups > 1) group = panel / q.panels;
     return {group, (panel - group * q.panels) * WG_ROWS, (tile - panel * q.token_tiles) * tokens};
 }
 
@@ -269,46 +276,59 @@ __device__ __forceinline__ void fold_tiles(const product_params &q, shared<TOKEN
 
 /* ---- shares ---- */
 
-/* All threads of the cluster. */
-__device__ __forceinline__ void cluster_sync()
+/* A part is eight tokens of 16 rows of W, a number of c for each thread of a warpgroup: the blocks' sums of
+ * all runs, in order. Those of two blocks, or of twice AHEAD runs of one, are read at once. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void fold_part(const product_params &q, shared<TOKENS> &m, const tile_place &t,
+                                          int each, int part)
+{
+    enum { AHEAD = TOKENS == 8 ? 16 : TOKENS == 64 ? 4 : 8, STEP = form<TOKENS>::A_BYTES };
+    static_assert((int)form<TOKENS>::SUMS % (int)AHEAD == 0, "reads past a block's runs end with its places");
+    const int x = threadIdx.x % 128, row = part % 4 * 16 + x / 16 + x % 4 / 2 * 8,
+              token = part / 4 * 8 + x / 4 % 4 * 2 + x % 2;
+    const int64_t row0 = t.group * q.p.out, to = t.column + row, at = t.token + token;
+    const bool late = (row0 + to) >> q.p.scales.shift != (row0 + t.column) >> q.p.scales.shift;
+    const float *const scale = late ? &m.scale[0].y : &m.scale[0].x;
+    const uint32_t sums = smem_address(m.sums) + (uint32_t)(part * 128 + x) * 4;
+    float c = 0.0f;
+    int rank = 0, done = 0;
+#pragma unroll 1
+    while (rank < q.shares) {
+        float sum[2][AHEAD];
+        int first[2], count[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t from = cluster_address(sums + done * (uint32_t)STEP, min(rank, q.shares - 1));
+            first[i] = rank * each + done;
+            count[i] = min(each - done, q.runs - first[i]);
+#pragma unroll
+            for (int run = 0; run < AHEAD; run++) sum[i][run] = cluster_load_one(from + run * (uint32_t)STEP);
+            done += AHEAD;
+            if (done < each) continue;
+            done = 0;
+            rank++;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int run = 0; run < AHEAD; run++)
+                if (run < count[i]) c = fmaf(scale[2 * (first[i] + run)], sum[i][run], c);
+    }
+    if (to >= q.p.out || at >= q.p.tokens) return;
+    const float bias = q.p.bias.p != NULL ? q.p.bias.at(row0 + to) : 0.0f;
+    ((T *)q.p.c)[at * q.p.c_row + row0 + to] = from_float<T>(c + bias);
+}
+
+/* The warpgroups of the cluster that multiplied add the parts of its tile. */
+template <typename T, int TOKENS>
+__device__ __forceinline__ void fold_shares(const product_params &q, shared<TOKENS> &m, int warpgroup)
 {
     cluster_sync_arrive();
-    cluster_sync_wait();
-}
-
-/* Two rows of W and two tokens, those of thread threadIdx.x % 128 in eight tokens' sums: the blocks' sums of
- * all runs, in order. */
-template <typename T, int TOKENS>
-__device__ __forceinline__ void fold_shares(const product_params &q, shared<TOKENS> &m, const tile_place &t,
-                                            int tile)
-{
-    const int each = (q.runs + q.shares - 1) / q.shares, token = tile * 8 + threadIdx.x % 4 * 2;
-    const int64_t column = t.column + low_row(0), row0 = t.group * q.p.out;
-    const late_rows late(q, t.group, t.column);
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int run = 0; run < q.runs; run += each) {
-        const uint32_t from = cluster_address(sums_at(smem_address(m.sums), tile), (uint32_t)(run / each));
-#pragma unroll 8
-        for (int i = 0; i < min(each, q.runs - run); i++)
-            add_sums(c, cluster_load(from + i * (uint32_t)form<TOKENS>::A_BYTES), late.of(m.scale[run + i]));
-    }
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-        const int64_t to = column + e / 2 * 8, row = t.token + token + e % 2;
-        if (to >= q.p.out || row >= q.p.tokens) continue;
-        const float bias = q.p.bias.p != NULL ? q.p.bias.at(row0 + to) : 0.0f;
-        ((T *)q.p.c)[row * q.p.c_row + row0 + to] = from_float<T>(c[e] + bias);
-    }
-}
-
-/* Warpgroup w of block b adds tiles b, b + shares, ... of four of the cluster's warpgroups. */
-template <typename T, int TOKENS>
-__device__ __forceinline__ void fold(const product_params &q, shared<TOKENS> &m, int warpgroup)
-{
-    const int rank = (int)(blockIdx.x % q.shares);
-    const tile_place t = place_of(q, blockIdx.x / q.shares, TOKENS);
-    for (int tile = warpgroup * q.shares + rank; tile < form<TOKENS>::TILES; tile += TAKERS * q.shares)
-        fold_shares<T, TOKENS>(q, m, t, tile);
+    const share s = share_here(q);
+    const tile_place t = place_of(q, s.tile, TOKENS);
+    cluster_sync_wait(); /* sums are there */
+    for (int part = warpgroup * q.shares + s.rank; part < form<TOKENS>::TILES * 4; part += TAKERS * q.shares)
+        fold_part<T, TOKENS>(q, m, t, s.each, part);
 }
 
 template <typename T, int TOKENS>
@@ -324,22 +344,28 @@ __global__ void __launch_bounds__(FEW_THREADS, 1)
     if (role < TAKERS) {
         registers_up<form<TOKENS>::MATH_REGISTERS>();
         multiply<T, TOKENS>(q, m, role);
-        if (q.shares > 1) {
-            cluster_sync(); /* sums are there */
-            fold<T, TOKENS>(q, m, role);
-        }
+        if (q.shares > 1) fold_shares<T, TOKENS>(q, m, role);
     } else if (role == TAKERS) {
         registers_down<form<TOKENS>::FOLD_REGISTERS>();
         fold_tiles<T, TOKENS>(q, m);
-        if (q.shares > 1) cluster_sync();
+        if (q.shares > 1) {
+            cluster_sync_arrive();
+            cluster_sync_wait();
+        }
     } else {
         registers_down<form<TOKENS>::FEED_REGISTERS>();
         if (threadIdx.x == FEED) feed_codes(q, w, m);
         if (threadIdx.x == FEED_ROWS) feed_rows(q, a, m);
         __syncwarp();
-        if (q.shares > 1) cluster_sync();
+        if (q.shares > 1) {
+            cluster_sync_arrive_read();
+            cluster_sync_wait();
+        }
     }
-    if (q.shares > 1) cluster_sync(); /* and read */
+    if (q.shares > 1) { /* no block ends while another one reads its sums */
+        cluster_sync_arrive_read();
+        cluster_sync_wait();
+    }
 #endif
 }
 
