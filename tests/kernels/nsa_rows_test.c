@@ -162,7 +162,7 @@ static gate_case gate_make_case(test_random *random, int i)
         c.absent[b] = b == absent;
         c.o[b] = grid_of(random, &c, c.dtype, c.n, false);
         double *o = test_tensor_get(&c.o[b]);
-        if (i % 5 == 1 && b < 2 && c.n * c.tokens > 0)
+        if (i % 5 == 1 && b < 2 && c.n * c.tokens * c.heads > 0)
             o[c.n / 2] = b == 0 ? NAN : -INFINITY; /* stays in its row */
         test_tensor_set(&c.o[b], o);
         free(o);
