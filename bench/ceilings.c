@@ -110,6 +110,7 @@ typedef struct team {
     ceiling_memory *memory;
     size_t bytes; /* a thread */
     int threads;
+    bool incomplete; /* a thread could not be created: none goes to the barrier */
     atomic_bool failed;
     double begin[MAX_THREADS][SLICES], end[MAX_THREADS][SLICES], work[MAX_THREADS][SLICES];
 } team;
@@ -147,7 +148,7 @@ static void *work(void *arg)
     team *t = m->team;
     pthread_mutex_lock(&t->gate);
     pthread_mutex_unlock(&t->gate);
-    if (atomic_load(&t->failed)) return NULL;
+    if (t->incomplete) return NULL;
     if (t->threads > 1) pin(m->index);
     char *memory = t->memory != NULL ? bench_allocate(2 * t->bytes) : NULL;
     if (t->memory != NULL && memory == NULL) atomic_store(&t->failed, true);
@@ -191,7 +192,8 @@ static bool run_team(team *t)
         members[started] = (member){t, started};
         if (pthread_create(&handles[started], NULL, work, &members[started]) != 0) break;
     }
-    if (started < t->threads) atomic_store(&t->failed, true);
+    t->incomplete = started < t->threads;
+    if (t->incomplete) atomic_store(&t->failed, true);
     pthread_mutex_unlock(&t->gate);
     for (int i = 0; i < started; i++) pthread_join(handles[i], NULL);
     pthread_mutex_destroy(&t->gate);
