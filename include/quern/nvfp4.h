@@ -288,8 +288,8 @@ QUERN_API quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_ex
  *
  * Bound against exact arithmetic, with S the sum of |a b| and the globals, |bias| and |C|:
  * (4 + K / 16) 2^-23 S for integer products, (2^-6 + ceil(K / 128) 2^-23) S for FP8's by its operands,
- * (K + 8) 2^-24 S for others, and half a unit of the output's last place. (bf16 activations at the level
- * AVX512BF16: numbers below 2^-126 count as 0 in rows that have one of at least 2^-60.)
+ * (K + 8) 2^-24 S for others, and half a unit of the output's last place. (bf16 activations at the levels
+ * AVX512BF16 and AMX: numbers below 2^-126 count as 0 in rows that have one of at least 2^-60.)
  */
 typedef enum quern_nvfp4_codes_layout {
     QUERN_NVFP4_CODES_LINEAR =

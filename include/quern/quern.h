@@ -154,9 +154,10 @@ typedef struct quern_context quern_context;
 typedef enum quern_cpu_level {
     QUERN_CPU_LEVEL_AUTO = 0, /* what QUERN_CPU names, else what quern_cpu_level_detect() finds */
     QUERN_CPU_LEVEL_PORTABLE = 1,
-    QUERN_CPU_LEVEL_AVX2 = 2,      /* AVX2, FMA, F16C */
-    QUERN_CPU_LEVEL_AVX512 = 3,    /* AVX-512 F, BW, DQ, VL */
-    QUERN_CPU_LEVEL_AVX512BF16 = 4 /* the same with AVX512_BF16, AVX512_VNNI and AVX512_VBMI */
+    QUERN_CPU_LEVEL_AVX2 = 2,       /* AVX2, FMA, F16C */
+    QUERN_CPU_LEVEL_AVX512 = 3,     /* AVX-512 F, BW, DQ, VL */
+    QUERN_CPU_LEVEL_AVX512BF16 = 4, /* the same with AVX512_BF16, AVX512_VNNI and AVX512_VBMI */
+    QUERN_CPU_LEVEL_AMX = 5         /* the same with AMX_TILE and AMX_BF16 */
 } quern_cpu_level;
 
 /*
@@ -187,10 +188,12 @@ QUERN_API void quern_context_destroy(quern_context *ctx);
 /* What the context computes with: both resolved, never 0 or AUTO. (Of NULL: 0, AUTO.) */
 QUERN_API int32_t quern_context_threads(const quern_context *ctx);
 QUERN_API quern_cpu_level quern_context_cpu_level(const quern_context *ctx);
-/* "auto", "portable", "avx2", "avx512", "avx512bf16"; "?" for an unknown level. Static storage. */
+/* "auto", "portable", "avx2", "avx512", "avx512bf16", "amx"; "?" for an unknown level. Static storage. */
 QUERN_API const char *quern_cpu_level_name(quern_cpu_level level);
 /* The level that is the default: of those that this machine, its operating system and this build have, the
- * last that the library lists. */
+ * last that the library lists. Linux lets a process use AMX once it asks, which a context of that level or of
+ * AUTO does: signal frames are 8 KiB longer from then on, and a process with a signal stack too small for
+ * them lacks the level. */
 QUERN_API quern_cpu_level quern_cpu_level_detect(void);
 
 /*

@@ -73,7 +73,7 @@ def test_nothing_else_is_loaded(wheel):
 def test_cpu_levels(run_alone):
     """Every level that this CPU has, by the name that chooses it."""
     results = {}
-    for level in ("portable", "avx2", "avx512", "avx512bf16"):
+    for level in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
         done = run_alone(ATTEND, QUERN_CPU=level)
         if level != "portable" and b"this machine has" in done.stderr:
             continue

@@ -9,11 +9,15 @@ static uint32_t found;
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 /* Registers of cpuid in their order. */
 enum { EAX, EBX, ECX, EDX };
 /* State that the operating system saves, bits of XCR0. */
-enum { YMM = 0x6, ZMM = 0xe6 };
+enum { YMM = 0x6, ZMM = 0xe6, TILES = 0x600e6 };
 
 /* Where cpuid says a feature. */
 static const struct {
@@ -26,7 +30,8 @@ static const struct {
     {CPU_AVX512DQ, 7, 0, EBX, 17, ZMM},    {CPU_AVX512BW, 7, 0, EBX, 30, ZMM},
     {CPU_AVX512VL, 7, 0, EBX, 31, ZMM},    {CPU_AVX512_VNNI, 7, 0, ECX, 11, ZMM},
     {CPU_AVX512_FP16, 7, 0, EDX, 23, ZMM}, {CPU_AVX512_BF16, 7, 1, EAX, 5, ZMM},
-    {CPU_AVX512_VBMI, 7, 0, ECX, 1, ZMM},
+    {CPU_AVX512_VBMI, 7, 0, ECX, 1, ZMM},  {CPU_AMX_TILE, 7, 0, EDX, 24, TILES},
+    {CPU_AMX_BF16, 7, 0, EDX, 22, TILES},
 };
 
 /* The register state that the operating system saves. */
@@ -90,4 +95,21 @@ uint32_t cpu_features(void)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, find);
     return found;
+}
+
+static bool tiles_allowed;
+
+static void ask_for_tiles(void)
+{
+#if defined(__x86_64__) && defined(__linux__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    tiles_allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#endif
+}
+
+bool cpu_may_use_tiles(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, ask_for_tiles);
+    return tiles_allowed;
 }

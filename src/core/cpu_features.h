@@ -23,12 +23,18 @@ enum {
     CPU_NEON_BF16 = 1 << 11,
     CPU_SVE = 1 << 12,
     CPU_SVE_BF16 = 1 << 13,
-    CPU_AVX512_VBMI = 1 << 14
+    CPU_AVX512_VBMI = 1 << 14,
+    CPU_AMX_TILE = 1 << 15,
+    CPU_AMX_BF16 = 1 << 16
 };
 
 /* A feature counts only if the operating system saves its registers: a CPU may have AVX-512 under a kernel
  * that does not. Asked of the machine once. */
 uint32_t cpu_features(void);
+
+/* Whether this process may use AMX's tiles. Linux is asked at the first call; it then makes the process's
+ * signal frames 8 KiB longer, and refuses where a signal stack is too small for them. */
+bool cpu_may_use_tiles(void);
 
 /* Whether lines that a kernel asks for far ahead should go into L2, not L1. */
 bool cpu_prefetches_into_l2(void);

@@ -10,14 +10,15 @@
  * in the gemm stage's other ways, so the bits are the same.
  *
  * A task takes up to 64 outputs through k, a piece at a time: 64 rows of 512 bytes of the weight, and 32 KiB
- * of a's columns for 64 rows, which come from L2. Before 12 outputs are multiplied, the next piece of their
- * weights is requested: all of it at once would be more lines than can be in flight. Limit: the dot product;
- * on a Zen 4, 64 rows run at 0.93 of it with K 4096 and at 0.87 with K 1024, where transposing and storing
- * count more.
+ * of a's columns for 64 rows, which come from L2. Before 12 outputs are multiplied (16 by AMX), the next
+ * piece of their weights is requested: all of it at once would be more lines than can be in flight. Limit:
+ * the dot product; on a Zen 4, 64 rows run at 0.93 of it with K 4096 and at 0.87 with K 1024, where
+ * transposing and storing count more.
  */
 #include "cpu/in_place.h"
 
-enum { PIECE_WORDS = 128, OUTPUTS_BETWEEN = 12 /* a multiple of the micro-kernel's rows */ };
+/* Outputs between requests: a multiple of the micro-kernel's six rows; a tile's sixteen. */
+enum { PIECE_WORDS = 128, OUTPUTS_BETWEEN = 12, TILE_OUTPUTS = 16 };
 
 bool in_place_takes(const attention_kernels *kernels, const row_source *a, const row_source *w)
 {
@@ -109,9 +110,10 @@ static void multiply_piece(const in_place_product *p, const float *columns, int6
     const int64_t left = p->a.rows - t * panel, depth = depth_at(p, word), words = words_of(p, p->a.dim),
                   stride = words_of(p, p->w.stride);
     const bool last = word + depth == words;
-    mm_kernel *mm = p->pairs ? p->kernels->mm_bf16 : p->kernels->mm_f32;
-    for (int64_t i = 0; i < n; i += OUTPUTS_BETWEEN) {
-        const int64_t outputs = n - i < OUTPUTS_BETWEEN ? n - i : OUTPUTS_BETWEEN;
+    mm_kernel *mm = p->pairs ? p->kernels->mm_weights_bf16 : p->kernels->mm_f32;
+    const int64_t between = p->pairs && mm != p->kernels->mm_bf16 ? TILE_OUTPUTS : OUTPUTS_BETWEEN;
+    for (int64_t i = 0; i < n; i += between) {
+        const int64_t outputs = n - i < between ? n - i : between;
         if (t == 0) request(p, first + i + (last ? n : 0), outputs, last ? 0 : word + depth);
         mm(outputs, left < panel ? left : panel, depth, at(&p->w, first + i, elements_of(p, word)), stride, 1,
            columns + columns_at(p, t, word), panel, sums + i * IN_PLACE_PITCH + t * panel, IN_PLACE_PITCH,

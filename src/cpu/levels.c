@@ -77,6 +77,7 @@ bool cpu_has_level(quern_cpu_level level)
     const int i = row_of(level);
     if (i == LEVELS || levels[i].own == NULL) return false;
     if ((levels[i].features & ~cpu_features()) != 0) return false;
+    if ((levels[i].features & CPU_AMX_TILE) != 0 && !cpu_may_use_tiles()) return false;
     return levels[i].fallback == 0 || cpu_has_level(levels[i].fallback);
 }
 

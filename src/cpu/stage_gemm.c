@@ -40,11 +40,11 @@ typedef struct gemm_job {
     const gemm_args *args;
     const attention_kernels *kernels;
     int64_t m, n, k, tiles_n, tile_columns;
-    int64_t depth;  /* columns of a that a product takes in: DEPTH words */
-    bool pairs;     /* bf16 products */
-    bool once;      /* one tile of rows: panels are packed by the tasks */
-    bool across;    /* b is read in place by mm_across_bf16 */
-    float *rows;    /* a in f32, for the tasks of all panels; NULL: each converts what it reads */
+    int64_t depth; /* columns of a that a product takes in: DEPTH words */
+    bool pairs;    /* bf16 products */
+    bool once;     /* one tile of rows: panels are packed by the tasks */
+    bool across;   /* b is read in place by across_weights_bf16 */
+    float *rows;   /* a in f32, for the tasks of all panels; NULL: each converts what it reads */
     int64_t ld_rows;
     const float *b; /* panels, or the caller's rows */
     float *packed;  /* NULL: b is the caller's */
@@ -270,11 +270,11 @@ static void product_tile(void *arg, int64_t index, int32_t thread)
                   columns = job->n - column < job->tile_columns ? job->n - column : job->tile_columns;
     float *tile = (float *)(void *)(job->scratch + (size_t)thread * job->scratch_bytes),
           *copy = tile + TILE_ROWS * TILE_STRIDE, *piece = copy + BLOCKS * TILE_ROWS * DEPTH;
-    mm_kernel *mm = job->pairs ? job->kernels->mm_bf16 : job->kernels->mm_f32;
+    mm_kernel *mm = job->pairs ? job->kernels->mm_weights_bf16 : job->kernels->mm_f32;
     if (job->across) {
         const quern_tensor *a = &job->args->a, *b = &job->args->b;
         const row_source src = {element(b, column, 0), b->dtype, b->strides[0], columns, job->k};
-        job->kernels->mm_across_bf16(rows, a->data, a->strides[0], &src, tile, TILE_STRIDE);
+        job->kernels->across_weights_bf16(rows, a->data, a->strides[0], &src, tile, TILE_STRIDE);
         store_tile(job, tile, TILE_STRIDE, row, rows, column, columns);
         return;
     }

@@ -63,6 +63,7 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_CPU, 0);
     assert_int_equal(QUERN_CUDA, 1);
     assert_int_equal(QUERN_CPU_LEVEL_AVX512BF16, 4);
+    assert_int_equal(QUERN_CPU_LEVEL_AMX, 5);
     assert_int_equal(QUERN_NSA_COMPRESS_GIVEN, 2);
     assert_int_equal(QUERN_NSA_SCOPE_HEAD, 1);
     assert_int_equal(QUERN_NSA_METRIC_MEAN_LOGIT, 1);

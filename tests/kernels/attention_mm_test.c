@@ -19,6 +19,7 @@ typedef struct product {
     int64_t m, n, k;
     bool transposed, accumulate; /* transposed: A stands k-major */
     bool scaled;                 /* each column of the product by a factor of its own */
+    bool weights;                /* of bf16: the product with weights, whose A is not transposed */
     test_layout layout;          /* TEST_STRIDED: gaps between the rows of A, B and C */
 } product;
 
@@ -73,16 +74,18 @@ static void multiply(const attention_kernels *kernels, bool pairs, const product
             x->m, x->n, x->k, a->view.data, row, k, b->view.data, b->view.strides[0], scale, c->view.data,
             c->view.strides[0], accumulate);
     else
-        (pairs ? kernels->mm_bf16 : kernels->mm_f32)(x->m, x->n, x->k, a->view.data, row, k, b->view.data,
-                                                     b->view.strides[0], c->view.data, c->view.strides[0],
-                                                     accumulate);
+        (x->weights ? kernels->mm_weights_bf16
+         : pairs    ? kernels->mm_bf16
+                 : kernels->mm_f32)(x->m, x->n, x->k, a->view.data, row, k, b->view.data, b->view.strides[0],
+                                    c->view.data, c->view.strides[0], accumulate);
 }
 
 static void check_product(const attention_kernels *kernels, bool pairs, const product *x, test_random *random)
 {
-    const char *name = x->scaled ? (pairs ? "mm_scaled_bf16" : "mm_scaled_f32")
-                       : pairs   ? "mm_bf16"
-                                 : "mm_f32";
+    const char *name = x->scaled    ? (pairs ? "mm_scaled_bf16" : "mm_scaled_f32")
+                       : x->weights ? "mm_weights_bf16"
+                       : pairs      ? "mm_bf16"
+                                    : "mm_f32";
     const quern_dtype words = pairs ? QUERN_I32 : QUERN_F32;
     test_tensor a = x->transposed ? matrix(random, words, x->k, x->m, x->layout)
                                   : matrix(random, words, x->m, x->k, x->layout);
@@ -148,22 +151,29 @@ static void each_level(void (*body)(const attention_kernels *, bool pairs, test_
 static void all_sizes(const attention_kernels *kernels, bool pairs, test_random *random)
 {
     static const int64_t depths[] = {0, 1, 2, 3, 8, 64, 97};
-    for (int64_t m = 0; m <= 14; m++) {
+    for (int64_t m = 0; m <= 18; m++) {
         for (int64_t n = 16; n <= kernels->panel; n += 16) {
             for (size_t d = 0; d < sizeof depths / sizeof *depths; d++) {
-                const product x = {m,
-                                   n,
-                                   depths[d],
-                                   test_random_one_in(random, 2),
-                                   test_random_one_in(random, 2),
-                                   test_random_one_in(random, 2),
-                                   (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1)};
+                product x = {m,
+                             n,
+                             depths[d],
+                             test_random_one_in(random, 2),
+                             test_random_one_in(random, 2),
+                             test_random_one_in(random, 2),
+                             .layout = (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1)};
+                check_product(kernels, pairs, &x, random);
+                if (!pairs) continue;
+                x.transposed = x.scaled = false;
+                x.weights = true;
                 check_product(kernels, pairs, &x, random);
             }
         }
     }
     for (int i = 0; i < 8; i++) {
-        const product whole = {96, kernels->panel, 128, i & 1, i & 2, i & 4, TEST_CONTIGUOUS};
+        product whole = {96, kernels->panel, 128, i & 1, i & 2, i & 4, .layout = TEST_CONTIGUOUS};
+        whole.weights = pairs && !whole.transposed && !whole.scaled;
+        check_product(kernels, pairs, &whole, random);
+        whole.weights = false;
         check_product(kernels, pairs, &whole, random);
     }
 }
@@ -175,7 +185,7 @@ static void every_size_sums_right(void **state)
 }
 
 /* NaN and infinity reach just the row of A or the column of B that they stand in. */
-static void nonfinite_values(const attention_kernels *kernels, bool pairs, test_random *random)
+static void check_nonfinite(const attention_kernels *kernels, bool pairs, mm_kernel *mm, test_random *random)
 {
     enum { M = 13, K = 20, BAD_ROW = 7, BAD_COLUMN = 3 };
     const int64_t n = kernels->panel;
@@ -187,8 +197,7 @@ static void nonfinite_values(const attention_kernels *kernels, bool pairs, test_
     const uint32_t nan = pairs ? 0x7fc03f80u : 0x7fc00000u, infinite = pairs ? 0x3f80ff80u : 0xff800000u;
     memcpy((uint32_t *)a.view.data + BAD_ROW * K + 5, &nan, sizeof nan);
     memcpy((uint32_t *)b.view.data + 9 * n + BAD_COLUMN, &infinite, sizeof infinite);
-    (pairs ? kernels->mm_bf16 : kernels->mm_f32)(M, n, K, a.view.data, K, 1, b.view.data, n, c.view.data, n,
-                                                 false);
+    mm(M, n, K, a.view.data, K, 1, b.view.data, n, c.view.data, n, false);
     double *out = test_tensor_get(&c);
     for (int64_t i = 0; i < M; i++)
         for (int64_t j = 0; j < n; j++) {
@@ -201,6 +210,12 @@ static void nonfinite_values(const attention_kernels *kernels, bool pairs, test_
     test_tensor_free(&a);
     test_tensor_free(&b);
     test_tensor_free(&c);
+}
+
+static void nonfinite_values(const attention_kernels *kernels, bool pairs, test_random *random)
+{
+    check_nonfinite(kernels, pairs, pairs ? kernels->mm_bf16 : kernels->mm_f32, random);
+    if (pairs) check_nonfinite(kernels, pairs, kernels->mm_weights_bf16, random);
 }
 
 static void nonfinite_values_stay_in_their_row_and_column(void **state)

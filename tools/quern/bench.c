@@ -16,11 +16,13 @@ enum { LENGTHS_MAX = 64 };
 
 /* ---- a measurement ---- */
 
+/* AMX's products with weights may exceed the dot product's ceiling, which bounds the level's others. */
 ceiling bench_compute_limit(int dtype, quern_cpu_level level)
 {
     if (level < QUERN_CPU_LEVEL_AVX2) return CEILINGS;
     if (level == QUERN_CPU_LEVEL_AVX2) return CEILING_FMA256;
-    return dtype == QUERN_BF16 && level == QUERN_CPU_LEVEL_AVX512BF16 ? CEILING_BF16 : CEILING_FMA512;
+    const bool dot = level == QUERN_CPU_LEVEL_AVX512BF16 || level == QUERN_CPU_LEVEL_AMX;
+    return dtype == QUERN_BF16 && dot ? CEILING_BF16 : CEILING_FMA512;
 }
 
 static bool is_set(const bench_case *c, const char *option, const char *value)

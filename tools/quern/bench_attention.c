@@ -100,7 +100,7 @@ json_t *bench_workspace(const bench_run *r, const bench_case *c, quern_context *
     const double element = (double)quern_dtype_size((quern_dtype)c->dtype),
                  tiles = (n + (double)p->tile - 1) / (double)p->tile;
     const double computed =
-        c->dtype == QUERN_BF16 && quern_context_cpu_level(ctx) == QUERN_CPU_LEVEL_AVX512BF16 ? 2 : 4;
+        bench_compute_limit(c->dtype, quern_context_cpu_level(ctx)) == CEILING_BF16 ? 2 : 4;
     const double lists = p->scope == QUERN_NSA_SCOPE_HEAD ? h : kv;
     const double panels = n * kv * width * computed,
                  compressed = n / (double)(p->stride > 0 ? p->stride : p->block_size) * kv * width * element;

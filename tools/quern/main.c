@@ -107,7 +107,7 @@ static void print_help(void)
            "before a result was in place. Files are written whole or not at all, through symbolic links, and "
            "after what goes to\n"
            "standard output: where that cannot be written, none is; pipes and devices as they stand.\n"
-           "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16 forces a CPU level; OMP_NUM_THREADS;\n"
+           "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16|amx forces a CPU level; OMP_NUM_THREADS;\n"
            "QUERN_CUDA_LIBRARY=FILE is the GPU's backend, if not the libquern_cuda.so.0 beside libquern.\n");
 }
 

@@ -46,6 +46,8 @@ const attention_kernels attention_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL
                                                         .mm_scaled_f32 = mm_scaled_f32,
                                                         .mm_scaled_bf16 = mm_scaled_bf16,
                                                         .mm_across_bf16 = mm_across_bf16,
+                                                        .mm_weights_bf16 = mm_bf16,
+                                                        .across_weights_bf16 = mm_across_bf16,
                                                         .score_rows_bf16 = score_rows_bf16,
                                                         .add_values_bf16 = add_values_bf16,
                                                         .gather_pairs_bf16 = gather_pairs_bf16,

@@ -115,7 +115,8 @@ static void multiply(const dense_job *job, dense_scratch *s, int64_t rows, int64
     const attention_kernels *kernels = job->kernels;
     const int32_t panel = kernels->panel;
     if (job->pairs)
-        kernels->mm_bf16(rows, panel, depth / 2, s->a, depth / 2, 1, s->b, panel, c, panel, accumulate);
+        kernels->mm_weights_bf16(rows, panel, depth / 2, s->a, depth / 2, 1, s->b, panel, c, panel,
+                                 accumulate);
     else kernels->mm_f32(rows, panel, depth, s->a, depth, 1, s->b, panel, c, panel, accumulate);
 }
 
@@ -137,8 +138,8 @@ static void multiply_across(const dense_job *job, dense_scratch *s, const dense_
     for (int64_t at = 0; at < t->columns; at += panel) {
         const int64_t from = t->expert * b->strides[0] + (t->column + at) * b->strides[1];
         const row_source src = block_of(b, from, b->strides[1], columns_of(job, t, at), job->k);
-        job->kernels->mm_across_bf16(t->rows, view_row(a, t->row), a->strides[0], &src, s->c[at / panel],
-                                     panel);
+        job->kernels->across_weights_bf16(t->rows, view_row(a, t->row), a->strides[0], &src, s->c[at / panel],
+                                          panel);
     }
 }
 

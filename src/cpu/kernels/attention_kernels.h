@@ -64,6 +64,8 @@ typedef struct softmax_backward_tile {
 typedef void mm_kernel(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
                        const void *b, int64_t ldb, float *c, int64_t ldc, bool accumulate);
 
+typedef void across_kernel(int64_t m, const void *a, int64_t lda, const row_source *b, float *c, int64_t ldc);
+
 typedef void mm_scaled_kernel(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
                               const void *b, int64_t ldb, const float *scale, float *c, int64_t ldc,
                               bool accumulate);
@@ -79,7 +81,11 @@ typedef struct attention_kernels {
     /* c[i][j] = a[i] . b[j] for up to ACROSS_ROWS rows of a and the rows of b, whose dim is even, in place.
      * The bits are those of mm_bf16 over pieces of ACROSS_DEPTH, each added to c. lda counts elements. NULL
      * where mm_bf16 is. */
-    void (*mm_across_bf16)(int64_t m, const void *a, int64_t lda, const row_source *b, float *c, int64_t ldc);
+    across_kernel *mm_across_bf16;
+    /* The same with weights, for which a level may have faster instructions: their bits may differ from those
+     * of mm_bf16, but not from each other's. Words of A are neighbours (a_k is 1). */
+    mm_kernel *mm_weights_bf16;
+    across_kernel *across_weights_bf16;
     /* Products of few rows with bf16 keys and values in place; NULL where mm_bf16 is.
      * s[i][j] = q[i] . keys[j] for i < m, and any value in up to three columns past the last key; ldq counts
      * elements. o[i] (+)= sum of p[i][j] values[j] in the values' columns, and zeros up to a multiple of 16.

@@ -8,6 +8,7 @@
  */
 #include "attention_case.h"
 #include "cmocka_c11.h"
+#include "kernels.h"
 #include "nsa_random.h"
 #include "nsa_reference.h"
 
@@ -18,7 +19,7 @@
 
 static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 static const double replacements[] = {NAN, INFINITY, -INFINITY, 3e38, -1};
-enum { REPLACEMENTS = sizeof replacements / sizeof *replacements, NEGATIVE = REPLACEMENTS - 1, LEVELS = 5 };
+enum { REPLACEMENTS = sizeof replacements / sizeof *replacements, NEGATIVE = REPLACEMENTS - 1 };
 
 /* Row `row` of `rows` of a tensor becomes the replacement in its even columns (all: where `every`). */
 static void replace_row(test_tensor *t, int64_t row, int64_t rows, int kind, bool every)
@@ -82,7 +83,7 @@ static void check_dense(const oracle_dense *dense, quern_dtype dtype, int where,
     const int64_t batches = dense->cu_q != NULL ? 1 : dense->batch,
                   rows = batches * (where < 2 ? dense->nkv : dense->nq);
     results_of(&c, of);
-    double *before[LEVELS][RESULTS], *original = test_tensor_get(planted[where]);
+    double *before[TEST_LEVEL_NUMBERS][RESULTS], *original = test_tensor_get(planted[where]);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         run_dense(&c, level);
         for (int i = 0; i < RESULTS; i++) before[level][i] = test_tensor_get(of[i]);
