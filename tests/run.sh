@@ -127,6 +127,14 @@ programs() {
     rm -rf "$out"
 }
 
+# lacking: the CPU levels that this machine lacks, a line each: the tests go through the others.
+lacking() {
+    local level
+    while read -r level; do
+        QUERN_CPU=$level build/test/quern info >/dev/null 2>"$log" || echo "not tested: $(tail -n 1 "$log")"
+    done < <(sed -n 's/^LEVEL([0-9]*, "\([^"]*\)".*/\1/p' src/cpu/levels.inc)
+}
+
 # numpy: the Python package's tests that need no framework, with pytest's cases added up.
 numpy() {
     local code=0 good bad spent
@@ -224,6 +232,7 @@ numpy)
     ;;
 esac
 count "build: test" build test
+lacking
 mapfile -t quick < <(without '*_full_test' 'mock_*')
 programs test "${quick[@]}"
 # Programs with the mock device in a GPU's place (tests/mock): a few calls of each family, the others in the long run.
