@@ -31,7 +31,7 @@ struct few_width {
     int tokens, kept, few, brief;
 };
 static constexpr few_width few_widths[] = {
-    {8, 48, 90, 96}, {16, 24, 95, 100}, {32, 8, 110, 110}, {64, 4, 165, 130}};
+    {8, 48, 90, 96}, {16, 32, 95, 100}, {32, 8, 110, 110}, {64, 4, 165, 130}};
 
 static inline int64_t ratio_up(int64_t a, int64_t b)
 {
@@ -46,7 +46,7 @@ static inline int64_t blocks_at_once(const stage_exec *exec, int shares)
 
 static inline few_cut cut_few(const stage_exec *exec, const product_params &q)
 {
-    static constexpr int join[] = {0, 120, 150, 420}; /* of 1, 2, 4 and 8 blocks */
+    static constexpr int join[] = {0, 120, 150, 230}; /* of 1, 2, 4 and 8 blocks */
     few_cut best = {0, 0, 0};
     if (q.runs > FEW_RUNS) return best;
     for (const few_width &w : few_widths)

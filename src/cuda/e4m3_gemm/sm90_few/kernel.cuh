@@ -43,12 +43,19 @@ template <int TOKENS> struct form {
     enum {
         TILES = TOKENS / 8,         /* of a run's sums: eight tokens each */
         A_BYTES = TOKENS * RUN * 2, /* of a run: its rows of a, or its sums */
-        W_STAGES = TOKENS == 64 ? 8 : TOKENS == 32 ? 10 : 12,
-        A_STAGES = TOKENS == 64 ? 5 : TOKENS == 16 ? 6 : 8,
+        W_STAGES = TOKENS == 8    ? 12
+                   : TOKENS == 32 ? 10
+                                  : 8,
+        A_STAGES = TOKENS == 64   ? 5
+                   : TOKENS == 16 ? 6
+                                  : 8,
         FEED_REGISTERS = 32,
         MATH_REGISTERS = TOKENS == 64 ? 96 : 88,
         FOLD_REGISTERS = TOKENS == 64 ? 64 : 80,
-        SUMS = TOKENS == 64 ? 4 : TOKENS == 32 ? 8 : TOKENS == 16 ? 24 : 48 /* runs whose sums have room */
+        SUMS = TOKENS == 64   ? 4
+               : TOKENS == 32 ? 8
+               : TOKENS == 16 ? 32
+                              : 48 /* runs whose sums have room */
     };
     static_assert((int)SUMS % (int)TAKERS == 0, "a warpgroup waits for every use of its places for sums");
 };
