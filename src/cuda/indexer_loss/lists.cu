@@ -70,7 +70,7 @@ quern_status loss_choose(const loss_params &p, bool keeps, cudaStream_t stream)
 __global__ void __launch_bounds__(LOSS_THREADS)
     add_losses(const __grid_constant__ loss_params p, int64_t seen)
 {
-    sum_losses(p, seen);
+    sum_losses<LOSS_THREADS>(p, seen);
 }
 
 __global__ void __launch_bounds__(LOSS_THREADS) add_keys(const __grid_constant__ loss_params p)

@@ -7,10 +7,10 @@
 #include "common/sums.cuh"
 #include "indexer_loss/params.cuh"
 
-/* A block of LOSS_THREADS calls. seen: queries that see an entry, of calls without lists. */
-__device__ __forceinline__ void sum_losses(const loss_params &p, int64_t seen)
+/* A block of THREADS calls. seen: queries that see an entry, of calls without lists. */
+template <int THREADS> __device__ __forceinline__ void sum_losses(const loss_params &p, int64_t seen)
 {
-    const double sum = block_sum<LOSS_THREADS>(p.losses, p.batch * p.queries);
+    const double sum = block_sum<THREADS>(p.losses, p.batch * p.queries);
     if (threadIdx.x != 0 || p.loss == NULL) return;
     const int64_t rows = p.listed < 0 ? seen : *p.rows;
     *p.loss = (float)((double)p.lambda * sum / (double)(rows > 1 ? rows : 1));

@@ -211,6 +211,29 @@ static void wide_calls_against_float64(void **state)
     }
 }
 
+/* Lists of more queries than a GPU's kernels sum at once. */
+static void many_queries_against_float64(void **state)
+{
+    test_random random = {test_seed("the indexer's loss of many", 62)};
+    const oracle_indexer_loss extents = {.batch = 1,
+                                         .queries = 1100,
+                                         .index_heads = 3,
+                                         .width = 24,
+                                         .entries = 300,
+                                         .heads = 4,
+                                         .dim = 32,
+                                         .listed = 12,
+                                         .ratio = 1,
+                                         .start = 280,
+                                         .lambda = 1};
+    (void)state;
+    loss_case c = make(&random, &extents, QUERN_BF16, true, false, TEST_CONTIGUOUS);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+    check(&c, ctx);
+    quern_context_destroy(ctx);
+    release(&c);
+}
+
 static void gradients_are_differences(void **state)
 {
     static const int inputs[] = {Q_I, K_I, W}, gradients[] = {D_Q_I, D_K_I, D_W};
@@ -344,6 +367,7 @@ int main(void)
         cmocka_unit_test(gradients_are_differences),
         cmocka_unit_test(calls_against_float64),
         cmocka_unit_test(wide_calls_against_float64),
+        cmocka_unit_test(many_queries_against_float64),
         cmocka_unit_test(threads_give_the_same_bits),
         cmocka_unit_test(a_window_may_take_all),
         cmocka_unit_test(bad_calls),

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* index.cu - the inverted index of a slice's lists, a bit for each query that chose an entry, and the sums
- * of an entry's rows of partials, a warp an entry; the last slice's are rounded. Where an entry's places
- * begin depends on the order of blocks; no value does. Limit: reads. */
+/* index.cu - the sums of an entry's rows of partials, in the order of the queries; the last slice's are
+ * rounded. A block has SUM_RANGE entries: it makes the inverted index of the slice's lists for these in
+ * shared memory, then its warps take an entry at a time. Limit: reads. */
 #include "common/scan.cuh"
 #include "indexer_loss/losses.cuh"
 #include "indexer_loss/sm90/params.cuh"
@@ -10,105 +10,108 @@
 namespace sm90_loss
 {
 
-enum { WARPS = LOSS_WARPS, AT_ONCE = 8, CHOOSING = 1024, CHOSEN_AT_ONCE = 16 };
-enum { RANGE = 4096, RANKED = 128, RANKED_WORDS = 16 };
+enum { SUM_THREADS = 512, SUM_WARPS = SUM_THREADS / 32, SUM_WORDS = SUM_QUERIES / 32, AT_ONCE = 8 };
+static_assert(SUM_RANGE == 64, "a query's choices of a range are a word");
+static_assert(SUM_WORDS == 32, "a lane has a word of queries");
 
-/* A block a word of 32 queries and RANGE entries, a warp a query: bits are made in shared memory. */
-__global__ void __launch_bounds__(CHOOSING) loss_choose_rows(const __grid_constant__ slice s)
+struct sums_shared {
+    uint64_t entries[SUM_QUERIES];            /* those of the range that a query chose */
+    int32_t row[SUM_QUERIES];                 /* of the first of them */
+    uint32_t chose[SUM_RANGE][SUM_WORDS + 1]; /* the queries that chose an entry */
+    uint16_t queries[SUM_WARPS][SUM_QUERIES]; /* of a warp's entry, in turn */
+    int next;                                 /* entry that no warp has taken */
+};
+
+/* Which entries of the range the queries chose, and which queries the entries. */
+__device__ __forceinline__ void index_range(const slice &s, sums_shared &m, int64_t range)
 {
-    __shared__ uint32_t chose[RANGE];
-    const int first = (int)blockIdx.y * RANGE, query = threadIdx.x / 32,
-              range = (int)min((int64_t)RANGE, s.of.entries - first);
-    const int64_t word = blockIdx.x, i = word * 32 + query;
-    const int32_t *const chosen = chosen_of(s, i);
-    const int count = entries_of(s, i);
-    for (int at = threadIdx.x; at < range; at += CHOOSING) chose[at] = 0;
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *s.taken = 0;
-    __syncthreads();
-    for (int from = threadIdx.x % 32; from < count; from += 32 * CHOSEN_AT_ONCE) {
-        int entry[CHOSEN_AT_ONCE];
+    enum { EACH = SUM_QUERIES / SUM_THREADS, CHOSEN_AT_ONCE = 4 };
+    int start[EACH], end[EACH];
 #pragma unroll
-        for (int j = 0; j < CHOSEN_AT_ONCE; j++)
-            entry[j] = from + j * 32 < count ? chosen[from + j * 32] - first : -1;
-#pragma unroll
-        for (int j = 0; j < CHOSEN_AT_ONCE; j++)
-            if (entry[j] >= 0 && entry[j] < range) atomicOr(&chose[entry[j]], 1u << query);
+    for (int k = 0; k < EACH; k++) {
+        const int64_t i = threadIdx.x + k * SUM_THREADS;
+        const int32_t *const starts = s.starts + i * (s.ranges + 1) + range;
+        start[k] = i < s.count ? starts[0] : 0;
+        end[k] = i < s.count ? starts[1] : 0;
     }
+    for (int at = threadIdx.x; at < SUM_RANGE * (SUM_WORDS + 1); at += SUM_THREADS) m.chose[0][at] = 0;
+    if (threadIdx.x == 0) m.next = 0;
     __syncthreads();
-    choice *const to = s.choices + word * s.of.entries + first;
-    for (int at = threadIdx.x; at < range; at += CHOOSING) to[at] = {chose[at], 0};
-}
-
-/* A thread an entry. The block takes the places of all of its entries at once: thousands of additions to one
- * number would follow one another. */
-__global__ void __launch_bounds__(RANKED) loss_rank_rows(const __grid_constant__ slice s)
-{
-    __shared__ int rows[RANKED / 32], first;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t entry = (int64_t)blockIdx.x * RANKED + threadIdx.x;
-    int own = 0;
-    if (entry < s.of.entries) {
-        choice *const words = s.choices + entry;
-        for (int64_t word = 0; word < s.words; word += RANKED_WORDS) {
-            uint32_t chose[RANKED_WORDS];
 #pragma unroll
-            for (int i = 0; i < RANKED_WORDS; i++)
-                chose[i] = word + i < s.words ? words[(word + i) * s.of.entries].chose : 0;
+    for (int k = 0; k < EACH; k++) {
+        const int i = threadIdx.x + k * SUM_THREADS;
+        const int32_t *const chosen = chosen_of(s, i);
+        uint64_t entries = 0;
+        for (int at = start[k]; at < end[k]; at += CHOSEN_AT_ONCE) {
+            int entry[CHOSEN_AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < RANKED_WORDS; i++) {
-                if (word + i < s.words) words[(word + i) * s.of.entries].before = own;
-                own += __popc(chose[i]);
-            }
+            for (int j = 0; j < CHOSEN_AT_ONCE; j++)
+                entry[j] = at + j < end[k] ? (int)(chosen[at + j] - range * SUM_RANGE) : -1;
+#pragma unroll
+            for (int j = 0; j < CHOSEN_AT_ONCE; j++)
+                if (entry[j] >= 0) {
+                    entries |= (uint64_t)1 << entry[j];
+                    atomicOr(&m.chose[entry[j]][i / 32], 1u << i % 32);
+                }
         }
+        m.entries[i] = entries;
+        m.row[i] = i * (int)s.of.listed + start[k];
     }
-    const int sum = sum_to_lane(own);
-    if (lane == 31) rows[warp] = sum;
     __syncthreads();
-    int before = 0, all = 0;
-#pragma unroll
-    for (int i = 0; i < RANKED / 32; i++) {
-        before += i < warp ? rows[i] : 0;
-        all += rows[i];
-    }
-    if (threadIdx.x == 0) first = atomicAdd(s.taken, all);
-    __syncthreads();
-    if (entry < s.of.entries) s.rows_before[entry] = first + before + sum - own;
 }
 
-quern_status index_lists(const slice &s, cudaStream_t stream)
+/* The queries that chose the range's entry, into `queries`; how many they are. */
+__device__ __forceinline__ int list_queries(const sums_shared &m, uint16_t *queries, int entry)
 {
-    const dim3 grid((unsigned)s.words, blocks_for(s.of.entries, RANGE));
-    loss_choose_rows<<<grid, CHOOSING, 0, stream>>>(s);
-    const quern_status status = LAUNCHED("indexer_loss, choices of queries");
-    if (status != QUERN_OK) return status;
-    loss_rank_rows<<<blocks_for(s.of.entries, RANKED), RANKED, 0, stream>>>(s);
-    return LAUNCHED("indexer_loss, ranks of choices");
+    const int lane = threadIdx.x % 32;
+    uint32_t chose = m.chose[entry][lane];
+    const int own = __popc(chose), sum = sum_to_lane(own);
+    __syncwarp(); /* the last entry's have been read */
+    for (uint16_t *to = queries + sum - own; chose != 0; chose &= chose - 1)
+        *to++ = (uint16_t)(lane * 32 + __ffs((int)chose) - 1);
+    __syncwarp();
+    return __shfl_sync(~0u, sum, 31);
+}
+
+/* Sums of a partial's 16 bytes become those of eight columns that follow one another. */
+__device__ __forceinline__ void turn_sums(float (&sum)[8])
+{
+    uint32_t even[4], odd[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        even[k] = __float_as_uint(sum[k * 2]), odd[k] = __float_as_uint(sum[k * 2 + 1]);
+    transpose_by_four(even);
+    transpose_by_four(odd);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        sum[k * 2] = __uint_as_float(even[k]), sum[k * 2 + 1] = __uint_as_float(odd[k]);
 }
 
 /* Half a warp reads a row; the first half those of even numbers. */
-__global__ void __launch_bounds__(WARPS * 32) loss_sum_rows(const __grid_constant__ slice s)
+__device__ __forceinline__ void sum_entry(const slice &s, const sums_shared &m, const uint16_t *queries,
+                                          int count, int64_t range, int in_range)
 {
-    const int64_t entry = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    const int64_t entry = range * SUM_RANGE + in_range;
     const int lane = threadIdx.x % 32, column = lane % 16 * 8;
-    if (s.gives_loss && blockIdx.x == gridDim.x - 1) {
-        sum_losses(s.of, 0);
-        return;
-    }
-    if (entry >= s.of.entries) return;
-    const choice last = s.choices[(s.words - 1) * s.of.entries + entry];
-    const int count = last.before + __popc(last.chose);
-    const int32_t *const places = s.places + s.rows_before[entry];
+    const uint64_t below = ((uint64_t)1 << in_range) - 1;
     const bf16 *const rows = s.partials + column;
     float sum[8] = {};
-    for (int i = lane / 16; i < count; i += 2 * AT_ONCE) {
-        int place[AT_ONCE];
+    int next = -1;
+    for (int i = 0; i < count; i += 2 * AT_ONCE) {
         uint4 part[AT_ONCE];
+        if (i % 32 == 0) {
+            next = -1;
+            if (i + lane < count) {
+                const int query = queries[i + lane];
+                next = m.row[query] + __popcll(m.entries[query] & below);
+            }
+        }
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) place[j] = i + j * 2 < count ? __ldg(places + i + j * 2) : -1;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++)
-            part[j] = place[j] >= 0 ? __ldcs((const uint4 *)(rows + (int64_t)place[j] * WIDTH))
-                                    : make_uint4(0, 0, 0, 0);
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int row = __shfl_sync(~0u, next, i % 32 + j * 2 + lane / 16);
+            part[j] =
+                row >= 0 ? __ldcs((const uint4 *)(rows + (int64_t)row * WIDTH)) : make_uint4(0, 0, 0, 0);
+        }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             const uint32_t words[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
@@ -122,6 +125,7 @@ __global__ void __launch_bounds__(WARPS * 32) loss_sum_rows(const __grid_constan
     }
 #pragma unroll
     for (int k = 0; k < 8; k++) sum[k] += __shfl_xor_sync(~0u, sum[k], 16);
+    turn_sums(sum);
     if (lane >= 16 || column >= s.of.width) return;
     float *const kept = s.sums + entry * s.of.width + column;
 #pragma unroll
@@ -138,10 +142,29 @@ __global__ void __launch_bounds__(WARPS * 32) loss_sum_rows(const __grid_constan
                 words, s.d_keys_wide);
 }
 
+__global__ void __launch_bounds__(SUM_THREADS, 2) loss_sum_rows(const __grid_constant__ slice s)
+{
+    extern __shared__ __align__(16) char memory[];
+    sums_shared &m = *(sums_shared *)memory;
+    const int64_t range = blockIdx.x;
+    uint16_t *const queries = m.queries[threadIdx.x / 32];
+    if (range == s.ranges) {
+        sum_losses<SUM_THREADS>(s.of, 0);
+        return;
+    }
+    index_range(s, m, range);
+    const int here = (int)min(s.of.entries - range * SUM_RANGE, (int64_t)SUM_RANGE);
+    for (;;) {
+        const int own = threadIdx.x % 32 == 0 ? atomicAdd(&m.next, 1) : 0, entry = __shfl_sync(~0u, own, 0);
+        if (entry >= here) return;
+        sum_entry(s, m, queries, list_queries(m, queries, entry), range, entry);
+    }
+}
+
 quern_status sum_rows(const slice &s, cudaStream_t stream)
 {
-    loss_sum_rows<<<blocks_for(s.of.entries, WARPS) + s.gives_loss, WARPS * 32, 0, stream>>>(s);
-    return LAUNCHED("indexer_loss, sums of partials");
+    return launch_shared({stream, NULL}, loss_sum_rows, dim3((unsigned)s.ranges + s.gives_loss), SUM_THREADS,
+                         sizeof(sums_shared), "indexer_loss, sums of partials", s);
 }
 
 } // namespace sm90_loss

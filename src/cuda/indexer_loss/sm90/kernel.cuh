@@ -198,7 +198,7 @@ __device__ __forceinline__ float sum_heads(own_query<QUERIES, STAGES> &x, const 
 }
 
 /* The gradient of each entry's score, from here on in the place of its sums; with lists the row of its
- * partial, and where the sums find that. Returns the query's loss, in thread 0. */
+ * partial. Returns the query's loss, in thread 0. */
 template <bool LISTS, int QUERIES, int STAGES>
 __device__ __forceinline__ double compare(own_query<QUERIES, STAGES> &x, float mass, float lse)
 {
@@ -207,7 +207,6 @@ __device__ __forceinline__ double compare(own_query<QUERIES, STAGES> &x, float m
     const float factor = p.lambda / (float)max(rows, (int64_t)1);
     /* Below it T has no normal number, and there is no teacher. */
     const bool taught = mass >= 0x1p-126f;
-    const int32_t *const chosen = chosen_of(x.s, x.i);
     float loss = 0.0f;
     for (int tile = 0; tile < x.tiles; tile++) {
         const int64_t at = (x.at + tile) * TILE + x.thread();
@@ -222,12 +221,7 @@ __device__ __forceinline__ double compare(own_query<QUERIES, STAGES> &x, float m
         if (!LISTS) continue;
         x.s.teacher[at] = gradient;
         int row = -1;
-        if (here && x.s.sums != NULL) {
-            const int32_t entry = chosen[tile * TILE + x.thread()];
-            const choice c = x.s.choices[x.i / 32 * x.s.of.entries + entry];
-            row = (int)(x.i * p.listed) + tile * TILE + x.thread();
-            x.s.places[x.s.rows_before[entry] + c.before + __popc(c.chose & ((1u << x.i % 32) - 1))] = row;
-        }
+        if (here && x.s.sums != NULL) row = (int)(x.i * p.listed) + tile * TILE + x.thread();
         ((int *)x.s.student)[at] = row;
     }
 #pragma unroll
@@ -282,6 +276,7 @@ __device__ __forceinline__ void issue_rows(own_query<QUERIES, STAGES> &x, float 
     wg_commit();
 }
 
+/* Columns stand as in store_partials() of lists.cuh. */
 template <int QUERIES, int STAGES>
 __device__ __forceinline__ void store_rows(own_query<QUERIES, STAGES> &x,
                                            const float (&c)[COLUMN_TILES][4], int tile, int half)
@@ -291,8 +286,16 @@ __device__ __forceinline__ void store_rows(own_query<QUERIES, STAGES> &x,
     for (int h = 0; h < 2; h++) {
         const int64_t at = (x.at + tile) * TILE + row + h * 8;
         const int to = ((const int *)x.s.student)[at];
-        store_row(x.s.partials + (int64_t)to * WIDTH, c, h, x.s.teacher[at] * x.s.of.scale_index, WIDTH,
-                  to >= 0, true);
+        const float by = x.s.teacher[at] * x.s.of.scale_index;
+        if (to < 0) continue;
+#pragma unroll
+        for (int j = 0; j < COLUMN_TILES; j += 4) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                words[i] = pack2<bf16>(c[j + i][h * 2] * by, c[j + i][h * 2 + 1] * by);
+            store_eight(x.s.partials + (int64_t)to * WIDTH + (j + threadIdx.x % 4) * 8, words, true);
+        }
     }
 }
 
@@ -395,6 +398,10 @@ __device__ __forceinline__ void compute(own_query<QUERIES, STAGES> &x, bool grad
     for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
         for (int e = 0; e < 4; e++) u[j][e] = 0.0f;
+    if (LISTS && here && x.s.sums != NULL) {
+        const int32_t *const chosen = chosen_of(x.s, x.i);
+        give_starts(x.s, x.i, x.count, [&](int at) { return chosen[at]; });
+    }
     if (gradients) {
         walk_back<LISTS>(x, u);
         if (here) give_gradients(x, u, w, d_q_wide);

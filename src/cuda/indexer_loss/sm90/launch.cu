@@ -34,13 +34,14 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     slice &s = c.s;
     const bool lists = p.listed >= 0, wanted = present(args->d_keys_index);
     const int64_t pairs = ((lists ? p.listed : p.entries) + TILE - 1) / TILE * TILE,
-                  a_query = pairs * 18 + (lists ? p.listed * WIDTH * 2 + p.entries / 4
-                                                : (int64_t)LOSS_HEAD_BYTES),
-                  most = slice_bytes / a_query > 32 ? slice_bytes / a_query : 32,
+                  a_query =
+                      pairs * 18 + (lists ? p.listed * WIDTH * 2 + p.entries / 16 : (int64_t)LOSS_HEAD_BYTES),
+                  fits = slice_bytes / a_query > 32 ? slice_bytes / a_query : 32,
+                  most = lists && wanted && fits > SUM_QUERIES ? (int64_t)SUM_QUERIES : fits,
                   slices = (p.queries + most - 1) / most;
     s.tiles = pairs / TILE;
     c.slice_queries = (p.queries + slices - 1) / slices;
-    s.words = (c.slice_queries + 31) / 32;
+    s.ranges = (p.entries + SUM_RANGE - 1) / SUM_RANGE;
     s.of.entries = p.entries;
     const int64_t tiles = (p.entries + TILE - 1) / TILE, fit = KEYS_BLOCKS / tiles,
                   some = c.slice_queries / QUERIES_A_SHARE, shares = fit < some ? fit : some;
@@ -58,10 +59,7 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     s.positive = (uint64_t *)arena_take(&a, room * sizeof(uint64_t));
     if (wanted && !lists) s.heads = (char *)arena_take(&a, (size_t)(c.slice_queries * LOSS_HEAD_BYTES));
     if (wanted && lists) {
-        s.choices = (choice *)arena_take(&a, (size_t)(p.entries * s.words) * sizeof(choice));
-        s.taken = (int32_t *)arena_take(&a, sizeof *s.taken);
-        s.rows_before = (int32_t *)arena_take(&a, (size_t)p.entries * sizeof(int32_t));
-        s.places = (int32_t *)arena_take(&a, (size_t)(c.slice_queries * p.listed) * sizeof(int32_t));
+        s.starts = (int32_t *)arena_take(&a, (size_t)(c.slice_queries * (s.ranges + 1)) * sizeof(int32_t));
         s.partials = (bf16 *)arena_take(&a, (size_t)(c.slice_queries * p.listed * WIDTH) * sizeof(bf16));
     }
     const int64_t blind = p.ratio - p.position - 1, first = blind > 0 ? blind : 0;
@@ -79,8 +77,7 @@ quern_status run_slice(const slice &s, cudaStream_t stream)
         const quern_status status = pairs_of_all(s, stream);
         return status == QUERN_OK && wanted ? keys_of_all(s, stream) : status;
     }
-    quern_status status = wanted ? index_lists(s, stream) : QUERN_OK;
-    if (status == QUERN_OK) status = pairs_of_lists(s, stream);
+    const quern_status status = pairs_of_lists(s, stream);
     return status == QUERN_OK && wanted ? sum_rows(s, stream) : status;
 }
 

@@ -63,7 +63,7 @@ template <int GROUPS> struct list_query {
     }
 };
 
-/* The products of the warpgroup's tile of keys, and of keys_index; they are under way. */
+/* The products of the warpgroup's tile of keys, and of half of its tile of keys_index; they are under way. */
 template <int GROUPS>
 __device__ __forceinline__ void issue_keys(const list_query<GROUPS> &x, float (&c)[COLUMN_TILES][4])
 {
@@ -73,12 +73,19 @@ __device__ __forceinline__ void issue_keys(const list_query<GROUPS> &x, float (&
     issue_scores<false>(c, smem_address(x.m.q), x.address(at));
 }
 template <int GROUPS>
-__device__ __forceinline__ void issue_index(const list_query<GROUPS> &x, float (&z)[COLUMN_TILES][4])
+__device__ __forceinline__ void issue_index(const list_query<GROUPS> &x, float (&z)[HALF_TILES][4], int half)
 {
-    const ring_place<LIST_STAGES> at = x.index_at(x.group);
-    x.m.entries.wait_full(at);
-    wg_show();
-    issue_scores<false>(z, smem_address(x.m.q_index), x.address(at));
+    const uint32_t entries = x.address(x.index_at(x.group)) + half * (ENTRY_PANEL / 2);
+    const uint64_t a = wg_fresh(wg_tile(smem_address(x.m.q_index), 0)), b = wg_fresh(wg_tile(entries, 0));
+    wg_start();
+#pragma unroll
+    for (int k = 0; k < WIDTH / 16; k++) {
+        const uint64_t heads = wg_further(a, k / 4 * HEAD_PANEL + k % 4 * 32),
+                       rows = wg_further(b, k / 4 * ENTRY_PANEL + k % 4 * 32);
+        if (k == 0) wgmma_ss<bf16, TILE / 2, false, false>(z, heads, rows);
+        else wgmma_ss<bf16, TILE / 2, true, false>(z, heads, rows);
+    }
+    wg_commit();
 }
 
 /* A tile's scores become their exponentials over the largest of each of a thread's two heads. */
@@ -139,6 +146,7 @@ __device__ __forceinline__ void share_heads(const list_query<GROUPS> &x, const f
         float mass = 0.0f;
         factor[r] = 0.0f;
         if (head < p.heads) {
+            const float elsewhere2 = x.facts().elsewhere[head];
             float2 of[GROUPS];
             float now = -INFINITY, whole = 0.0f;
 #pragma unroll
@@ -146,13 +154,15 @@ __device__ __forceinline__ void share_heads(const list_query<GROUPS> &x, const f
                 of[t] = x.m.heads[t][head];
                 now = fmaxf(now, of[t].x);
             }
-            const float base = now == -INFINITY ? 0.0f : now;
+            const float top = fmaxf(now == -INFINITY ? now : now * scale2, elsewhere2),
+                        base = top == -INFINITY ? 0.0f : top;
 #pragma unroll
             for (int t = 0; t < GROUPS; t++)
-                whole = fmaf(of[t].y, exp2_fast((of[t].x - base) * scale2), whole);
-            const float own = now * p.scale + logf(whole), all = log_add_f32(own, x.facts().elsewhere[head]);
-            mass = expf(own - all);
-            factor[r] = exp2_fast((most[r] == -INFINITY ? 0.0f : most[r] * scale2) - all * log2_of_e);
+                whole = fmaf(of[t].y, exp2_fast(fmaf(of[t].x, scale2, -base)), whole);
+            const float all = top == -INFINITY ? 1.0f : whole + exp2_fast(elsewhere2 - base),
+                        one = __fdividef(1.0f, all);
+            mass = whole * one;
+            factor[r] = most[r] == -INFINITY ? 0.0f : exp2_fast(fmaf(most[r], scale2, -base)) * one;
         }
         if (lane % 4 == 0) x.m.mass[x.group][head] = mass;
     }
@@ -167,6 +177,45 @@ __device__ __forceinline__ void sum_shares(float *to, const float (&c)[COLUMN_TI
     for (int i = 0; i < 32; i++) v[i] = fmaf(c[i / 2][i % 2], factor[0], c[i / 2][2 + i % 2] * factor[1]);
     sum_columns(v);
     put_columns(to, v);
+}
+
+/* The larger of both, or what is no number. */
+__device__ __forceinline__ float max_nan(float a, float b)
+{
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
+/* The sums over a thread's two heads of 16 of its columns' scores z, weighed; and which of these are
+ * positive. */
+template <int GROUPS>
+__device__ __forceinline__ void weigh_half(const list_query<GROUPS> &x, float *v, float (&z)[HALF_TILES][4],
+                                           const float (&w)[2], uint32_t &positive)
+{
+    if (x.s.of.index_heads != HEADS) {
+#pragma unroll
+        for (int j = 0; j < HALF_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (x.head0() + e / 2 * 8 >= x.s.of.index_heads) z[j][e] = 0.0f;
+    }
+    uint32_t others = 0;
+#pragma unroll
+    for (int i = 15; i >= 0; i--) {
+        const float a = z[i / 2][i % 2], b = z[i / 2][2 + i % 2];
+        v[i] = fmaf(w[1], max_nan(b, 0.0f), w[0] * max_nan(a, 0.0f));
+    }
+#pragma unroll
+    for (int j = HALF_TILES - 1; j >= 0; j--)
+#pragma unroll
+        for (int e = 3; e >= 0; e--)
+            others = __funnelshift_l(__float_as_uint(z[j][e] - 0x1p-149f), others, 1); /* its sign */
+    positive = ~others;
+    /* From here on the scores' registers are free. */
+#pragma unroll
+    for (int i = 0; i < 16; i++) asm volatile("" : "+f"(v[i]));
+    asm volatile("" : "+r"(positive));
 }
 
 /* Both sums over heads of the warpgroup's tile: of entry `thread`. */
@@ -186,15 +235,21 @@ __device__ __forceinline__ void sum_lists(list_query<GROUPS> &x, float &teacher,
         share_heads(x, most, sum, factor);
         sum_shares(sums[0][warp_of_group()], c, factor);
     }
-    x.m.of_index.wait_full(x.heads);
     {
-        float z[COLUMN_TILES][4];
-        issue_index(x, z);
         const float w[2] = {x.facts().w[x.head0()], x.facts().w[x.head0() + 8]};
+        float v[32], z[HALF_TILES][4], y[HALF_TILES][4];
         uint32_t positive[2];
-        wg_wait<0>(z);
-        clear_rows(z, x.head0(), x.s.of.index_heads);
-        sum_index(sums[1][warp_of_group()], z, w, positive);
+        x.m.of_index.wait_full(x.heads);
+        x.m.entries.wait_full(x.index_at(x.group));
+        wg_show();
+        issue_index(x, z, 0);
+        issue_index(x, y, 1);
+        wg_wait<1>(z);
+        weigh_half(x, v, z, w, positive[0]);
+        wg_wait<0>(y);
+        weigh_half(x, v + 16, y, w, positive[1]);
+        sum_columns(v);
+        put_columns(sums[1][warp_of_group()], v);
         x.m.positive[x.group][x.thread()] = (uint64_t)positive[1] << 32 | positive[0];
     }
     x.sync();
@@ -287,7 +342,8 @@ __device__ __forceinline__ void issue_partials(const list_query<GROUPS> &x, floa
     wg_commit();
 }
 
-/* The same in bf16: of a thread's two rows two columns a word. */
+/* The same in bf16: of a thread's two rows two columns a word. Four words are stored as they stand: the sums
+ * turn columns, once an entry. */
 typedef uint32_t partial_words[2][HALF_TILES];
 
 template <int GROUPS>
@@ -313,12 +369,11 @@ __device__ __forceinline__ void store_partials(const list_query<GROUPS> &x, cons
         const int row = rows * 64 + x.head0() + h * 8;
         bf16 *const to = x.s.partials + (x.i * x.s.of.listed + x.group * TILE + row) * WIDTH +
                          panel * (WIDTH / 2) + threadIdx.x % 4 * 8;
+        if (row >= rows_given) continue;
 #pragma unroll
-        for (int j = 0; j < HALF_TILES; j += 4) {
-            uint32_t four[4] = {words[h][j], words[h][j + 1], words[h][j + 2], words[h][j + 3]};
-            transpose_by_four(four);
-            if (row < rows_given) store_eight(to + j * 8, four, true);
-        }
+        for (int j = 0; j < HALF_TILES; j += 4)
+            __stcs((uint4 *)(to + j * 8),
+                   make_uint4(words[h][j], words[h][j + 1], words[h][j + 2], words[h][j + 3]));
     }
 }
 
@@ -355,7 +410,7 @@ __device__ __forceinline__ void walk_step(const list_query<GROUPS> &x, float (&u
         weigh_bits(x, b, step);
         wg_wait<0>(u);
     }
-    if (tile < GROUPS - 1 || x.SETS == 1) x.give_back(x.index_at(tile), x.SETS);
+    if (step == 0 || x.SETS == 1) x.give_back(x.index_at(tile), x.SETS);
     issue_partials(x, c, b, 0);
     wg_wait<0>(c);
     round_partials(x, words, c, step);
@@ -366,36 +421,54 @@ __device__ __forceinline__ void walk_step(const list_query<GROUPS> &x, float (&u
     store_partials(x, words, step, 1);
 }
 
-/* Adds the sets' parts of u in the first set, through the last tile's stage, which the others have read. */
-template <int GROUPS>
-__device__ __forceinline__ void add_sets(const list_query<GROUPS> &x, float (&u)[HALF_TILES][4])
+/* The channels of which a warpgroup has all of u, and gives its heads what they get: tiles of eight. */
+template <int GROUPS> __device__ constexpr int own_tiles()
 {
-    const ring_place<LIST_STAGES> at = x.index_at(GROUPS - 1);
-    float4 *const parts = (float4 *)x.m.stages[at.stage][x.half()] + x.thread();
-    if (x.set() == 1) {
-        x.sync(); /* each warp has read the panel */
+    return HALF_TILES / list_query<GROUPS>::SETS;
+}
+
+/* Adds the sets' parts of u, a half of the channels in each set, through the stages that the sets have read
+ * last. */
+template <int GROUPS>
+__device__ __forceinline__ void add_sets(const list_query<GROUPS> &x, const float (&u)[HALF_TILES][4],
+                                         float (&own)[own_tiles<GROUPS>()][4])
+{
+    enum { OWN = own_tiles<GROUPS>() };
+    const bool upper = x.set() == 1;
 #pragma unroll
-        for (int j = 0; j < HALF_TILES; j++) parts[j * 128] = make_float4(u[j][0], u[j][1], u[j][2], u[j][3]);
-        named_arrive(6 + x.half(), 256);
-        return;
+    for (int j = 0; j < OWN; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) own[j][e] = upper ? u[(j + OWN) % HALF_TILES][e] : u[j][e];
+    if (x.SETS == 1) return;
+    const ring_place<LIST_STAGES> mine = x.index_at(GROUPS - 2 + x.set()),
+                                  other = x.index_at(GROUPS - 1 - x.set());
+    float4 *const to = (float4 *)x.m.stages[mine.stage][x.half()] + x.thread();
+    const float4 *const from = (const float4 *)x.m.stages[other.stage][x.half()] + x.thread();
+    x.sync(); /* each warp has read the panel */
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        const float(&low)[4] = u[j], (&high)[4] = u[(j + OWN) % HALF_TILES];
+        to[j * 128] = make_float4(upper ? low[0] : high[0], upper ? low[1] : high[1],
+                                  upper ? low[2] : high[2], upper ? low[3] : high[3]);
     }
     named_sync(6 + x.half(), 256);
 #pragma unroll
-    for (int j = 0; j < HALF_TILES; j++) {
-        const float4 part = parts[j * 128];
-        u[j][0] += part.x, u[j][1] += part.y, u[j][2] += part.z, u[j][3] += part.w;
+    for (int j = 0; j < OWN; j++) {
+        const float4 part = from[j * 128];
+        own[j][0] += part.x, own[j][1] += part.y, own[j][2] += part.z, own[j][3] += part.w;
     }
-    x.give_back(at, x.SETS);
+    x.give_back(other, x.SETS);
 }
 
-/* Stores what the query's heads get: of d_w the second warpgroup leaves its channels' part to the first. */
+/* Stores what the query's heads get: of d_w the warpgroups leave their channels' parts to the first. */
 template <int GROUPS>
-__device__ __forceinline__ void give_heads(const list_query<GROUPS> &x, const float (&u)[HALF_TILES][4],
-                                           bool d_q_wide)
+__device__ __forceinline__ void give_heads(const list_query<GROUPS> &x,
+                                           const float (&u)[own_tiles<GROUPS>()][4], bool d_q_wide)
 {
     const loss_params &p = x.s.of;
     const int64_t query = x.s.first + x.i;
-    const int channel0 = x.half() * (WIDTH / 2), lane = threadIdx.x % 32;
+    const int tile0 = x.set() * own_tiles<GROUPS>(), channel0 = x.half() * (WIDTH / 2) + tile0 * 8,
+              lane = threadIdx.x % 32;
     float part[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -408,8 +481,8 @@ __device__ __forceinline__ void give_heads(const list_query<GROUPS> &x, const fl
                       d_q_wide);
         if (p.d_w.p == NULL || x.count == 0) continue;
 #pragma unroll
-        for (int j = 0; j < HALF_TILES; j++) {
-            const float2 two = unpack2<bf16>(*(const uint32_t *)(q + ((j ^ (head & 7)) << 4)));
+        for (int j = 0; j < own_tiles<GROUPS>(); j++) {
+            const float2 two = unpack2<bf16>(*(const uint32_t *)(q + (((j + tile0) ^ (head & 7)) << 4)));
             part[h] = fmaf(u[j][h * 2], two.x, part[h]);
             part[h] = fmaf(u[j][h * 2 + 1], two.y, part[h]);
         }
@@ -417,21 +490,20 @@ __device__ __forceinline__ void give_heads(const list_query<GROUPS> &x, const fl
         part[h] += __shfl_xor_sync(~0u, part[h], 2);
     }
     if (p.d_w.p == NULL) return;
-    if (x.group == 1) {
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-            if (lane % 4 == 0) x.m.d_w[x.head0() + h * 8] = part[h];
-        named_arrive(5, 256);
+    for (int h = 0; h < 2; h++)
+        if (lane % 4 == 0) x.m.d_w[x.group][x.head0() + h * 8] = part[h];
+    if (x.group > 0) {
+        named_arrive(5, x.COMPUTING);
         return;
     }
-    named_sync(5, 256);
+    named_sync(5, x.COMPUTING);
+    const int head = x.thread();
+    if (head >= p.index_heads) return;
+    float sum = 0.0f;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int head = x.head0() + h * 8;
-        if (lane % 4 == 0 && head < p.index_heads)
-            put_at(p.d_w.p, p.w_dtype, x.s.b * p.d_w.s[0] + query * p.d_w.s[1] + head,
-                   (part[h] + x.m.d_w[head]) * p.scale_index);
-    }
+    for (int i = 0; i < GROUPS; i++) sum += x.m.d_w[i][head];
+    put_at(p.d_w.p, p.w_dtype, x.s.b * p.d_w.s[0] + query * p.d_w.s[1] + head, sum * p.scale_index);
 }
 
 template <int GROUPS> __device__ __forceinline__ void give_loss(const list_query<GROUPS> &x)
@@ -461,8 +533,9 @@ __device__ __forceinline__ void compute_list(list_query<GROUPS> &x, bool gradien
         float u[HALF_TILES][4] = {};
 #pragma unroll 1
         for (int step = 0; step < 2; step++) walk_step(x, u, step);
-        if (x.SETS > 1) add_sets(x, u);
-        if (x.set() == 0) give_heads(x, u, d_q_wide);
+        float own[own_tiles<GROUPS>()][4];
+        add_sets(x, u, own);
+        give_heads(x, own, d_q_wide);
     } else
         for (int tile = 0; tile < GROUPS; tile++) x.give_back(x.index_at(tile), 1);
     x.m.of_index.give_back(x.heads);

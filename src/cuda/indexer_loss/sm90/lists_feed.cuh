@@ -23,7 +23,7 @@ enum {
 struct list_facts {
     float w[HEADS]; /* 0 past the last head */
     bf16 w16[HEADS];
-    float elsewhere[HEADS]; /* the logarithm of the mass that attention's heads give to window and sink */
+    float elsewhere[HEADS]; /* of the mass that attention's heads give to window and sink, to base 2 */
     float factor;           /* of P - T, the mean over rows among it */
     int32_t count;
 };
@@ -38,7 +38,7 @@ struct lists_shared {
     alignas(16) int32_t chosen[LIST_MOST]; /* the feed's; -1 past the last */
     bf16 gradient[LIST_TILES][TILE];
     float2 heads[GROUPS_MOST][HEADS]; /* the largest score of a warpgroup's entries, and the sum */
-    float mass[GROUPS_MOST][HEADS], d_w[HEADS];
+    float mass[GROUPS_MOST][HEADS], d_w[GROUPS_MOST][HEADS];
     float2 student[GROUPS_MOST][4];
     float loss[GROUPS_MOST][4];
     ring<LIST_STAGES> entries;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void feed_facts(const slice &s, lists_shared &m, list
                 p.sink != NULL ? p.sink[thread] : -INFINITY);
         f.w[thread] = w;
         f.w16[thread] = from_float<bf16>(w);
-        f.elsewhere[thread] = elsewhere;
+        f.elsewhere[thread] = elsewhere * log2_of_e;
     }
     if (thread == 0) {
         f.count = count;
@@ -156,26 +156,6 @@ __device__ __forceinline__ void feed_facts(const slice &s, lists_shared &m, list
         m.chosen[chosen_at(at)] = at < count ? entry[t] : -1;
     }
     named_sync(2, FEEDERS);
-}
-
-/* Where the sums find the query's rows of partials. */
-template <int TILES>
-__device__ __forceinline__ void give_places(const slice &s, const lists_shared &m, int64_t i)
-{
-    const int thread = threadIdx.x % 128;
-    choice c[TILES];
-    int32_t row[TILES];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-        const int32_t entry = s.sums != NULL ? m.chosen[chosen_at(t * TILE + thread)] : -1;
-        row[t] = entry >= 0 ? s.rows_before[entry] : -1;
-        c[t] = entry >= 0 ? s.choices[i / 32 * s.of.entries + entry] : choice{0, 0};
-    }
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-        if (row[t] >= 0)
-            s.places[row[t] + c[t].before + __popc(c[t].chose & ((1u << i % 32) - 1))] =
-                (int)(i * s.of.listed) + t * TILE + thread;
 }
 
 template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, lists_shared &m)
@@ -197,7 +177,8 @@ template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, 
         feed_tiles<TILES>(m, at, keys);
         feed_heads(m.of_index, heads, (char *)m.q_index, q_index, p.index_heads);
         feed_tiles<TILES>(m, at, index);
-        give_places<TILES>(s, m, i);
+        if (s.sums != NULL)
+            give_starts(s, i, entries_of(s, i), [&](int at) { return m.chosen[chosen_at(at)]; });
         heads.advance();
     }
 }

@@ -22,7 +22,6 @@
 #ifndef QUERN_CUDA_INDEXER_LOSS_SM90_PARAMS_CUH
 #define QUERN_CUDA_INDEXER_LOSS_SM90_PARAMS_CUH
 
-#include "common/choices.cuh"
 #include "indexer_loss/params.cuh"
 
 namespace sm90_loss
@@ -30,6 +29,7 @@ namespace sm90_loss
 
 enum { HEADS = 64, TILE = 128, WIDTH = 128, DIM_MOST = 512, LOSS_HEAD_BYTES = HEADS * WIDTH * 2 };
 enum { KEYS_PAIRS = 2 }; /* of warpgroups of a block of `keys`, each with sums of its own */
+enum { SUM_RANGE = 64, SUM_QUERIES = 1024 }; /* entries of a block of `sum_rows`; its slices' queries */
 
 /* A slice of sequence b: `count` queries from `first` on. Arrays are of its queries. */
 struct slice {
@@ -40,11 +40,8 @@ struct slice {
     bf16 *gradient;                /* [tiles][TILE] */
     uint64_t *positive;            /* [tiles][128 threads] */
     char *heads;                   /* w q_index, [LOSS_HEAD_BYTES] as tiles stand in shared memory; dense */
-    choice *choices;               /* [words][entries]; of lists from here on */
-    int32_t *taken;                /* of `places`, so far */
-    int32_t *rows_before;          /* [entries]: the entry's first of `places` */
-    int64_t words;
-    int32_t *places;            /* of each entry's queries in turn: its row of partials */
+    int32_t *starts;               /* [count][ranges + 1]: of a list, the first place of a range; of lists */
+    int64_t ranges;                /* of SUM_RANGE entries */
     bf16 *partials;             /* [count][listed][WIDTH] */
     float *sums;                /* [shares][entries][width], or NULL: no gradient of keys_index is wanted */
     bool adds;                  /* to what an earlier slice left in the sums */
@@ -65,8 +62,20 @@ __device__ __forceinline__ const int32_t *chosen_of(const slice &s, int64_t i)
     return s.of.listed < 0 ? NULL : s.of.chosen + (s.b * s.of.queries + s.first + i) * s.of.listed;
 }
 
+/* Notes where the ranges of a query's list begin, from 128 threads; entry_at(i) is the list's number i. */
+template <typename Entry>
+__device__ __forceinline__ void give_starts(const slice &s, int64_t i, int count, const Entry &entry_at)
+{
+    int32_t *const starts = s.starts + i * (s.ranges + 1);
+    for (int at = threadIdx.x % 128; at <= count; at += 128) {
+        const int first = at > 0 ? entry_at(at - 1) / SUM_RANGE + 1 : 0,
+                  last = at < count ? entry_at(at) / SUM_RANGE : (int)s.ranges;
+        for (int range = first; range <= last; range++) starts[range] = at;
+    }
+}
+
 typedef quern_status of_slice(const slice &s, cudaStream_t stream);
-of_slice pairs_of_lists, pairs_of_all, keys_of_all, index_lists, sum_rows;
+of_slice pairs_of_lists, pairs_of_all, keys_of_all, sum_rows;
 
 } // namespace sm90_loss
 
