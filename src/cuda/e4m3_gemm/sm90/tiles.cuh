@@ -26,7 +26,7 @@ struct product_params {
     int64_t panels, token_tiles; /* of a group: tiles along W's rows */
     int32_t runs;                /* of a group */
     int32_t shares;              /* blocks that share a tile's runs */
-    int32_t tall, window;        /* of one row's product: panels of a block, pieces of W under way */
+    int32_t tall;                /* of one row's product: panels of a block */
     bool wide;                   /* rows of c take stores of 16 bytes */
     const float *row_scale;      /* of codes: [groups runs][scale_row] */
     int64_t scale_row;

@@ -5,25 +5,28 @@
  * or of a short sum q.tall times as many, so that blocks which all run at once read all of W.
  *
  *   feed      one thread copies pieces of W, a run of 32 rows each, into stages
- *   multiply  sixteen warps, each with 16 rows and every eighth piece. A run is summed from zero by
- *             products of 16 rows and 16 of the sum, whose eight columns are the same row of a, and the runs
- *             are then added in order: c has the bits that it has among other rows.
+ *   multiply  sixteen warps, each with all 32 rows of every sixteenth piece. A run is summed from zero by
+ *             products of 16 rows and 16 of the sum, whose eight columns are the same row of a
+ *   add       the warp that has fed adds the runs in order, those of sixteen pieces while the next are
+ *             multiplied: c has the bits that it has among other rows. In a block of more columns the warps
+ *             that multiply add, at the end.
  *
  * The tensor core adds the 16 products of a step at once, so their order within it is free: a lane takes four
  * codes that follow one another, and x as it stands.
  *
- * All of W is widened once x is there, for registers hold no more than a run. To f16 that is one instruction
- * for two codes, to bf16 four, 2 us of 4096 x 4096. So a run of x in bf16 becomes f16 times a power of two
- * wherever that is exact: where its numbers but zeros lie within 2^28 of each other. Its sum is divided by
- * the power, and has the bits that it has in bf16.
+ * All of W is widened once x is there, for registers hold no more than a piece. To f16 that is one
+ * instruction for two codes, to bf16 four, 2 us of 4096 x 4096. So a run of x in bf16 becomes f16 times a
+ * power of two wherever that is exact: where its numbers but zeros lie within 2^28 of each other. Its sum is
+ * divided by the power, and has the bits that it has in bf16. A warp reads and converts the runs of its own
+ * pieces, so that no warp waits for another.
  *
  * The kernel may start while the one before it on the stream still runs: what is in the stages by then, the
  * codes of each warp's first piece, for which registers have room, and the scales are weights, which that one
  * does not write: all of W at 32 runs. It waits for its end before it reads x or writes c, and lets the next
  * kernel start only then, so that of two kernels before it only the last may still run.
  *
- * Shared memory: 96 KiB of W, 512 bytes of x, sums and scales a run: two blocks of up to 32 runs have room
- * beside each other, and with at most 60 registers. Limit: W's bytes over the read rate.
+ * Shared memory: 64 KiB of W, 512 bytes of x, sums and scales a run: two blocks of up to 32 runs have room
+ * beside each other, and with at most 56 registers. Limit: W's bytes over the read rate.
  */
 #ifndef QUERN_CUDA_E4M3_GEMM_SM90_ROW_KERNEL_CUH
 #define QUERN_CUDA_E4M3_GEMM_SM90_ROW_KERNEL_CUH
@@ -38,15 +41,13 @@ using namespace sm90_e4m3;
 
 enum {
     ROWS = 32,
-    STAGES = 24,
-    WINDOW = 12,
+    STAGES = 16,
     HALVES = ROWS / 16,
-    WARPS = 16,
-    EVERY = WARPS / HALVES, /* a warp's pieces: every eighth */
+    WARPS = 16, /* a warp's pieces: every sixteenth */
     PRODUCTS = WARPS * 32,
     ROW_THREADS = PRODUCTS + 32
 };
-static_assert((int)STAGES % (int)EVERY == 0, "a warp waits for every use of its stages");
+static_assert((int)STAGES % (int)WARPS == 0, "a warp waits for every use of its stages");
 
 /* PIECES: the most that a block has. */
 template <int PIECES> struct shared {
@@ -55,6 +56,8 @@ template <int PIECES> struct shared {
     float parts[PIECES][ROWS], scale[PIECES][ROWS];
     float back[PIECES]; /* of a run: what its sums are multiplied by; 0: x is not in f16 */
     ring<STAGES> stages;
+    stage_barriers<PIECES / WARPS> summed; /* of each sixteen pieces */
+    stage_barriers<1> scaled;              /* all scales */
 };
 
 struct row_place {
@@ -82,7 +85,7 @@ __device__ __forceinline__ void ask(const product_params &q, const CUtensorMap &
              0, row + rows * ROWS, 0);
 }
 
-/* One thread. No more than q.window pieces are under way: x would stand behind them. */
+/* One thread. */
 template <int PIECES>
 __device__ __forceinline__ void feed(const product_params &q, const CUtensorMap &w, shared<PIECES> &m)
 {
@@ -90,62 +93,62 @@ __device__ __forceinline__ void feed(const product_params &q, const CUtensorMap 
     const int row = (int)(t.group * q.p.out + t.column);
     ring_place<STAGES> at;
     for (int piece = 0; piece < pieces_of(q); piece++) {
-        if (piece >= q.window) m.stages.wait_full(ring_place<STAGES>::of(piece - q.window));
         m.stages.wait_free(at);
         ask(q, w, m, row, piece, at);
         at.advance();
     }
 }
 
-/* Eight elements of x from k on; 0 past the last. */
-template <typename T>
-__device__ __forceinline__ uint4 eight_of(const T *x, int64_t k, int64_t count, bool wide)
+/* Four elements of x, of which `left` are there; 0 past the last. */
+template <typename T> __device__ __forceinline__ uint2 four_of(const T *x, int64_t left, bool wide)
 {
-    if (wide && k + 8 <= count) return *(const uint4 *)(x + k);
-    alignas(16) T all[8];
+    if (wide && left >= 4) return *(const uint2 *)x;
+    alignas(8) T all[4];
 #pragma unroll
-    for (int i = 0; i < 8; i++) all[i] = k + i < count ? x[k + i] : from_float<T>(0.0f);
-    return *(const uint4 *)all;
+    for (int i = 0; i < 4; i++) all[i] = i < left ? x[i] : from_float<T>(0.0f);
+    return *(const uint2 *)all;
 }
 
-enum { RUN_LANES = RUN / 8, SPAN = 28, TOP = 14, FAR = 60 };
+enum { SPAN = 28, TOP = 14, FAR = 60 };
 
-/* Brings the largest number of a run, of whose x 16 lanes have eight elements each, into [2^TOP, 2^(TOP + 1))
- * of f16. What its sums are to be multiplied by; 0, and x as it was, where a number would be no exact and
- * normal one of f16, or a sum might leave f32's range. */
-__device__ __forceinline__ float to_halves(uint4 &x)
+/* Of each of N runs, of whose x a warp's lanes have four elements each, brings the largest number into
+ * [2^TOP, 2^(TOP + 1)) of f16. back: what a run's sums are to be multiplied by; 0, and x as it was, where a
+ * number would be no exact and normal one of f16, or a sum might leave f32's range. */
+template <int N> __device__ __forceinline__ void to_halves(uint2 (&x)[N], float (&back)[N])
 {
-    const uint32_t lanes = 0xffffu << (threadIdx.x & RUN_LANES);
-    uint32_t *const word = (uint32_t *)&x;
-    uint32_t most = 0, least = 0x7fff;
+    int most[N], least[N];
+    bool near[N];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int n = 0; n < N; n++) {
+        const uint32_t word[2] = {x[n].x, x[n].y};
+        most[n] = 0;
+        least[n] = 0x7fff;
 #pragma unroll
-        for (int h = 0; h < 32; h += 16) {
-            const uint32_t size = word[i] >> h & 0x7fff;
-            most = max(most, size);
-            least = min(least, size == 0 ? 0x7fff : size);
+        for (int i = 0; i < 4; i++) {
+            const int size = (int)(word[i / 2] >> i % 2 * 16 & 0x7fff);
+            most[n] = max(most[n], size);
+            least[n] = min(least[n], size == 0 ? 0x7fff : size);
         }
-#pragma unroll
-    for (int by = RUN_LANES / 2; by > 0; by /= 2) {
-        most = max(most, __shfl_xor_sync(lanes, most, by));
-        least = min(least, __shfl_xor_sync(lanes, least, by));
     }
-    const int top = (int)(most >> 7) - 127, low = (int)(least >> 7) - 127;
-    if (most == 0) return 1.0f;
-    if (abs(top) > FAR || top - low > SPAN) return 0.0f;
-    const float times = __uint_as_float((uint32_t)(127 + TOP - top) << 23);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 two = unpack2<bf16>(word[i]);
-        word[i] = pack2<__half>(two.x * times, two.y * times);
+    for (int n = 0; n < N; n++) most[n] = (int)__reduce_max_sync(~0u, (uint32_t)most[n]);
+#pragma unroll
+    for (int n = 0; n < N; n++) near[n] = __all_sync(~0u, (most[n] >> 7) - (least[n] >> 7) <= SPAN);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const int top = (most[n] >> 7) - 127;
+        const bool fit = near[n] && abs(top) <= FAR;
+        const float times = __uint_as_float((uint32_t)(127 + TOP - top) << 23);
+        const float2 low = unpack2<bf16>(x[n].x), high = unpack2<bf16>(x[n].y);
+        const uint2 halves = {pack2<__half>(low.x * times, low.y * times),
+                              pack2<__half>(high.x * times, high.y * times)};
+        x[n] = fit ? halves : x[n];
+        back[n] = most[n] == 0 ? 1.0f : fit ? __uint_as_float((uint32_t)(127 - TOP + top) << 23) : 0.0f;
     }
-    return __uint_as_float((uint32_t)(127 - TOP + top) << 23);
 }
 
 /* The scales of the block's rows of W. */
-template <int PIECES>
-__device__ __forceinline__ void read_scales(const product_params &q, shared<PIECES> &m)
+template <int PIECES> __device__ __forceinline__ void read_scales(const product_params &q, shared<PIECES> &m)
 {
     const row_place t = row_place_here(q);
     const int64_t last = q.p.out - 1 - t.column, first = t.group * q.p.out + t.column;
@@ -156,115 +159,151 @@ __device__ __forceinline__ void read_scales(const product_params &q, shared<PIEC
     }
 }
 
-/* x, once the kernel before this one has ended. */
+/* x, once the kernel before this one has ended: every sixteenth run, which this warp's pieces need alone if
+ * runs are a multiple of sixteen. The loads' address is made before the wait, as L2 is asked for it. */
 template <typename T, int PIECES>
 __device__ __forceinline__ void read_row(const product_params &q, shared<PIECES> &m)
 {
-    const T *const x = (const T *)q.p.a + row_place_here(q).group * q.p.in;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = q.runs;
+    const int64_t k = warp * RUN + lane * 4;
+    const T *x = (const T *)q.p.a + row_place_here(q).group * q.p.in + k;
+    const bool whole = q.wide && q.p.in % RUN == 0;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(x));
     wait_for_before();
-    let_next_start();
-    for (int i = threadIdx.x; i < q.runs * RUN_LANES; i += PRODUCTS) {
-        uint4 eight = eight_of(x, (int64_t)i * 8, q.p.in, q.wide);
-        if constexpr (__is_same(T, bf16)) {
-            const float back = to_halves(eight);
-            if (i % RUN_LANES == 0) m.back[i / RUN_LANES] = back;
+    for (int run = warp; run < runs; run += 2 * WARPS, x += 2 * WARPS * RUN) {
+        const bool two = run + WARPS < runs;
+        uint2 four[2] = {};
+        if (whole) {
+            four[0] = *(const uint2 *)x;
+            if (two) four[1] = *(const uint2 *)(x + WARPS * RUN);
+        } else {
+            const int64_t left = q.p.in - k - (run - warp) * RUN;
+            four[0] = four_of(x, left, q.wide);
+            four[1] = four_of(x + WARPS * RUN, left - WARPS * RUN, q.wide);
         }
-        ((uint4 *)m.x)[i] = eight;
+        let_next_start();
+        if constexpr (__is_same(T, bf16)) {
+            float back[2];
+            to_halves(four, back);
+            if (lane < 2 && run + lane * WARPS < runs)
+                m.back[run + lane * WARPS] = lane == 0 ? back[0] : back[1];
+        }
+        ((uint2 *)m.x)[run * 32 + lane] = four[0];
+        if (two) ((uint2 *)m.x)[(run + WARPS) * 32 + lane] = four[1];
     }
-    named_sync(1, PRODUCTS);
+    if (runs % WARPS == 0) __syncwarp();
+    else named_sync(1, PRODUCTS);
 }
 
-/* A lane's codes of two rows, eight apart. */
+/* A lane's codes of four rows, eight apart. */
 struct row_codes {
-    uint32_t low[STEPS], high[STEPS];
+    uint32_t of[STEPS][ROWS / 8];
 };
 
-__device__ __forceinline__ row_codes load_codes(const char *rows)
+/* Of a step, from where they begin. */
+__device__ __forceinline__ void load_step(row_codes &r, uint32_t from, int s)
+{
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.of[s][i]) : "r"((from ^ s << 4) + i * 8 * 128));
+}
+
+/* Where a lane's codes of a piece begin. */
+template <int PIECES>
+__device__ __forceinline__ uint32_t codes_at(shared<PIECES> &m, const ring_place<STAGES> &at)
 {
     const int lane = threadIdx.x % 32, row = lane / 4;
-    const uint32_t from = smem_address(rows) + row * 128 + (row << 4) + lane % 4 * 4;
-    row_codes r;
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        const uint32_t at = from ^ s << 4;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.low[s]) : "r"(at));
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.high[s]) : "r"(at + 8 * 128));
-    }
-    return r;
+    return smem_address(m.w) + at.stage * (ROWS * RUN) + row * 128 + (row << 4) + lane % 4 * 4;
 }
 
-/* Adds a step's products of a warp's 16 rows. */
-template <typename T>
-__device__ __forceinline__ void add_step(float (&part)[4], const row_codes &r, int s, const uint2 &x)
-{
-    const uint32_t a[4] = {widen<T>((uint16_t)r.low[s]), widen<T>((uint16_t)r.high[s]),
-                           widen<T>((uint16_t)(r.low[s] >> 16)), widen<T>((uint16_t)(r.high[s] >> 16))};
-    mma16816<T>(part, a, x.x, x.y);
-}
-
-/* N of a warp's pieces, in turn: no product waits for the one before it. */
-template <typename T, int N, int PIECES>
-__device__ __forceinline__ void add_pieces(const shared<PIECES> &m, const row_codes *r, const int *run,
-                                           float (*part)[4])
-{
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-        for (int i = 0; i < N; i++) add_step<T>(part[i], r[i], s, m.x[run[i]][s][threadIdx.x % 4]);
-}
-
-/* The codes of a warp's half of a piece, whose stage is given back. */
-template <int PIECES> __device__ __forceinline__ row_codes take_codes(shared<PIECES> &m, int piece)
+/* A piece's, whose stage is given back. */
+template <int PIECES> __device__ __forceinline__ void take_codes(shared<PIECES> &m, int piece, row_codes &r)
 {
     const ring_place<STAGES> at = ring_place<STAGES>::of(piece);
     m.stages.wait_full(at);
-    const row_codes r = load_codes(m.w[at.stage] + threadIdx.x / 32 % HALVES * 16 * RUN);
+    const uint32_t from = codes_at(m, at);
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) load_step(r, from, s);
     give_back_by_warp(m.stages, at);
-    return r;
 }
 
-template <typename T, int N, int PIECES>
-__device__ __forceinline__ void sum_pieces(const product_params &q, shared<PIECES> &m, int piece,
-                                           const row_codes &first)
+/* Adds the products of a piece. Once a step's codes are widened, those of the next piece take their place. */
+template <typename T, bool MORE>
+__device__ __forceinline__ void add_piece(float (&part)[HALVES][4], row_codes &r, const uint2 (*x)[4],
+                                          uint32_t next)
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp % HALVES;
-    int run[N];
-    float part[N][4] = {}, back[N];
-    row_codes r[N];
-    bool halves = true;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        const int at = piece + i * EVERY;
-        r[i] = i == 0 ? first : take_codes(m, at);
-        run[i] = q.tall > 1 ? at % q.runs : at;
-        back[i] = __is_same(T, bf16) ? m.back[run[i]] : 1.0f;
-        halves = halves && back[i] != 0.0f;
-    }
-    if (halves) add_pieces<__half, N>(m, r, run, part);
-    else
+    for (int s = 0; s < STEPS; s++) {
+        const uint2 b = x[s][threadIdx.x % 4];
 #pragma unroll
-        for (int i = 0; i < N; i++)
-            if (back[i] != 0.0f) add_pieces<__half, 1>(m, r + i, run + i, part + i);
-            else add_pieces<T, 1>(m, r + i, run + i, part + i);
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (lane % 4 == 0) {
-            float *const to = &m.parts[piece + i * EVERY][half * 16 + lane / 4];
-            to[0] = back[i] != 0.0f ? part[i][0] * back[i] : part[i][0];
-            to[8] = back[i] != 0.0f ? part[i][2] * back[i] : part[i][2];
+        for (int h = 0; h < HALVES; h++) {
+            const uint32_t low = r.of[s][h * 2], high = r.of[s][h * 2 + 1];
+            const uint32_t a[4] = {widen<T>((uint16_t)low), widen<T>((uint16_t)high),
+                                   widen<T>((uint16_t)(low >> 16)), widen<T>((uint16_t)(high >> 16))};
+            mma16816<T>(part[h], a, b.x, b.y);
         }
+        if (MORE) load_step(r, next, s);
+    }
 }
 
-/* first: the codes of the warp's first piece, if it has one. */
-template <typename T, int PIECES>
-__device__ __forceinline__ void multiply(const product_params &q, shared<PIECES> &m, row_codes &first)
+/* The products of a piece, and its sums; if there are MORE, r then holds the codes of the warp's next. */
+template <typename T, bool MORE, int PIECES>
+__device__ __forceinline__ void sum_piece(shared<PIECES> &m, int piece, int run, row_codes &r)
 {
-    const int pieces = pieces_of(q), start = threadIdx.x / 32 / HALVES;
-    for (int piece = start; piece < pieces; piece += 2 * EVERY) {
-        if (piece > start) first = take_codes(m, piece);
-        if (piece + EVERY < pieces) sum_pieces<T, 2>(q, m, piece, first);
-        else sum_pieces<T, 1>(q, m, piece, first);
+    const int lane = threadIdx.x % 32;
+    const float back = __is_same(T, bf16) ? m.back[run] : 1.0f;
+    const ring_place<STAGES> next = ring_place<STAGES>::of(piece + WARPS);
+    float part[HALVES][4] = {};
+    if (MORE) m.stages.wait_full(next);
+    const uint32_t from = codes_at(m, next);
+    if (back != 0.0f) add_piece<__half, MORE>(part, r, m.x[run], from);
+    else add_piece<T, MORE>(part, r, m.x[run], from);
+    if (MORE) give_back_by_warp(m.stages, next);
+    if (lane % 4 == 0)
+#pragma unroll
+        for (int i = 0; i < ROWS / 8; i++) {
+            const float sum = part[i / 2][i % 2 * 2];
+            m.parts[piece][i * 8 + lane / 4] = back != 0.0f ? sum * back : sum;
+        }
+    __syncwarp();
+    if (lane < READER_ARRIVALS) m.summed.arrive(piece / WARPS);
+}
+
+/* r: the codes of the warp's first piece, if it has one; run: of that. */
+template <typename T, int PIECES>
+__device__ __forceinline__ void multiply(const product_params &q, shared<PIECES> &m, int run, row_codes &r)
+{
+    const int pieces = pieces_of(q);
+    int piece = threadIdx.x / 32;
+    if (piece >= pieces) return;
+    for (; piece + WARPS < pieces; piece += WARPS) {
+        sum_piece<T, true>(m, piece, run, r);
+        run += WARPS;
+        while (run >= q.runs) run -= q.runs;
     }
+    sum_piece<T, false>(m, piece, run, r);
+}
+
+/* The warp that has fed, where a block has 32 columns: a lane a column adds the runs as they come. */
+template <typename T, int PIECES>
+__device__ __forceinline__ void add_runs_as_summed(const product_params &q, shared<PIECES> &m)
+{
+    const row_place t = row_place_here(q);
+    const int lane = threadIdx.x % 32;
+    const int64_t column = min(t.column + lane, q.p.out - 1), at = t.group * q.p.out + column;
+    const float bias = q.p.bias.p != NULL ? q.p.bias.at(at) : 0.0f;
+    float c = 0.0f;
+    m.scaled.wait({0, 0});
+    for (int first = 0; first < q.runs; first += WARPS) {
+        float scale[WARPS];
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) scale[i] = m.scale[min(first + i, q.runs - 1)][lane];
+        m.summed.wait({first / WARPS, 0});
+#pragma unroll
+        for (int i = 0; i < WARPS; i++)
+            if (first + i < q.runs) c = fmaf(scale[i], m.parts[first + i][lane], c);
+    }
+    if (t.column + lane < q.p.out) ((T *)q.p.c)[at] = from_float<T>(c + bias);
 }
 
 /* A lane a column of c. */
@@ -277,7 +316,7 @@ __device__ __forceinline__ void add_runs(const product_params &q, const shared<P
     if (column >= q.p.out) return;
     const float bias = q.p.bias.p != NULL ? q.p.bias.at(at) : 0.0f;
     float c = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
     for (int run = first; run < first + q.runs; run++) c = fmaf(m.scale[run][row], m.parts[run][row], c);
     ((T *)q.p.c)[at] = from_float<T>(c + bias);
 }
@@ -290,20 +329,29 @@ __global__ void __launch_bounds__(ROW_THREADS, 2)
     extern __shared__ __align__(1024) char memory[];
     shared<PIECES> &m = *(shared<PIECES> *)memory;
     if (threadIdx.x == PRODUCTS) {
-        m.stages.init(1, HALVES * READER_ARRIVALS);
+        m.stages.init(1, READER_ARRIVALS);
+        for (int i = 0; i < PIECES / WARPS; i++)
+            mbar_init(smem_address(&m.summed.of[i]),
+                      max(min(pieces_of(q) - i * WARPS, (int)WARPS), 1) * READER_ARRIVALS);
+        m.scaled.init(WARPS * READER_ARRIVALS);
         mbar_init_done();
     }
     __syncthreads();
     if (threadIdx.x >= PRODUCTS) {
         if (threadIdx.x == PRODUCTS) feed(q, w, m);
         __syncwarp();
+        if (q.tall == 1) add_runs_as_summed<T>(q, m);
     } else {
-        row_codes first = {};
+        row_codes r = {};
         read_scales(q, m);
-        if ((int)threadIdx.x / 32 / HALVES < pieces_of(q)) first = take_codes(m, threadIdx.x / 32 / HALVES);
+        if ((int)threadIdx.x / 32 < pieces_of(q)) take_codes(m, threadIdx.x / 32, r);
+        __syncwarp();
+        if (threadIdx.x % 32 < READER_ARRIVALS) m.scaled.arrive(0);
+        const int run = threadIdx.x / 32 % q.runs;
         read_row<T>(q, m);
-        multiply<T>(q, m, first);
+        multiply<T>(q, m, run, r);
     }
+    if (q.tall == 1) return;
     __syncthreads();
     if ((int)threadIdx.x / 32 < q.tall) add_runs<T>(q, m, threadIdx.x / 32);
 #endif
