@@ -104,6 +104,7 @@
     FORWARD(pack_rows, pack_rows)                                                                            \
     FORWARD(step_tokens, step_tokens)                                                                        \
     FORWARD(step_places, step_places)                                                                        \
+    FORWARD(step_check, step_check)                                                                          \
     FORWARD(clear_rows, clear_rows)                                                                          \
     FORWARD(decode, decode)                                                                                  \
     FORWARD(nsa_decode, nsa_decode)                                                                          \
@@ -158,6 +159,7 @@
     F(pack_rows, PACK_ROWS)                                                                                  \
     F(step_tokens, STEP_TOKENS)                                                                              \
     F(step_places, STEP_PLACES)                                                                              \
+    F(step_check, STEP_CHECK)                                                                                \
     F(clear_rows, CLEAR_ROWS)                                                                                \
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)                                                                                \

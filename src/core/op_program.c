@@ -104,9 +104,19 @@ void op_after_all(op_build *b)
     if (b->last != NULL) b->last->after_all = true;
 }
 
-void op_sixths(op_build *b, int32_t sixths)
+int32_t op_number(const op_build *b)
 {
-    if (b->last != NULL) b->last->sixths = (uint8_t)sixths;
+    return b->program->steps - 1;
+}
+
+void op_behind(op_build *b, int32_t number)
+{
+    if (b->last != NULL) b->last->behind = (uint8_t)(number + 1);
+}
+
+void op_percent(op_build *b, int32_t percent)
+{
+    if (b->last != NULL) b->last->percent = (uint8_t)percent;
 }
 
 void op_drop(op_build *b)

@@ -31,7 +31,8 @@ typedef struct op_step {
     bool asked;          /* runs only where the caller has a status word */
     uint8_t made_for;    /* op_made_for(): the tensor's number and 1; 0: none */
     bool after_all;      /* op_after_all() */
-    uint8_t sixths;      /* op_sixths(); 0: all */
+    uint8_t behind;      /* op_behind(): a step's number and 1; 0: none */
+    uint8_t percent;     /* op_percent(); 0: all */
     const void *scratch; /* symbolic, or NULL */
 } op_step;
 static inline void *op_step_args(const op_step *step)
@@ -91,9 +92,13 @@ void op_made_for(op_build *b, int32_t tensor);
 bool op_beside(op_build *b);
 /* The last step, where steps run beside each other, waits for all before it, whether it needs them or not. */
 void op_after_all(op_build *b);
-/* The last step, where steps run beside each other, takes so many sixths of the device: others run meanwhile.
- * For a stage whose workspace does not follow from the device. */
-void op_sixths(op_build *b, int32_t sixths);
+/* The step that was added last; op_behind(): the last step, where steps run beside each other, waits for that
+ * one, whether it needs it or not. */
+int32_t op_number(const op_build *b);
+void op_behind(op_build *b, int32_t number);
+/* The last step, where steps run beside each other, takes so much of the device: others run meanwhile. For a
+ * stage whose workspace does not follow from the device. */
+void op_percent(op_build *b, int32_t percent);
 /* Takes the last step back. */
 void op_drop(op_build *b);
 /* Whether the backend has a stage, which may be an optional one. */

@@ -154,7 +154,7 @@ static bool order_steps(const op_call *call, const op_step *step, int32_t first,
         behind[i] = before[i] = 0;
         for (int32_t k = i - 1; k >= first; k--) {
             if (before[i] >> k & 1) continue;
-            if (i < steps - 1 && !step->after_all && !touch(&all, k, i)) continue;
+            if (i < steps - 1 && !step->after_all && step->behind != k + 1 && !touch(&all, k, i)) continue;
             behind[i] |= (uint64_t)1 << k;
             before[i] |= before[k] | (uint64_t)1 << k;
         }
@@ -170,7 +170,7 @@ static int32_t products_from(const op_call *call, const op_step *step, int32_t i
 {
     int32_t count = 0;
     for (; i + count < call->program.steps && count < PRODUCTS_MOST; count++, step = op_step_next(step))
-        if (step->stage != OP_gemm || step->asked || step->sixths > 0 || behind[i + count] != behind[i])
+        if (step->stage != OP_gemm || step->asked || step->percent > 0 || behind[i + count] != behind[i])
             break;
     return count;
 }
@@ -191,7 +191,7 @@ static int32_t run_some(const op_call *call, const op_frame *frame, const op_ste
     }
     if (count > 1 && call->backend->gemm_together(&frame->exec, list, count, status)) return count;
     op_frame part = *frame;
-    if (step->sixths > 0) part.exec.multiprocessors = (part.exec.multiprocessors * step->sixths + 5) / 6;
+    if (step->percent > 0) part.exec.multiprocessors = (part.exec.multiprocessors * step->percent + 99) / 100;
     *status = run_step(call, &part, step, NULL, NULL);
     return 1;
 }

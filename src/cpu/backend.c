@@ -83,6 +83,7 @@ const quern_backend quern_backend_cpu = {
     .pack_rows = {NULL, NULL, cpu_pack_rows, NULL},
     .step_tokens = {NULL, NULL, cpu_step_tokens, NULL},
     .step_places = {NULL, NULL, cpu_step_places, NULL},
+    .step_check = {NULL, NULL, cpu_step_check, NULL},
     .clear_rows = {NULL, NULL, cpu_clear_rows, NULL},
     .decode = {NULL, cpu_decode_workspace, cpu_decode, NULL},
     .block_index = {NULL, cpu_block_index_workspace, cpu_block_index, cpu_block_index_kernel},

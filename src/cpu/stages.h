@@ -94,6 +94,7 @@ quern_status cpu_copy_pages(const stage_exec *exec, const copy_pages_args *args,
 quern_status cpu_pack_rows(const stage_exec *exec, const pack_rows_args *args, void *workspace);
 quern_status cpu_step_tokens(const stage_exec *exec, const step_tokens_args *args, void *workspace);
 quern_status cpu_step_places(const stage_exec *exec, const step_places_args *args, void *workspace);
+quern_status cpu_step_check(const stage_exec *exec, const step_check_args *args, void *workspace);
 quern_status cpu_clear_rows(const stage_exec *exec, const clear_rows_args *args, void *workspace);
 size_t cpu_decode_workspace(const stage_exec *exec, const decode_args *args);
 quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *workspace);

@@ -66,6 +66,7 @@ attend_mqa_args layer_states_core(const op_build *b, const layer_states *states)
 static void build_forward(op_build *b)
 {
     layer_parts parts = layer_project(b);
+    layer_project_index(b, &parts);
     layer_project_q(b, &parts);
     const layer_states states = layer_compute(b, &parts, false);
     const quern_tensor o_a_out = layer_project_groups(b, &states.core);

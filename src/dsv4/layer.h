@@ -86,8 +86,8 @@ enum {
         9 * OP_STEP_BYTES(permute) + 5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
         10 * OP_STEP_BYTES(copy_rows) + 7 * OP_STEP_BYTES(copy_pages) + 3 * OP_STEP_BYTES(store_rows) +
         OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) + OP_STEP_BYTES(attend_mqa) +
-        OP_STEP_BYTES(step_tokens) + OP_STEP_BYTES(step_places) + 10 * OP_STEP_BYTES(clear_rows) +
-        3 * sizeof(int64_t) /* by which views of a product move */
+        OP_STEP_BYTES(step_tokens) + OP_STEP_BYTES(step_places) + OP_STEP_BYTES(step_check) +
+        10 * OP_STEP_BYTES(clear_rows) + 3 * sizeof(int64_t) /* by which views of a product move */
 };
 typedef struct layer_step_call {
     dsv4_layer_call call;
@@ -165,8 +165,10 @@ typedef struct layer_parts {
 
 /* Converts [batch, rows, heads, width] to another dtype. */
 void layer_change(op_build *b, const quern_tensor *from, const quern_tensor *to);
-/* All projections of x, and the indexer's of the residual; q's is a step of its own. */
+/* All projections of x and the norm of the residual; the residual's projections, the indexer's and q's, are
+ * steps of their own. */
 layer_parts layer_project(op_build *b);
+void layer_project_index(op_build *b, layer_parts *parts);
 void layer_project_q(op_build *b, layer_parts *parts);
 /* Rotates rows of `heads` heads. Before that it norms them where `norm` is set, by a weight or OP_NONE. `at`:
  * positions, as in norm_rope_args; NULL: sequences begin at 0. */

@@ -131,6 +131,7 @@ void layer_build_backward(op_build *b)
 {
     const int64_t *s = b->call->symbol;
     layer_parts parts = layer_project(b);
+    layer_project_index(b, &parts);
     layer_project_q(b, &parts);
     const layer_states states = layer_compute(b, &parts, true);
     const int64_t rows = parts.x.shape[0], batch = states.batch;

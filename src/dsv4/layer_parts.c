@@ -164,8 +164,13 @@ layer_parts layer_project(op_build *b)
                                                      .x = layer_heads(&parts.residual_in, 1, 1),
                                                      .weight = layer_view(b, DL(q_a_norm)),
                                                      .out = layer_heads(&parts.residual, 1, 1)};
-    if (kind == QUERN_DSV4_LAYER_CSA) parts.index_q_in = f32_product(b, &parts.residual, DL(indexer_q_b));
     return parts;
+}
+
+void layer_project_index(op_build *b, layer_parts *parts)
+{
+    if (layer_params(b)->kind == QUERN_DSV4_LAYER_CSA)
+        parts->index_q_in = f32_product(b, &parts->residual, DL(indexer_q_b));
 }
 
 void layer_project_q(op_build *b, layer_parts *parts)

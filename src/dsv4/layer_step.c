@@ -4,17 +4,19 @@
  * layer_step.c - a step of the layer:
  *
  *   copy_pages                       pages and states that several sequences hold
- *   step_tokens                      which sequences run, and where their tokens stand
+ *   step_tokens, step_places         which sequences run, where their tokens stand, where new rows go
+ *   copy_rows                        old raw rows, so that each sequence's stand side by side
  *   gemm, norm_rope                  projections of x; queries and raw rows
  *   pool_append                      entries and keys
- *   step_places                      where new rows go
- *   copy_rows, store_rows            raw rows, each sequence's behind a copy of its ring's; entries and keys
+ *   step_check                       sequences of which a row is not finite stop
+ *   store_rows                       raw rows, entries and keys
  *   indexer, attend_mqa              the choice, the core
  *   gemm                             output projections
  *   copy_rows                        the last raw rows to their rings
  *
  * Each stage takes all sequences. Formats of bytes may refuse a row: then copies of the states are changed,
- * which replace them last.
+ * which replace them last. Where stages run beside each other, the choice waits longest: what it needs stands
+ * before what the core alone needs, and nothing waits for rows of the step but what reads them.
  */
 #include "core/error.h"
 #include "core/view.h"
@@ -29,7 +31,8 @@ typedef struct step_rooms {
     quern_tensor at;                    /* i32 [T] */
     quern_tensor own, copied, returned; /* of states that are copied; else absent */
     stage_step live;                    /* `step` without the sequences that have stopped since */
-    quern_tensor cu_raw, raw_slots, entry_slots, old, kept;
+    quern_tensor cu_raw, raw_slots, entry_slots, first_entry, old, kept;
+    int32_t chosen; /* the step that chooses entries; -1: there is none */
 } step_rooms;
 
 /* Tokens of an entry; 0: there are none. */
@@ -141,9 +144,12 @@ static void add_tokens(op_build *b, step_rooms *r)
         .copied = r->copied};
 }
 
-static void copy_runs(op_build *b, const quern_tensor *which, const quern_tensor *x, const quern_tensor *out)
+/* Behind the step of this number; -1: of none but those that it needs. */
+static void copy_runs(op_build *b, const quern_tensor *which, const quern_tensor *x, const quern_tensor *out,
+                      int32_t behind)
 {
     *OP_ADD(b, copy_rows) = (copy_rows_args){.runs = *which, .x = *x, .out = *out};
+    op_behind(b, behind);
 }
 
 /* A compressor: its states, or copies of them, and what the step makes. */
@@ -162,13 +168,15 @@ static quern_tensor as_rows(const quern_tensor *t)
     return m;
 }
 
-/* The states' rows and numbers to their copies, or back. */
-static void move_states(op_build *b, const compressor *c, const quern_tensor *which, bool back)
+/* The states' rows and numbers to their copies, or back behind the choice. */
+static void move_states(op_build *b, const compressor *c, const step_rooms *r, bool back)
 {
     const quern_tensor states = layer_view(b, c->states), numbers = layer_view(b, c->states + 1),
                        merged = as_rows(&numbers), own = as_rows(&c->merged);
-    copy_runs(b, which, back ? &c->sums : &states, back ? &states : &c->sums);
-    copy_runs(b, which, back ? &own : &merged, back ? &merged : &own);
+    const quern_tensor *const which = back ? &r->returned : &r->copied;
+    const int32_t behind = back ? r->chosen : -1;
+    copy_runs(b, which, back ? &c->sums : &states, back ? &states : &c->sums, behind);
+    copy_runs(b, which, back ? &own : &merged, back ? &merged : &own, behind);
 }
 
 /* Fills a compressor's part of the append. */
@@ -196,7 +204,7 @@ static void append(op_build *b, const step_rooms *r, const layer_parts *parts, c
         if (!may_refuse(b)) continue;
         c[i].sums = op_matrix(b, QUERN_F32, s[LS_B], states.shape[1]);
         c[i].merged = op_room(b, QUERN_I32, 1, &s[LS_B]);
-        move_states(b, &c[i], &r->copied, false);
+        move_states(b, &c[i], r, false);
     }
     if (proj[0]->ndim == 0) return;
     pool_append_args *args = OP_ADD(b, pool_append);
@@ -208,19 +216,18 @@ static void append(op_build *b, const step_rooms *r, const layer_parts *parts, c
     for (int i = 0; i < 2 && proj[i]->ndim > 0; i++) fill_part(b, proj[i], &c[i], &args->part[i]);
 }
 
-static void add_places(op_build *b, step_rooms *r, const quern_tensor *kv, const compressor *main,
-                       const compressor *index)
+static void add_places(op_build *b, step_rooms *r)
 {
     const int64_t *s = b->call->symbol, batch = s[LS_B], more = batch + 1;
     const int64_t entries = layer_step_entries(b->call);
-    const quern_tensor fault = layer_view(b, DLS(fault)), none = {0};
-    const bool rows = fault.ndim > 0 && layer_params(b)->format != QUERN_DSV4_ROWS,
-               keys = fault.ndim > 0 && layer_params(b)->key_format != QUERN_DSV4_ROWS;
     r->live = r->step;
     r->live.slots = op_room(b, QUERN_I32, 1, &batch);
     r->cu_raw = op_room(b, QUERN_I32, 1, &more);
     r->raw_slots = op_room(b, QUERN_I64, 1, &s[LS_T]);
-    if (ratio_of(b) > 0) r->entry_slots = op_room(b, QUERN_I64, 1, &entries);
+    if (ratio_of(b) > 0) {
+        r->entry_slots = op_room(b, QUERN_I64, 1, &entries);
+        r->first_entry = op_room(b, QUERN_I32, 1, &batch);
+    }
     r->old = runs(b, 2 * batch);
     r->kept = runs(b, 2 * batch);
     if (may_refuse(b)) r->returned = runs(b, batch);
@@ -232,17 +239,37 @@ static void add_places(op_build *b, step_rooms *r, const quern_tensor *kv, const
                                .step = r->step,
                                .raw_of = r->raw_of,
                                .pages_of = r->pages_of,
-                               .rows = rows ? *kv : none,
-                               .entries = rows ? main->made : none,
-                               .keys = keys ? index->made : none,
-                               .fault = rows || keys ? fault : none,
                                .slots = r->live.slots,
                                .cu_raw = r->cu_raw,
                                .raw_slots = r->raw_slots,
                                .entry_slots = r->entry_slots,
+                               .first_entry = r->first_entry,
                                .old = r->old,
                                .kept = r->kept,
                                .returned = r->returned};
+}
+
+/* Stops sequences whose rows formats of bytes would refuse, if the caller has a tensor for their faults. */
+static void add_check(op_build *b, const step_rooms *r, const quern_tensor *kv, const compressor *main,
+                      const compressor *index)
+{
+    const quern_tensor fault = layer_view(b, DLS(fault)), none = {0};
+    const bool rows = layer_params(b)->format != QUERN_DSV4_ROWS,
+               keys = layer_params(b)->key_format != QUERN_DSV4_ROWS;
+    if (fault.ndim == 0 || (!rows && !keys)) return;
+    step_check_args *args = OP_ADD(b, step_check);
+    *args = (step_check_args){.ratio = ratio_of(b),
+                              .step = r->step,
+                              .first_entry = r->first_entry,
+                              .rows = rows ? *kv : none,
+                              .entries = rows ? main->made : none,
+                              .keys = keys ? index->made : none,
+                              .fault = fault,
+                              .slots = r->live.slots,
+                              .raw_slots = r->raw_slots,
+                              .entry_slots = r->entry_slots,
+                              .kept = r->kept,
+                              .returned = r->returned};
 }
 
 /* Stores f32 rows, made for a tensor of the call. page 0: `to` has no pages. */
@@ -262,24 +289,17 @@ static void clear(op_build *b, const step_rooms *r, const quern_tensor *t, int64
         *OP_ADD(b, clear_rows) = (clear_rows_args){.ratio = ratio, .step = r->live, .out = view_as_pages(t)};
 }
 
-/* Sixths of the device for q's product, which the core alone needs, beside all from the indexer's product to
+/* Percent of the device for q's product, which the core alone needs, beside all from the indexer's product to
  * the choice, which takes the others: small steps would wait behind what so large a weight reads at once. Of
  * few tokens the scores are soon there: the product begins once the step's rows are stored, on all. */
-static int32_t q_sixths(const op_build *b, const layer_parts *parts)
+static int32_t q_percent(const op_build *b)
 {
-    enum { FEW_TOKENS = 16 };
-    return parts->index.ndim > 0 && b->call->symbol[LS_T] > FEW_TOKENS ? 1 : 0;
-}
-
-static void project_q(op_build *b, layer_parts *parts)
-{
-    layer_project_q(b, parts);
-    if (parts->index.ndim > 0) op_after_all(b);
-    op_sixths(b, q_sixths(b, parts));
+    enum { FEW_TOKENS = 16, PERCENT = 20 };
+    return layer_params(b)->kind == QUERN_DSV4_LAYER_CSA && b->call->symbol[LS_T] > FEW_TOKENS ? PERCENT : 0;
 }
 
 /* The choice of entries, idx [T, k] and count [T, 1]. */
-static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, quern_tensor *idx,
+static void choose(op_build *b, step_rooms *r, const layer_parts *parts, quern_tensor *idx,
                    quern_tensor *count)
 {
     const int64_t tokens = parts->x.shape[0];
@@ -290,7 +310,8 @@ static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, q
     *count = op_matrix(b, QUERN_I32, tokens, 1);
     layer_rotate(b, &parts->index_q_in, &q, 1, b->call->symbol[LS_HI], &r->at, false, OP_NONE);
     indexer_args *args = layer_choose(b, &q, &keys, &parts->heads, idx, count, 1);
-    if (q_sixths(b, parts) > 0) op_sixths(b, 6 - q_sixths(b, parts));
+    if (q_percent(b) > 0) op_percent(b, 100 - q_percent(b));
+    r->chosen = op_number(b);
     args->format = dsv4_entry_format(layer_params(b)->key_format);
     args->page = page_of(b);
     args->table = r->pages_of;
@@ -302,14 +323,17 @@ static void choose(op_build *b, const step_rooms *r, const layer_parts *parts, q
 }
 
 /* The core to [T, H D]. */
-static quern_tensor attend(op_build *b, const step_rooms *r, layer_parts *parts, const quern_tensor *raw)
+static quern_tensor attend(op_build *b, step_rooms *r, layer_parts *parts, const quern_tensor *raw)
 {
     const quern_tensor kv = view_with_batch(raw), unrotated = layer_view(b, DL(core)),
                        entries = layer_view(b, DLS(entries));
     const int64_t tokens = parts->x.shape[0], *s = b->call->symbol;
     layer_states states = {.batch = 1, .sinks = parts->sinks};
     quern_tensor to = {0};
-    if (q_sixths(b, parts) == 0) project_q(b, parts);
+    if (q_percent(b) == 0) {
+        layer_project_q(b, parts);
+        if (parts->index.ndim > 0) op_after_all(b);
+    }
     if (parts->index.ndim > 0) choose(b, r, parts, &states.idx, &states.count);
     states.q = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
     states.core = op_matrix(b, parts->x.dtype, tokens, s[LS_HD]);
@@ -364,13 +388,28 @@ static void clear_results(op_build *b, const step_rooms *r)
     clear(b, r, &by_row, 0);
 }
 
-/* The last steps, which write what the step's rows are read from. */
+/* Stores the step's rows. On a CPU the first that is refused is named: a token's raw row before what is made of
+ * it. On a GPU keys stand first, which the choice waits for. */
+static void store_all(op_build *b, const step_rooms *r, const quern_tensor *kv, const quern_tensor *raw,
+                      const compressor parts[2])
+{
+    const quern_dsv4_layer_step_params *p = layer_params(b);
+    const quern_tensor entries = layer_view(b, DLS(entries)), keys = layer_view(b, DLS(keys));
+    const bool first = b->program->beside;
+    if (first) store(b, p->key_format, DL(idx_k), &parts[1].made, &r->entry_slots, page_of(b), &keys);
+    store(b, p->format, DL(kv_rows), kv, &r->raw_slots, 0, raw);
+    store(b, p->format, DL(compressed), &parts[0].made, &r->entry_slots, page_of(b), &entries);
+    if (!first) store(b, p->key_format, DL(idx_k), &parts[1].made, &r->entry_slots, page_of(b), &keys);
+}
+
+/* The last steps, which write what the step's rows are read from: behind the choice, as nobody waits for them
+ * but they would hold up what it needs. */
 static void keep(op_build *b, const step_rooms *r, const quern_tensor *raw, const quern_tensor *rings,
                  const compressor *parts)
 {
-    copy_runs(b, &r->kept, raw, rings);
+    copy_runs(b, &r->kept, raw, rings, r->chosen);
     for (int i = 0; i < 2; i++)
-        if (parts[i].sums.ndim > 0) move_states(b, &parts[i], &r->returned, true);
+        if (parts[i].sums.ndim > 0) move_states(b, &parts[i], r, true);
 }
 
 void layer_step_build(op_build *b)
@@ -380,14 +419,12 @@ void layer_step_build(op_build *b)
                       layer_params(b)->window - 1 < ring_of(b) ? layer_params(b)->window - 1 : ring_of(b);
     compressor parts_of[] = {{.states = DLS(states), .first = DL(compressor_bias)},
                              {.states = DLS(indexer_states), .first = DL(indexer_bias)}};
-    step_rooms r = {0};
+    step_rooms r = {.chosen = -1};
     if (s[LS_T] <= LAYER_TOKENS_BESIDE) (void)op_beside(b);
     add_copies(b);
     add_tokens(b, &r);
-    layer_parts parts = layer_project(b);
-    if (q_sixths(b, &parts) > 0) project_q(b, &parts);
-    const quern_tensor pool = layer_view(b, DLS(raw)), entries = layer_view(b, DLS(entries)),
-                       keys = layer_view(b, DLS(keys)), kv = op_matrix(b, QUERN_F32, s[LS_T], s[LS_D]),
+    add_places(b, &r);
+    const quern_tensor pool = layer_view(b, DLS(raw)),
                        raw = raw_rows(b, pool.dtype, s[LS_T] + s[LS_B] * window, extent[2]);
     quern_tensor rings = pool; /* [pages R, row] */
     rings.ndim = 2;
@@ -395,14 +432,20 @@ void layer_step_build(op_build *b)
     rings.shape[1] = pool.shape[2];
     rings.strides[0] = pool.strides[1];
     rings.strides[1] = 1;
-    layer_rotate(b, &parts.kv_in, &kv, 1, 1, &r.at, true, DL(kv_norm));
+    copy_runs(b, &r.old, &rings, &raw, -1);
+    layer_parts parts = layer_project(b);
+    const quern_tensor kv = op_matrix(b, QUERN_F32, s[LS_T], s[LS_D]);
     append(b, &r, &parts, parts_of);
-    add_places(b, &r, &kv, &parts_of[0], &parts_of[1]);
-    copy_runs(b, &r.old, &rings, &raw);
-    store(b, layer_params(b)->format, DL(kv_rows), &kv, &r.raw_slots, 0, &raw);
-    store(b, layer_params(b)->format, DL(compressed), &parts_of[0].made, &r.entry_slots, page_of(b),
-          &entries);
-    store(b, layer_params(b)->key_format, DL(idx_k), &parts_of[1].made, &r.entry_slots, page_of(b), &keys);
+    layer_rotate(b, &parts.kv_in, &kv, 1, 1, &r.at, true, DL(kv_norm));
+    layer_project_index(b, &parts);
+    if (q_percent(b) > 0) {
+        const int32_t index = op_number(b);
+        layer_project_q(b, &parts);
+        op_behind(b, index);
+        op_percent(b, q_percent(b));
+    }
+    add_check(b, &r, &kv, &parts_of[0], &parts_of[1]);
+    store_all(b, &r, &kv, &raw, parts_of);
     const quern_tensor core = attend(b, &r, &parts, &raw), o_a_out = layer_project_groups(b, &core);
     layer_project_out(b, &o_a_out);
     const quern_tensor by_head = layer_heads(&core, 1, s[LS_H]), groups = layer_heads(&o_a_out, 1, s[LS_G]);

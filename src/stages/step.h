@@ -60,20 +60,18 @@ STAGE_DECLARE(step_tokens);
 /*
  * Where the rows of a step go. The call has its raw rows side by side: of each sequence up to `window` - 1
  * old ones from its ring, then the step's. Entries that become whole stand in order of the sequences, also of
- * those that do not run. New rows of a sequence may be checked: one that is not finite stops it, as in
- * step_tokens.
+ * those that do not run.
  */
 typedef struct step_places_args {
     int64_t ratio, page, ring, window;
     stage_step step; /* step_tokens': slots, positions */
     quern_tensor raw_of, pages_of;
-    quern_tensor rows, entries, keys; /* f32 [T, D], [n, D], [n, C]: to be checked; or absent */
-    quern_tensor fault;               /* i32 [slots], updated; present where rows are checked */
     /* written */
-    quern_tensor slots;       /* i32 [B]: those of the step, -1 for sequences that have stopped */
+    quern_tensor slots;       /* i32 [B]: those of the step, -1 for sequences without tokens */
     quern_tensor cu_raw;      /* i32 [B + 1]: of the call's raw rows */
     quern_tensor raw_slots;   /* i64 [T]: a token's row among these; -1: none */
     quern_tensor entry_slots; /* i64 [n]: page * `page` + slot, or -1; absent without entries */
+    quern_tensor first_entry; /* i32 [B]: a sequence's first of these; absent without entries */
     quern_tensor old, kept;   /* i64 [2 B, 3]: runs of copy_rows from the rings, and back to them */
     quern_tensor returned;    /* i64 [B, 3]: of states, from row b to the slot; or absent */
 } step_places_args;
@@ -82,11 +80,35 @@ STAGE_DECLARE(step_places);
     STAGE_STEP_TENSORS(IN)                                                                                   \
     IN(raw_of)                                                                                               \
     IN(pages_of)                                                                                             \
+    OUT(slots)                                                                                               \
+    OUT(cu_raw) OUT(raw_slots) OUT(entry_slots) OUT(first_entry) OUT(old) OUT(kept) OUT(returned)
+#define STEP_PLACES_VALUES(F) F(ratio) F(page) F(ring) F(window)
+
+/*
+ * Looks through the new rows of a step. A sequence of which one is not finite stops, as in step_tokens: none
+ * of its rows go anywhere, and its state does not return. step_places has left it a place among the call's raw
+ * rows, whose step's rows nobody writes then.
+ */
+typedef struct step_check_args {
+    int64_t ratio;
+    stage_step step;                  /* step_tokens': slots, positions */
+    quern_tensor first_entry;         /* i32 [B], or absent */
+    quern_tensor rows, entries, keys; /* f32 [T, D], [n, D], [n, C], or absent */
+    /* updated, where a sequence stops */
+    quern_tensor fault;                  /* i32 [slots] */
+    quern_tensor slots;                  /* i32 [B]: to -1 */
+    quern_tensor raw_slots, entry_slots; /* i64 [T], [n]: to -1; entry_slots may be absent */
+    quern_tensor kept, returned;         /* i64 [2 B, 3], [B, 3]: runs of no rows; returned may be absent */
+} step_check_args;
+STAGE_DECLARE(step_check);
+#define STEP_CHECK_TENSORS(IN, OUT, GRAD)                                                                    \
+    STAGE_STEP_TENSORS(IN)                                                                                   \
+    IN(first_entry)                                                                                          \
     IN(rows)                                                                                                 \
     IN(entries)                                                                                              \
     IN(keys)                                                                                                 \
-    OUT(fault) OUT(slots) OUT(cu_raw) OUT(raw_slots) OUT(entry_slots) OUT(old) OUT(kept) OUT(returned)
-#define STEP_PLACES_VALUES(F) F(ratio) F(page) F(ring) F(window)
+    OUT(fault) OUT(slots) OUT(raw_slots) OUT(entry_slots) OUT(kept) OUT(returned)
+#define STEP_CHECK_VALUES(F) F(ratio)
 
 /* Writes 0 to rows of a step's results that belong to no sequence that runs: those of the others, and those
  * behind the last. */

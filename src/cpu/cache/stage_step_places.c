@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_step_places.c - the step_places and clear_rows stages: where the rows of a step go, by numbers that
- * step_tokens has checked. One thread is enough: a token takes a few numbers. */
+/* stage_step_places.c - the step_places, step_check and clear_rows stages: where the rows of a step go, by
+ * numbers that step_tokens has checked. One thread is enough: a token takes a few numbers. */
 #include "cpu/step_faults.h"
 #include "cpu/levels.h"
 #include "cpu/rows_at.h"
@@ -79,6 +79,29 @@ static void put_entries(const step_places_args *a, const place *p)
     }
 }
 
+quern_status cpu_step_places(const stage_exec *exec, const step_places_args *a, void *workspace)
+{
+    (void)exec, (void)workspace;
+    const int64_t batch = a->step.slots.shape[0];
+    int32_t *slots = a->slots.data, *cu_raw = a->cu_raw.data;
+    place p = {.made = 0};
+    cu_raw[0] = 0;
+    int64_t token = 0;
+    for (int64_t b = 0; b < batch; b++) {
+        walk(&p, &a->step, a->ratio, b);
+        slots[b] = p.live ? (int32_t)p.run.slot : -1;
+        cu_raw[b + 1] = (int32_t)put_raw(a, &p, cu_raw[b]);
+        if (is_present(&a->entry_slots)) put_entries(a, &p);
+        if (is_present(&a->first_entry)) ((int32_t *)a->first_entry.data)[b] = (int32_t)p.entry;
+        if (is_present(&a->returned)) set_run(&a->returned, b, b, p.live ? p.run.slot : 0, p.live);
+        token = p.run.row + p.count;
+    }
+    for (; token < a->raw_slots.shape[0]; token++) ((int64_t *)a->raw_slots.data)[token] = -1;
+    for (int64_t i = p.entry + p.made; is_present(&a->entry_slots) && i < a->entry_slots.shape[0]; i++)
+        ((int64_t *)a->entry_slots.data)[i] = -1;
+    return QUERN_OK;
+}
+
 /* Rows first ... first + n - 1 of x, which may be absent, are finite. */
 static quern_status check_finite(const stage_exec *exec, const quern_tensor *x, int64_t first, int64_t n)
 {
@@ -92,39 +115,36 @@ static quern_status check_finite(const stage_exec *exec, const quern_tensor *x, 
     return QUERN_OK;
 }
 
-/* A sequence whose rows are wrong stops. */
-static void check_rows(const step_places_args *a, place *p, step_faults *faults)
+static void set_none(const quern_tensor *slots, int64_t first, int64_t n)
 {
-    if (!p->live || !is_present(&a->fault)) return;
-    quern_status status = check_finite(&faults->exec, &a->rows, p->run.row, p->count);
-    if (status == QUERN_OK) status = check_finite(&faults->exec, &a->entries, p->entry, p->made);
-    if (status == QUERN_OK) status = check_finite(&faults->exec, &a->keys, p->entry, p->made);
-    int32_t *word = (int32_t *)a->fault.data + p->run.slot * a->fault.strides[0];
-    p->live = !step_faults_take(faults, status, word);
+    for (int64_t i = first; is_present(slots) && i < first + n; i++) ((int64_t *)slots->data)[i] = -1;
 }
 
-quern_status cpu_step_places(const stage_exec *exec, const step_places_args *a, void *workspace)
+static void stop(const step_check_args *a, const place *p)
+{
+    const int64_t b = p->run.b;
+    ((int32_t *)a->slots.data)[b] = -1;
+    set_none(&a->raw_slots, p->run.row, p->count);
+    set_none(&a->entry_slots, p->entry, p->made);
+    for (int64_t i = 0; i < 2; i++) run_at(&a->kept, 2 * b + i)[2] = 0;
+    if (is_present(&a->returned)) run_at(&a->returned, b)[2] = 0;
+}
+
+quern_status cpu_step_check(const stage_exec *exec, const step_check_args *a, void *workspace)
 {
     (void)workspace;
-    const int64_t batch = a->step.slots.shape[0];
-    int32_t *slots = a->slots.data, *cu_raw = a->cu_raw.data;
     place p = {.made = 0};
     step_faults faults;
     step_faults_begin(&faults, exec, true);
-    cu_raw[0] = 0;
-    int64_t token = 0;
-    for (int64_t b = 0; b < batch; b++) {
+    for (int64_t b = 0; b < a->step.slots.shape[0]; b++) {
         walk(&p, &a->step, a->ratio, b);
-        check_rows(a, &p, &faults);
-        slots[b] = p.live ? (int32_t)p.run.slot : -1;
-        cu_raw[b + 1] = (int32_t)put_raw(a, &p, cu_raw[b]);
-        if (is_present(&a->entry_slots)) put_entries(a, &p);
-        if (is_present(&a->returned)) set_run(&a->returned, b, b, p.live ? p.run.slot : 0, p.live);
-        token = p.run.row + p.count;
+        if (!p.live) continue;
+        quern_status status = check_finite(&faults.exec, &a->rows, p.run.row, p.count);
+        if (status == QUERN_OK) status = check_finite(&faults.exec, &a->entries, p.entry, p.made);
+        if (status == QUERN_OK) status = check_finite(&faults.exec, &a->keys, p.entry, p.made);
+        int32_t *word = (int32_t *)a->fault.data + p.run.slot * a->fault.strides[0];
+        if (step_faults_take(&faults, status, word)) stop(a, &p);
     }
-    for (; token < a->raw_slots.shape[0]; token++) ((int64_t *)a->raw_slots.data)[token] = -1;
-    for (int64_t i = p.entry + p.made; is_present(&a->entry_slots) && i < a->entry_slots.shape[0]; i++)
-        ((int64_t *)a->entry_slots.data)[i] = -1;
     return QUERN_OK;
 }
 

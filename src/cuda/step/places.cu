@@ -2,9 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * places.cu - where the rows of a step go: one block, as a sequence's raw rows stand behind those of the
- * sequences before that have not stopped. It looks through the rows of a few tokens itself; those of many a
- * launch before it does, a warp a row. Steps of a few tokens a sequence have a kernel in which a thread keeps
- * its sequence's numbers from the first read to the last write. Limit: latency.
+ * sequences before. Steps of a few tokens a sequence have a kernel in which a thread keeps its sequence's
+ * numbers from the first read to the last write. Limit: latency.
  */
 #include "common/launch.cuh"
 #include "common/scan.cuh"
@@ -12,31 +11,17 @@
 #include "variants.cuh"
 
 /* Blocks are small: beside other kernels of a graph a large one would wait for a whole multiprocessor. */
-enum { THREADS = 256, WARPS = THREADS / 32, CHECKS = 3, FEW_BYTES = 1 << 15 };
-enum { FEW_THREADS = 512, FEW_WARPS = FEW_THREADS / 32, FEW_TOKENS = 8, FEW_CHECKED = 1 << 20 };
-
-struct checked_rows {
-    const float *p; /* NULL: not checked */
-    int64_t row_s, count;
-    int32_t width;
-    bool wide; /* of up to FEW_CHUNKS * 128 numbers that can be read four at a time */
-};
+enum { THREADS = 256, WARPS = THREADS / 32 };
+enum { FEW_THREADS = 512, FEW_WARPS = FEW_THREADS / 32, FEW_TOKENS = 8 };
 
 struct places_kernel {
     step_view step;
     int64_t ratio, page, ring, window;
     const int32_t *raw_of, *pages_of;
     int64_t pages_s[2];
-    checked_rows check[CHECKS]; /* of tokens, of entries twice */
-    bool inside;                /* checked by the block itself */
-    int32_t *bad;               /* i32 [B]: not 0 where a row is not finite; NULL: nothing is checked */
-    int32_t *made;              /* i32 [B]: the first entry */
-    int32_t *fault;
-    int64_t fault_s;
-    int32_t *slots, *cu_raw;
+    int32_t *slots, *cu_raw, *first_entry;
     int64_t *raw_slots, *entry_slots, *old, *kept, *returned;
     int64_t tokens, entries; /* that there is room for */
-    int32_t *status;
 };
 
 /* The sum over the block's threads before this one, and of all in `total`. */
@@ -54,42 +39,6 @@ __device__ __forceinline__ int64_t sum_before(int64_t x, int64_t (&parts)[WARPS]
         total += parts[w];
     }
     return before + sum - x;
-}
-
-/* Notes the sequence of a row that is not finite. */
-__device__ __noinline__ void note_bad(const places_kernel &a, int32_t *bad, bool of_entries, int64_t row)
-{
-    int64_t before = 0;
-    for (int64_t b = 0; b < a.step.batch; b++) {
-        const step_place p = step_place_at(a.step, a.ratio, b);
-        const int64_t first = of_entries ? before : p.row, count = of_entries ? p.made : p.count;
-        if (row >= first && row < first + count) bad[b] = 1;
-        before += p.made;
-    }
-}
-
-/* Warp `warp` of `warps` looks through its share of the first rows, so many of tokens and of entries. */
-__device__ __forceinline__ void check_rows(const places_kernel &a, int64_t warp, int64_t warps,
-                                           int64_t tokens, int64_t entries)
-{
-    for (int k = 0; k < CHECKS; k++) {
-        const checked_rows &c = a.check[k];
-        if (c.p == NULL) continue;
-        const int64_t most = k == 0 ? tokens : entries, count = c.count < most ? c.count : most;
-        for (int64_t row = warp; row < count; row += warps) {
-            const float *const x = c.p + row * c.row_s;
-            bool bad = false;
-#pragma unroll 4
-            for (int i = (int)threadIdx.x % 32; i < c.width; i += 32) bad = bad || !isfinite(x[i]);
-            if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) note_bad(a, a.bad, k > 0, row);
-        }
-    }
-}
-
-__global__ void __launch_bounds__(THREADS) check_places(const __grid_constant__ places_kernel a)
-{
-    check_rows(a, (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, (int64_t)gridDim.x * WARPS, INT64_MAX,
-               INT64_MAX);
 }
 
 __device__ __forceinline__ void set_run(int64_t *run, int64_t from, int64_t to, int64_t count)
@@ -137,7 +86,7 @@ __device__ __forceinline__ void put_rows(const places_kernel &a, int64_t b, int6
     for (int64_t i = lane; i < p.count && p.row + i < a.tokens; i += lanes)
         a.raw_slots[p.row + i] = live ? row + i : -1;
     if (a.entry_slots == NULL) return;
-    const int64_t first = a.made[b];
+    const int64_t first = a.first_entry[b];
     for (int64_t i = lane; i < p.made && first + i < a.entries; i += lanes) {
         const int64_t e = p.whole + i, page = (uint32_t)e / (uint32_t)a.page;
         a.entry_slots[first + i] =
@@ -154,30 +103,15 @@ __global__ void __launch_bounds__(THREADS) step_places(const __grid_constant__ p
         const step_place last = step_place_at(a.step, 0, batch - 1);
         tokens = last.row + last.count;
     }
-    if (a.bad != NULL && a.inside) {
-        int64_t made = 0, entries;
-        for (int64_t b = threadIdx.x; b < batch; b += THREADS) {
-            a.bad[b] = 0;
-            made += step_place_at(a.step, a.ratio, b).made;
-        }
-        (void)sum_before(made, parts, entries);
-        check_rows(a, threadIdx.x / 32, WARPS, tokens, entries);
-        __syncthreads();
-    }
     for (int64_t b0 = 0; b0 < batch; b0 += THREADS) {
         const int64_t b = b0 + threadIdx.x;
         step_place p = {};
         if (b < batch) p = step_place_at(a.step, a.ratio, b);
-        if (p.live && a.bad != NULL && a.bad[b] != 0) {
-            p.live = false;
-            raise_status(a.status, QUERN_STATUS_NOT_FINITE);
-            a.fault[p.slot * a.fault_s] |= QUERN_STATUS_NOT_FINITE;
-        }
         const int64_t own = row + sum_before(old_rows(a, p) + (p.live ? p.count : 0), parts, sum);
         row += sum;
         if (a.entry_slots != NULL) {
             const int64_t first = entry + sum_before(p.made, parts, sum);
-            if (b < batch) a.made[b] = (int32_t)first;
+            if (b < batch) a.first_entry[b] = (int32_t)first;
             entry += sum;
         }
         if (b < batch) put_sequence(a, p, b, a.raw_of[b] * a.ring, own);
@@ -195,10 +129,8 @@ __global__ void __launch_bounds__(THREADS) step_places(const __grid_constant__ p
 
 /* ---- a few tokens a sequence ---- */
 
-enum { FEW_CHUNKS = 4, FEW_ROWS = 2 /* that a warp reads at a time */ };
-
 struct few_shared {
-    int32_t bad[FEW_THREADS], parts[2][FEW_WARPS];
+    int32_t parts[2][FEW_WARPS];
 };
 
 /* The sum over the block's threads before this one; `total`: of all. `turn`: of the parts. */
@@ -211,44 +143,6 @@ __device__ __forceinline__ int32_t few_before(few_shared &m, int turn, int32_t x
     const int32_t part = lane < FEW_WARPS ? m.parts[turn][lane] : 0;
     total = __reduce_add_sync(~0u, part);
     return __reduce_add_sync(~0u, lane < warp ? part : 0) + sum - x;
-}
-
-/* Notes the sequences of rows that are not finite, of the first rows of tokens and of entries. */
-__device__ __forceinline__ void few_check(const places_kernel &a, int32_t *bad, int32_t tokens,
-                                          int32_t entries)
-{
-    const int lane = (int)threadIdx.x % 32;
-    int32_t end[CHECKS], rows = 0; /* where the rows of each check end, one after the other */
-#pragma unroll
-    for (int k = 0; k < CHECKS; k++) {
-        const int32_t most = k == 0 ? tokens : entries, count = (int32_t)a.check[k].count;
-        rows += a.check[k].p == NULL ? 0 : count < most ? count : most;
-        end[k] = rows;
-    }
-    for (int32_t first = (int)threadIdx.x / 32; first < rows; first += FEW_ROWS * FEW_WARPS) {
-        uint4 x[FEW_ROWS][FEW_CHUNKS] = {};
-#pragma unroll
-        for (int u = 0; u < FEW_ROWS; u++) {
-            const int32_t at = first + u * FEW_WARPS, k = at < end[0] ? 0 : at < end[1] ? 1 : 2;
-            if (at >= rows) continue;
-            const checked_rows &c = a.check[k];
-            const uint4 *const row = (const uint4 *)(c.p + (at - (k > 0 ? end[k - 1] : 0)) * c.row_s);
-#pragma unroll
-            for (int j = 0; j < FEW_CHUNKS; j++)
-                if ((lane + 32 * j) * 4 < c.width) x[u][j] = row[lane + 32 * j];
-        }
-#pragma unroll
-        for (int u = 0; u < FEW_ROWS; u++) {
-            uint32_t most = 0; /* without signs; infinity and NaN exceed all finite numbers */
-#pragma unroll
-            for (int j = 0; j < FEW_CHUNKS; j++)
-                most = max(most, max(max(x[u][j].x << 1, x[u][j].y << 1),
-                                     max(x[u][j].z << 1, x[u][j].w << 1)));
-            const int32_t at = first + u * FEW_WARPS, k = at < end[0] ? 0 : at < end[1] ? 1 : 2;
-            if (__any_sync(~0u, most >= 0xff000000u) && lane == 0)
-                note_bad(a, bad, k > 0, at - (k > 0 ? end[k - 1] : 0));
-        }
-    }
 }
 
 /* Up to FEW_THREADS sequences. */
@@ -269,18 +163,11 @@ __global__ void __launch_bounds__(FEW_THREADS) step_places_few(const __grid_cons
     const uint32_t column = stores ? (uint32_t)p.whole / (uint32_t)a.page : 0;
     if (some && p.live && stores && p.made > 0)
         entry_page = a.pages_of[b * a.pages_s[0] + column * a.pages_s[1]];
-    m.bad[b] = 0;
     const int32_t first = few_before(m, 0, (int32_t)p.made, entries);
-    if (a.bad != NULL) few_check(a, m.bad, tokens, entries);
-    __syncthreads();
-    if (p.live && m.bad[b] != 0) {
-        p.live = false;
-        raise_status(a.status, QUERN_STATUS_NOT_FINITE);
-        a.fault[p.slot * a.fault_s] |= QUERN_STATUS_NOT_FINITE;
-    }
     const int64_t old = old_rows(a, p), row = few_before(m, 1, p.live ? (int32_t)(old + p.count) : 0, sum);
     if (b == 0) a.cu_raw[0] = 0;
     if (some) put_sequence(a, p, b, page, row);
+    if (some && stores) a.first_entry[b] = first;
     for (int64_t i = 0; i < p.count && p.row + i < a.tokens; i++)
         a.raw_slots[p.row + i] = p.live ? row + old + i : -1;
     for (int64_t i = 0; stores && i < p.made && first + i < a.entries; i++) {
@@ -292,38 +179,10 @@ __global__ void __launch_bounds__(FEW_THREADS) step_places_few(const __grid_cons
     for (int64_t i = entries + b; stores && i < a.entries; i += FEW_THREADS) a.entry_slots[i] = -1;
 }
 
-static checked_rows checked_of(const quern_tensor &t)
+static quern_status run(const stage_exec *exec, const step_places_args *args, void *)
 {
-    checked_rows c = {};
-    if (!present(t)) return c;
-    c.p = (const float *)t.data;
-    c.row_s = t.strides[0];
-    c.count = t.shape[0];
-    c.width = (int32_t)t.shape[1];
-    c.wide = c.width % 4 == 0 && c.row_s % 4 == 0 && (uintptr_t)c.p % 16 == 0 && c.width <= FEW_CHUNKS * 128;
-    return c;
-}
-
-/* Whether step_places_few() takes the step, whose rows to be looked through have so many bytes. */
-static bool is_few(const places_kernel &a, int64_t bytes)
-{
-    for (const checked_rows &c : a.check)
-        if (c.p != NULL && !c.wide) return false;
-    return a.step.batch > 0 && a.step.batch <= FEW_THREADS && a.tokens <= FEW_TOKENS * a.step.batch &&
-           bytes <= FEW_CHECKED;
-}
-
-static size_t workspace(const stage_exec *, const step_places_args *args)
-{
-    return room_for((size_t)(2 * args->step.slots.shape[0] + 1) * sizeof(int32_t));
-}
-
-static quern_status run(const stage_exec *exec, const step_places_args *args, void *memory)
-{
-    const quern_tensor *const checked[CHECKS] = {&args->rows, &args->entries, &args->keys};
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     places_kernel a = {};
-    int64_t rows = 0, bytes = 0;
     a.step = step_view_of(args->step, args->raw_slots.shape[0]);
     a.ratio = args->ratio;
     a.page = args->page;
@@ -333,18 +192,6 @@ static quern_status run(const stage_exec *exec, const step_places_args *args, vo
     if (present(args->pages_of)) {
         a.pages_of = (const int32_t *)args->pages_of.data;
         for (int i = 0; i < 2; i++) a.pages_s[i] = args->pages_of.strides[i];
-    }
-    for (int k = 0; k < CHECKS; k++) {
-        a.check[k] = checked_of(*checked[k]);
-        rows += a.check[k].count;
-        bytes += a.check[k].count * a.check[k].width * (int64_t)sizeof(float);
-    }
-    a.inside = bytes <= FEW_BYTES;
-    a.made = room_at<int32_t>(memory);
-    if (present(args->fault)) {
-        a.bad = a.made + a.step.batch;
-        a.fault = (int32_t *)args->fault.data;
-        a.fault_s = args->fault.strides[0];
     }
     a.slots = (int32_t *)args->slots.data;
     a.cu_raw = (int32_t *)args->cu_raw.data;
@@ -356,20 +203,14 @@ static quern_status run(const stage_exec *exec, const step_places_args *args, vo
     if (present(args->entry_slots)) {
         a.entry_slots = (int64_t *)args->entry_slots.data;
         a.entries = args->entry_slots.shape[0];
+        a.first_entry = (int32_t *)args->first_entry.data;
     }
-    a.status = exec->status;
-    if (is_few(a, bytes)) {
+    if (a.step.batch > 0 && a.step.batch <= FEW_THREADS && a.tokens <= FEW_TOKENS * a.step.batch) {
         step_places_few<<<1, FEW_THREADS, 0, stream>>>(a);
         return LAUNCHED("places of a few tokens' rows");
-    }
-    if (a.bad != NULL && !a.inside && a.step.batch > 0) {
-        const cudaError_t code = cudaMemsetAsync(a.bad, 0, (size_t)a.step.batch * sizeof(int32_t), stream);
-        if (code != cudaSuccess) return cuda_report(code, "step_places' sequences");
-        const int64_t blocks = (rows + WARPS - 1) / WARPS, most = 2 * exec->multiprocessors;
-        check_places<<<(unsigned)(blocks < most ? blocks : most), THREADS, 0, stream>>>(a);
     }
     step_places<<<1, THREADS, 0, stream>>>(a);
     return LAUNCHED("places of a step's rows");
 }
 
-extern const variant<step_places_args> step_places_any = {"step_places_any", NULL, workspace, run};
+extern const variant<step_places_args> step_places_any = {"step_places_any", NULL, NULL, run};
