@@ -388,8 +388,8 @@ static void clear_results(op_build *b, const step_rooms *r)
     clear(b, r, &by_row, 0);
 }
 
-/* Stores the step's rows. On a CPU the first that is refused is named: a token's raw row before what is made of
- * it. On a GPU keys stand first, which the choice waits for. */
+/* Stores the step's rows. On a CPU the first that is refused is named: a token's raw row before what is made
+ * of it. On a GPU keys stand first, which the choice waits for. */
 static void store_all(op_build *b, const step_rooms *r, const quern_tensor *kv, const quern_tensor *raw,
                       const compressor parts[2])
 {

@@ -86,8 +86,8 @@ STAGE_DECLARE(step_places);
 
 /*
  * Looks through the new rows of a step. A sequence of which one is not finite stops, as in step_tokens: none
- * of its rows go anywhere, and its state does not return. step_places has left it a place among the call's raw
- * rows, whose step's rows nobody writes then.
+ * of its rows go anywhere, and its state does not return. step_places has left it a place among the call's
+ * raw rows, whose step's rows nobody writes then.
  */
 typedef struct step_check_args {
     int64_t ratio;
