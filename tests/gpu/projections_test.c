@@ -136,6 +136,7 @@ static void variants_agree(void **state)
         {1, 40, 256, 3, QUERN_BF16, QUERN_F32, false, true, false, false},
         {1, 64, 8192, 1, QUERN_BF16, QUERN_F32, true, false, false, false},
         {1, 20008, 384, 1, QUERN_BF16, QUERN_F32, false, true, false, false}, /* three panels of W a block */
+        {1, 160008, 128, 1, QUERN_BF16, QUERN_F32, false, true, false, false}, /* nineteen */
         {1, 200, 4112, 1, QUERN_BF16, QUERN_U8, false, false, false, true},
         {1, 1024, 4096, 1, QUERN_BF16, QUERN_F32, false, true, false, true},
         {2, 512, 4096, 1, QUERN_BF16, QUERN_U8, false, false, false, false},  /* in shares */

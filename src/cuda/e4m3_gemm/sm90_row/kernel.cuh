@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 2)
     }
     if (q.tall == 1) return;
     __syncthreads();
-    if ((int)threadIdx.x / 32 < q.tall) add_runs<T>(q, m, threadIdx.x / 32);
+    for (int rows = threadIdx.x / 32; rows < q.tall; rows += ROW_THREADS / 32) add_runs<T>(q, m, rows);
 #endif
 }
 
