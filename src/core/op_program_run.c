@@ -191,7 +191,7 @@ static int32_t run_some(const op_call *call, const op_frame *frame, const op_ste
     }
     if (count > 1 && call->backend->gemm_together(&frame->exec, list, count, status)) return count;
     op_frame part = *frame;
-    if (step->percent > 0) part.exec.multiprocessors = (part.exec.multiprocessors * step->percent + 99) / 100;
+    if (step->percent > 0) part.exec.multiprocessors = (part.exec.multiprocessors * step->percent + 50) / 100;
     *status = run_step(call, &part, step, NULL, NULL);
     return 1;
 }

@@ -72,7 +72,7 @@ __device__ __forceinline__ void stop(const check_kernel &a, const step_place &p,
     atomicOr(a.fault + p.slot * a.fault_s, QUERN_STATUS_NOT_FINITE);
 }
 
-__global__ void __launch_bounds__(THREADS) step_check(const __grid_constant__ check_kernel a)
+__global__ void __launch_bounds__(THREADS) step_check_rows(const __grid_constant__ check_kernel a)
 {
     const int64_t b = blockIdx.x, own = (int64_t)blockIdx.y * WARPS + threadIdx.x / 32,
                   warps = (int64_t)gridDim.y * WARPS;
@@ -134,7 +134,7 @@ static quern_status run(const stage_exec *exec, const step_check_args *args, voi
     a.status = exec->status;
     const int64_t parts = rows / batch / BLOCK_ROWS + 1, most = 2 * exec->multiprocessors;
     const dim3 grid((unsigned)batch, (unsigned)(parts < most ? parts : most));
-    step_check<<<grid, THREADS, 0, (cudaStream_t)exec->stream>>>(a);
+    step_check_rows<<<grid, THREADS, 0, (cudaStream_t)exec->stream>>>(a);
     return LAUNCHED("a step's rows that are not finite");
 }
 
