@@ -44,6 +44,9 @@ static const oracle_dense cases[] = {
     {2, 200, 130, 4, 2, 256, 192, true, 0, -1, 0, NULL, NULL},
     {7, 200, 233, 4, 2, 256, 256, false, 0, -1, 0, ragged, ragged_kv},
     {7, 210, 210, 10, 2, 200, 256, true, 20, -1, 0, ragged, NULL},
+    /* groups whose queries leave rows of a GPU's tile empty */
+    {1, 37, 37, 48, 1, 128, 128, true, 0, -1, 0, NULL, NULL},
+    {2, 21, 21, 80, 1, 64, 64, true, 0, -1, 0, NULL, NULL},
     {2, 5, 3, 2, 1, 8, 16, true, 0, -1, 0, nothing, NULL},
     /* nothing to do, or no key to see */
     {0, 5, 5, 2, 1, 8, 8, true, 0, -1, 0, NULL, NULL},

@@ -47,8 +47,35 @@ static void whole_agrees_with_the_oracle(void **state)
     }
 }
 
+/* Tiles with fewer rows than a block of Hopper's kernels, whose warps beyond them have no rows. */
+static void small_tiles_agree_with_the_oracle(void **state)
+{
+    static const int64_t sizes[][3] = {{8, 64, 16}, {8, 128, 16}, {4, 64, 48}, {16, 40, 16}};
+    test_random random = {test_seed("small_tiles_agree_with_the_oracle", 46)};
+    (void)state;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        nsa_config config = nsa_config_small();
+        config.dtype = i % 2 == 0 ? QUERN_F16 : QUERN_BF16;
+        config.weight_dtype = config.dtype;
+        config.n = 150;
+        config.h = sizes[i][0];
+        config.d = config.dv = sizes[i][1];
+        config.params.tile = sizes[i][2];
+        config.params.block_size = 16;
+        config.params.num_selected = 8;
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        nsa_case *c = nsa_case_new(&config, &random);
+        nsa_check_whole(c, ctx);
+        nsa_case_free(c);
+        quern_context_destroy(ctx);
+    }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(whole_agrees_with_the_oracle)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(whole_agrees_with_the_oracle),
+        cmocka_unit_test(small_tiles_agree_with_the_oracle),
+    };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -225,7 +225,8 @@ static quern_status launch(const attend_args *args, const attend_kernel &a, cons
     if (plan.total == 0) return QUERN_OK;
     maps m;
     quern_status status = tma_describe(&m.q, args->q, a.hs, plan.queries);
-    m.heads = sh::BULK && tma_can(args->o) ? box_heads(a.hs) : 0;
+    /* Where a piece's queries leave rows of the block empty, a box of these would reach the next piece. */
+    m.heads = sh::BULK && plan.queries * a.hs == sh::M && tma_can(args->o) ? box_heads(a.hs) : 0;
     if (status == QUERN_OK && m.heads > 0) status = tma_describe(&m.o, args->o, m.heads, 16 / m.heads);
     if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, plan.box);
     if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, plan.box);
