@@ -308,6 +308,39 @@ static void gradients_are_differences(void **state)
 }
 
 /* Any rows, alone, have the bits that they have among all; so have they on any number of threads. */
+static void check_rows_alone(linear_shape *h, int trial, test_random *random)
+{
+    linear_case c = make(h, random);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *one = test_context(level, 1), *three = test_context(level, 3);
+        run(&c, one, QUERN_OP_FORWARD);
+        test_tensor all = test_tensor_copy(&c.t[Y]);
+        const int64_t first = test_random_int(random, 0, h->rows - 1),
+                      count = test_random_int(random, 1, h->rows - first);
+        linear_case part = c;
+        for (int i = X; i <= Y; i += Y - X) {
+            quern_tensor *view = &part.t[i].view;
+            view->data =
+                (char *)view->data + first * view->strides[0] * (int64_t)quern_dtype_size(view->dtype);
+            view->shape[0] = count;
+        }
+        quern_linear_tensors t = QUERN_LINEAR_TENSORS_INIT;
+        test_tensor_reset(&c.t[Y]);
+        op_case_bind("linear", part.t, Y + 1, OP_CASE_ALL, &t);
+        op_case_call(three, "linear", QUERN_OP_FORWARD, &h->params, &t);
+        test_tensor expected = all;
+        expected.view.data =
+            (char *)all.view.data + first * all.view.strides[0] * (int64_t)quern_dtype_size(all.view.dtype);
+        expected.view.shape[0] = count;
+        if (!test_tensor_same_bits(&part.t[Y], &expected))
+            fail_msg("trial %d, %s: rows %lld + %lld differ among others", trial, quern_cpu_level_name(level),
+                     (long long)first, (long long)count);
+        test_tensor_free(&all);
+        quern_context_destroy(one), quern_context_destroy(three);
+    }
+    release(&c);
+}
+
 static void rows_do_not_depend_on_others(void **state)
 {
     const uint64_t seed = test_seed("linear rows", 43);
@@ -317,36 +350,38 @@ static void rows_do_not_depend_on_others(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         linear_shape h = draw_shape(&random, trial);
         if (h.kind == FLOATS) h.bias = trial % 2 == 0;
-        linear_case c = make(&h, &random);
-        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-            quern_context *one = test_context(level, 1), *three = test_context(level, 3);
-            run(&c, one, QUERN_OP_FORWARD);
-            test_tensor all = test_tensor_copy(&c.t[Y]);
-            const int64_t first = test_random_int(&random, 0, h.rows - 1),
-                          count = test_random_int(&random, 1, h.rows - first);
-            linear_case part = c;
-            for (int i = X; i <= Y; i += Y - X) {
-                quern_tensor *view = &part.t[i].view;
-                view->data =
-                    (char *)view->data + first * view->strides[0] * (int64_t)quern_dtype_size(view->dtype);
-                view->shape[0] = count;
-            }
-            quern_linear_tensors t = QUERN_LINEAR_TENSORS_INIT;
-            test_tensor_reset(&c.t[Y]);
-            op_case_bind("linear", part.t, Y + 1, OP_CASE_ALL, &t);
-            op_case_call(three, "linear", QUERN_OP_FORWARD, &h.params, &t);
-            test_tensor expected = all;
-            expected.view.data = (char *)all.view.data +
-                                 first * all.view.strides[0] * (int64_t)quern_dtype_size(all.view.dtype);
-            expected.view.shape[0] = count;
-            if (!test_tensor_same_bits(&part.t[Y], &expected))
-                fail_msg("trial %d, %s: rows %lld + %lld differ among others", trial,
-                         quern_cpu_level_name(level), (long long)first, (long long)count);
-            test_tensor_free(&all);
-            quern_context_destroy(one), quern_context_destroy(three);
-        }
-        release(&c);
+        check_rows_alone(&h, trial, &random);
     }
+}
+
+/* Of FP8 weights, rows and groups that no GPU's kernel of one kind can all take. */
+static void rows_that_few_kernels_take(void **state)
+{
+    static const struct {
+        quern_dtype dtype;
+        int64_t k, groups;
+        test_layout layout;
+    } of[] = {{QUERN_F16, 272, 2, TEST_CONTIGUOUS},
+              {QUERN_BF16, 144, 3, TEST_CONTIGUOUS},
+              {QUERN_BF16, 256, 1, TEST_UNALIGNED},
+              {QUERN_F16, 128, 1, TEST_SPACED}};
+    test_random random = {test_seed("rows that few kernels take", 47)};
+    (void)state;
+    for (int i = 0; i < 4; i++)
+        for (int64_t rows = 2; rows <= 17; rows += 5) {
+            linear_shape h = {.params = QUERN_LINEAR_PARAMS_INIT,
+                              .kind = FP8,
+                              .dtype = of[i].dtype,
+                              .w_dtype = of[i].dtype,
+                              .scale_dtype = QUERN_F32,
+                              .rows = rows,
+                              .n = 48,
+                              .k = of[i].k,
+                              .layout = of[i].layout};
+            h.params.block = 128;
+            h.params.groups = of[i].groups;
+            check_rows_alone(&h, i, &random);
+        }
 }
 
 /* A NaN byte of FP8 makes its output NaN and no other; subnormal weights count. */
@@ -446,26 +481,26 @@ static void bad_calls(void **state)
         weight_kind kind;
         const char *words;
         bool of_data; /* which a GPU's call does not read on the host */
-    } cases[] = {{FP8, "block is 64: 128 or 32 is accepted", false},
-                 {FP8, "groups is 0", false},
-                 {FLOATS, "x.shape is 48 where groups divide it: a multiple of the 5 groups is accepted",
-                  false},
-                 {FLOATS, "a8 is fp8 with w in floats", false},
-                 {FLOATS, "w: dtype u8 without w_scale", false},
-                 {FP8, "w: dtype f32 with w_scale: e4m3 and u8 are accepted", false},
-                 {FP8, "w_scale: dtype f16: f32, e8m0 and u8 are accepted", false},
-                 {FP8, "w_scale.shape[0] is 2: 1 is accepted", false},
-                 {FP8, "w_scale[0] is the scale byte 0xFF: 0x00 to", true},
-                 {FP8, "w_scale[0] is the scale byte 0xFE: 0x00 to 0xF6 are accepted", true},
-                 {NVFP4, "w_scales[1] is the scale byte 0x7F", true},
-                 {NVFP4, "w_global[0] is 0: a global above 0 and finite is accepted", true},
-                 {NVFP4, "w_global is NULL: a tensor is needed", false},
-                 {NVFP4, "w is given with w_codes: one or the other is accepted", false},
-                 {FP8, "x[3] (row 0, column 3) is nan: finite numbers are accepted", true},
-                 {FLOATS, "w is NULL: w or w_codes is needed", false},
-                 {FP8, "w_scale[0] is the scale inf", true},
-                 {FLOATS, "bias.shape[0] is 47: 48 is accepted", false},
-                 {FLOATS, "y: dtype bf16: f32 is accepted", false}};
+    } cases[] = {
+        {FP8, "block is 64: 128 or 32 is accepted", false},
+        {FP8, "groups is 0", false},
+        {FLOATS, "x.shape is 48 where groups divide it: a multiple of the 5 groups is accepted", false},
+        {FLOATS, "a8 is fp8 with w in floats", false},
+        {FLOATS, "w: dtype u8 without w_scale", false},
+        {FP8, "w: dtype f32 with w_scale: e4m3 and u8 are accepted", false},
+        {FP8, "w_scale: dtype f16: f32, e8m0 and u8 are accepted", false},
+        {FP8, "w_scale.shape[0] is 2: 1 is accepted", false},
+        {FP8, "w_scale[0] is the scale byte 0xFF: 0x00 to", true},
+        {FP8, "w_scale[0] is the scale byte 0xFE: 0x00 to 0xF6 are accepted", true},
+        {NVFP4, "w_scales[1] is the scale byte 0x7F", true},
+        {NVFP4, "w_global[0] is 0: a global above 0 and finite is accepted", true},
+        {NVFP4, "w_global is NULL: a tensor is needed", false},
+        {NVFP4, "w is given with w_codes: one or the other is accepted", false},
+        {FP8, "x[3] (row 0, column 3) is nan: finite numbers are accepted", true},
+        {FLOATS, "w is NULL: w or w_codes is needed", false},
+        {FP8, "w_scale[0] is the scale inf", true},
+        {FLOATS, "bias.shape[0] is 47: 48 is accepted", false},
+        {FLOATS, "y: dtype bf16: f32 is accepted", false}};
     test_random random = {5};
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     (void)state;
@@ -534,6 +569,7 @@ int main(void)
         cmocka_unit_test(gradients_are_differences),
         cmocka_unit_test(against_float64),
         cmocka_unit_test(rows_do_not_depend_on_others),
+        cmocka_unit_test(rows_that_few_kernels_take),
         cmocka_unit_test(single_weights),
         cmocka_unit_test(empty_calls),
         cmocka_unit_test(bad_calls),

@@ -87,9 +87,7 @@ static inline few_cut cut_short(const stage_exec *exec, const product_params &q)
 static inline bool few_take(const stage_exec *exec, const e4m3_gemm_args *args, size_t bytes)
 {
     return exec->compute == 90 && exec->shared_bytes >= bytes && !args->round && tiles_take(args) &&
-           (args->groups == 1 || args->codes.shape[1] % RUN == 0) &&
-           (exec->variant != NULL || args->a.shape[0] <= FEW_ROWS) &&
-           (args->a.shape[0] == 0 || tma_can(rows_of_a(args)));
+           (exec->variant != NULL || args->a.shape[0] <= FEW_ROWS) && tiles_take_rows(args);
 }
 
 static inline product_params few_product_of(const stage_exec *exec, const e4m3_gemm_args *args, int tokens)

@@ -13,8 +13,7 @@ static_assert(sizeof(shared) <= SHARED_BYTES, "a block fits");
 static bool supports(const stage_exec *exec, const e4m3_gemm_args *args, char *)
 {
     return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES && !args->round && tiles_take(args) &&
-           (args->groups == 1 || args->codes.shape[1] % RUN == 0) &&
-           (args->a.shape[0] == 0 || tma_can(rows_of_a(args)));
+           tiles_take_rows(args);
 }
 
 static quern_status run(const stage_exec *exec, const e4m3_gemm_args *args, void *)

@@ -118,6 +118,14 @@ static inline bool tiles_take(const e4m3_gemm_args *args)
            (args->a.dtype == QUERN_BF16 || args->a.dtype == QUERN_F16) && args->c.dtype == args->a.dtype;
 }
 
+/* Whether the copy engine can read a's rows of each group. A stride counts though there is one row, so that
+ * a row alone is multiplied as it is among others. */
+static inline bool tiles_take_rows(const e4m3_gemm_args *args)
+{
+    return (args->groups == 1 || args->codes.shape[1] % RUN == 0) &&
+           (args->a.shape[0] == 0 || (args->a.strides[0] % 8 == 0 && tma_can(rows_of_a(args))));
+}
+
 static inline product_params product_of(const stage_exec *exec, const e4m3_gemm_args *args, int tokens)
 {
     product_params q = {};

@@ -43,8 +43,7 @@ static bool supports(const stage_exec *exec, const e4m3_gemm_args *args, char *)
     const bool one = args->scales.shape[0] * args->scales.shape[1] == 1;
     return exec->shared_bytes >= SHARED_BYTES && is_large(exec, args) && sm90_e4m3::tiles_take(args) &&
            (args->groups == 1 || one || columns_of_group(args) % HALF == 0) &&
-           (args->round || ((args->groups == 1 || args->codes.shape[1] % RUN == 0) &&
-                            tma_can(sm90_e4m3::rows_of_a(args))));
+           (args->round || sm90_e4m3::tiles_take_rows(args));
 }
 
 /* Rows of W that are widened at a time. */
@@ -125,8 +124,7 @@ static quern_status run_rounded(const stage_exec *exec, const e4m3_gemm_args *ar
     if (status == QUERN_OK)
         status = sm90_e4m3::describe_bytes(&a, r.out, p.tokens, r.out_row, r.out_row, TOKENS);
     if (status != QUERN_OK) return status;
-    return args->a.dtype == QUERN_BF16 ? launch<bf16, true>(exec, q, w, a)
-                                       : launch<f16, true>(exec, q, w, a);
+    return args->a.dtype == QUERN_BF16 ? launch<bf16, true>(exec, q, w, a) : launch<f16, true>(exec, q, w, a);
 }
 
 /* Widened rows of W in boxes of 128 by 128 bytes. */

@@ -100,9 +100,9 @@ __device__ __forceinline__ void feed(const product_params &q, const CUtensorMap 
 }
 
 /* Four elements of x, of which `left` are there; 0 past the last. */
-template <typename T> __device__ __forceinline__ uint2 four_of(const T *x, int64_t left, bool wide)
+template <typename T> __device__ __forceinline__ uint2 four_of(const T *x, int64_t left)
 {
-    if (wide && left >= 4) return *(const uint2 *)x;
+    if (left >= 4) return *(const uint2 *)x;
     alignas(8) T all[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) all[i] = i < left ? x[i] : from_float<T>(0.0f);
@@ -167,7 +167,7 @@ __device__ __forceinline__ void read_row(const product_params &q, shared<PIECES>
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, runs = q.runs;
     const int64_t k = warp * RUN + lane * 4;
     const T *x = (const T *)q.p.a + row_place_here(q).group * q.p.in + k;
-    const bool whole = q.wide && q.p.in % RUN == 0;
+    const bool whole = q.p.in % RUN == 0;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(x));
     wait_for_before();
     for (int run = warp; run < runs; run += 2 * WARPS, x += 2 * WARPS * RUN) {
@@ -178,8 +178,8 @@ __device__ __forceinline__ void read_row(const product_params &q, shared<PIECES>
             if (two) four[1] = *(const uint2 *)(x + WARPS * RUN);
         } else {
             const int64_t left = q.p.in - k - (run - warp) * RUN;
-            four[0] = four_of(x, left, q.wide);
-            four[1] = four_of(x + WARPS * RUN, left - WARPS * RUN, q.wide);
+            four[0] = four_of(x, left);
+            four[1] = four_of(x + WARPS * RUN, left - WARPS * RUN);
         }
         let_next_start();
         if constexpr (__is_same(T, bf16)) {

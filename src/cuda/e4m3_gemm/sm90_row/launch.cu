@@ -13,7 +13,8 @@ enum { FEW = 32, MANY = 128 }; /* pieces of W that a block has at most */
 static bool supports(const stage_exec *exec, const e4m3_gemm_args *args, char *)
 {
     return exec->compute == 90 && exec->shared_bytes >= sizeof(shared<MANY>) && !args->round &&
-           args->a.shape[0] == 1 && tiles_take(args) && args->codes.shape[1] <= MANY * RUN;
+           args->a.shape[0] == 1 && tiles_take(args) && args->codes.shape[1] <= MANY * RUN &&
+           tiles_take_rows(args);
 }
 
 template <typename T, int PIECES>
@@ -38,7 +39,6 @@ static quern_status run(const stage_exec *exec, const e4m3_gemm_args *args, void
     q.tall = (int32_t)std::min(std::max((int64_t)FEW / q.runs, (int64_t)1),
                                (panels * q.p.groups + at_once - 1) / at_once);
     q.panels = (panels + q.tall - 1) / q.tall;
-    q.wide = rows_aligned(args->a, 16) && q.p.in % 8 == 0;
     const quern_status status =
         describe_bytes(&w, args->codes.data, args->codes.shape[0], args->codes.shape[1], q.p.code_row, ROWS);
     if (status != QUERN_OK) return status;
