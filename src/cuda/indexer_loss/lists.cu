@@ -7,18 +7,12 @@
  */
 #include "indexer_loss/losses.cuh"
 
-/* Whether place i of a list follows those before it: an entry that is seen, or nothing after these. */
-__device__ __forceinline__ bool in_order(const int32_t *list, int64_t i, int64_t seen)
-{
-    const bool here = list[i] >= 0 && list[i] < seen;
-    return !here || i == 0 || (list[i - 1] >= 0 && list[i - 1] < list[i]);
-}
-
 /* A block a query. `keeps`: lists as an indexer gives them, ascending and the rest -1 or not seen yet, are
  * kept as they are. */
 __global__ void __launch_bounds__(LOSS_THREADS)
     choose_entries(const __grid_constant__ loss_params p, const bool keeps)
 {
+    enum { AT_ONCE = 4 }; /* loads of a thread under way */
     __shared__ int32_t count;
     const int64_t at = blockIdx.x, b = at / p.queries, query = at - b * p.queries, seen = seen_by(p, query);
     const int32_t *const list = p.list + b * p.list_s[0] + query * p.list_s[1];
@@ -27,16 +21,27 @@ __global__ void __launch_bounds__(LOSS_THREADS)
     __syncthreads();
     bool ascending = keeps;
     int32_t own = 0;
-    for (int64_t i = threadIdx.x; i < p.listed; i += LOSS_THREADS) {
-        const int32_t x = list[i];
-        if (x < -1 || x >= p.entries) raise_status(p.status, QUERN_STATUS_BAD_INDEX);
-        ascending = ascending && in_order(list, i, seen);
-        if (x < 0 || x >= seen) continue;
-        p.chosen[at * p.listed + i] = x;
-        own++;
+    for (int64_t from = threadIdx.x; from < p.listed; from += AT_ONCE * LOSS_THREADS) {
+        int32_t x[AT_ONCE], before[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int64_t i = from + j * LOSS_THREADS;
+            x[j] = i < p.listed ? list[i] : -1;
+            before[j] = i < p.listed && i > 0 ? list[i - 1] : -1;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int64_t i = from + j * LOSS_THREADS;
+            if (x[j] < -1 || x[j] >= p.entries) raise_status(p.status, QUERN_STATUS_BAD_INDEX);
+            if (x[j] < 0 || x[j] >= seen) continue;
+            ascending = ascending && (i == 0 || (before[j] >= 0 && before[j] < x[j]));
+            p.chosen[at * p.listed + i] = x[j];
+            own++;
+        }
     }
     ascending = __syncthreads_and(ascending);
-    if (ascending && own > 0) atomicAdd(&count, own);
+    own = __reduce_add_sync(~0u, own);
+    if (ascending && threadIdx.x % 32 == 0) atomicAdd(&count, own);
     for (int64_t i = threadIdx.x; !ascending && i < p.listed; i += LOSS_THREADS) {
         const int32_t x = list[i];
         bool first = x >= 0 && x < seen;
