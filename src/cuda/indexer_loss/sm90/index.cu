@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* index.cu - the sums of an entry's rows of partials, in the order of the queries; the last slice's are
- * rounded. A block has SUM_RANGE entries: it makes the inverted index of the slice's lists for these in
- * shared memory, then its warps take an entry at a time. Limit: reads. */
+ * rounded. A block has SUM_RANGE entries: it turns the queries' choices of these, in shared memory, then its
+ * warps take an entry at a time. Limit: reads. */
 #include "common/scan.cuh"
 #include "indexer_loss/losses.cuh"
 #include "indexer_loss/sm90/params.cuh"
@@ -22,41 +22,40 @@ struct sums_shared {
     int next;                                 /* entry that no warp has taken */
 };
 
+/* Of 32 words, one a lane: bit j of lane i becomes bit i of lane j. */
+__device__ __forceinline__ uint32_t turn_words(uint32_t x)
+{
+    const int lane = threadIdx.x % 32;
+    uint32_t low = 0x0000ffff;
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {
+        const uint32_t other = __shfl_xor_sync(~0u, x, by);
+        x = lane & by ? (x & ~low) | (other >> by & low) : (x & low) | (other << by & ~low);
+        low ^= low << by / 2;
+    }
+    return x;
+}
+
 /* Which entries of the range the queries chose, and which queries the entries. */
 __device__ __forceinline__ void index_range(const slice &s, sums_shared &m, int64_t range)
 {
-    enum { EACH = SUM_QUERIES / SUM_THREADS, CHOSEN_AT_ONCE = 4 };
-    int start[EACH], end[EACH];
-#pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        const int64_t i = threadIdx.x + k * SUM_THREADS;
-        const int32_t *const starts = s.starts + i * (s.ranges + 1) + range;
-        start[k] = i < s.count ? starts[0] : 0;
-        end[k] = i < s.count ? starts[1] : 0;
-    }
-    for (int at = threadIdx.x; at < SUM_RANGE * (SUM_WORDS + 1); at += SUM_THREADS) m.chose[0][at] = 0;
-    if (threadIdx.x == 0) m.next = 0;
-    __syncthreads();
+    enum { EACH = SUM_QUERIES / SUM_THREADS };
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint4 c[EACH];
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
         const int i = threadIdx.x + k * SUM_THREADS;
-        const int32_t *const chosen = chosen_of(s, i);
-        uint64_t entries = 0;
-        for (int at = start[k]; at < end[k]; at += CHOSEN_AT_ONCE) {
-            int entry[CHOSEN_AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < CHOSEN_AT_ONCE; j++)
-                entry[j] = at + j < end[k] ? (int)(chosen[at + j] - range * SUM_RANGE) : -1;
-#pragma unroll
-            for (int j = 0; j < CHOSEN_AT_ONCE; j++)
-                if (entry[j] >= 0) {
-                    entries |= (uint64_t)1 << entry[j];
-                    atomicOr(&m.chose[entry[j]][i / 32], 1u << i % 32);
-                }
-        }
-        m.entries[i] = entries;
-        m.row[i] = i * (int)s.of.listed + start[k];
+        c[k] = i < s.count ? s.choices[range * s.count + i] : make_uint4(0, 0, 0, 0);
     }
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const int i = threadIdx.x + k * SUM_THREADS;
+        m.entries[i] = (uint64_t)c[k].y << 32 | c[k].x;
+        m.row[i] = i * (int)s.of.listed + (int)c[k].z;
+        m.chose[lane][k * SUM_WARPS + warp] = turn_words(c[k].x);
+        m.chose[32 + lane][k * SUM_WARPS + warp] = turn_words(c[k].y);
+    }
+    if (threadIdx.x == 0) m.next = 0;
     __syncthreads();
 }
 
@@ -89,9 +88,8 @@ __device__ __forceinline__ void turn_sums(float (&sum)[8])
 
 /* Half a warp reads a row; the first half those of even numbers. */
 __device__ __forceinline__ void sum_entry(const slice &s, const sums_shared &m, const uint16_t *queries,
-                                          int count, int64_t range, int in_range)
+                                          int count, int range, int in_range)
 {
-    const int64_t entry = range * SUM_RANGE + in_range;
     const int lane = threadIdx.x % 32, column = lane % 16 * 8;
     const uint64_t below = ((uint64_t)1 << in_range) - 1;
     const bf16 *const rows = s.partials + column;
@@ -127,6 +125,7 @@ __device__ __forceinline__ void sum_entry(const slice &s, const sums_shared &m, 
     for (int k = 0; k < 8; k++) sum[k] += __shfl_xor_sync(~0u, sum[k], 16);
     turn_sums(sum);
     if (lane >= 16 || column >= s.of.width) return;
+    const int64_t entry = (int64_t)range * SUM_RANGE + in_range;
     float *const kept = s.sums + entry * s.of.width + column;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
@@ -146,14 +145,14 @@ __global__ void __launch_bounds__(SUM_THREADS, 2) loss_sum_rows(const __grid_con
 {
     extern __shared__ __align__(16) char memory[];
     sums_shared &m = *(sums_shared *)memory;
-    const int64_t range = blockIdx.x;
+    const int range = (int)blockIdx.x;
     uint16_t *const queries = m.queries[threadIdx.x / 32];
     if (range == s.ranges) {
         sum_losses<SUM_THREADS>(s.of, 0);
         return;
     }
     index_range(s, m, range);
-    const int here = (int)min(s.of.entries - range * SUM_RANGE, (int64_t)SUM_RANGE);
+    const int here = (int)min(s.of.entries - (int64_t)range * SUM_RANGE, (int64_t)SUM_RANGE);
     for (;;) {
         const int own = threadIdx.x % 32 == 0 ? atomicAdd(&m.next, 1) : 0, entry = __shfl_sync(~0u, own, 0);
         if (entry >= here) return;

@@ -400,7 +400,11 @@ __device__ __forceinline__ void compute(own_query<QUERIES, STAGES> &x, bool grad
         for (int e = 0; e < 4; e++) u[j][e] = 0.0f;
     if (LISTS && here && x.s.sums != NULL) {
         const int32_t *const chosen = chosen_of(x.s, x.i);
-        give_starts(x.s, x.i, x.count, [&](int at) { return chosen[at]; });
+        choices_shared &choices = *(choices_shared *)x.m.sums;
+        clear_choices(choices);
+        x.sync();
+        give_choices(
+            x.s, choices, x.i, x.count, [&](int at) { return chosen[at]; }, [&] { x.sync(); });
     }
     if (gradients) {
         walk_back<LISTS>(x, u);

@@ -35,7 +35,7 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     const bool lists = p.listed >= 0, wanted = present(args->d_keys_index);
     const int64_t pairs = ((lists ? p.listed : p.entries) + TILE - 1) / TILE * TILE,
                   a_query =
-                      pairs * 18 + (lists ? p.listed * WIDTH * 2 + p.entries / 16 : (int64_t)LOSS_HEAD_BYTES),
+                      pairs * 18 + (lists ? p.listed * WIDTH * 2 + p.entries / 4 : (int64_t)LOSS_HEAD_BYTES),
                   fits = slice_bytes / a_query > 32 ? slice_bytes / a_query : 32,
                   most = lists && wanted && fits > SUM_QUERIES ? (int64_t)SUM_QUERIES : fits,
                   slices = (p.queries + most - 1) / most;
@@ -59,7 +59,7 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     s.positive = (uint64_t *)arena_take(&a, room * sizeof(uint64_t));
     if (wanted && !lists) s.heads = (char *)arena_take(&a, (size_t)(c.slice_queries * LOSS_HEAD_BYTES));
     if (wanted && lists) {
-        s.starts = (int32_t *)arena_take(&a, (size_t)(c.slice_queries * (s.ranges + 1)) * sizeof(int32_t));
+        s.choices = (uint4 *)arena_take(&a, (size_t)(c.slice_queries * s.ranges) * sizeof(uint4));
         s.partials = (bf16 *)arena_take(&a, (size_t)(c.slice_queries * p.listed * WIDTH) * sizeof(bf16));
     }
     const int64_t blind = p.ratio - p.position - 1, first = blind > 0 ? blind : 0;

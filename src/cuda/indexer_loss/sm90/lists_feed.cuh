@@ -37,6 +37,7 @@ struct lists_shared {
     list_facts facts[2];
     alignas(16) int32_t chosen[LIST_MOST]; /* the feed's; -1 past the last */
     bf16 gradient[LIST_TILES][TILE];
+    choices_shared choices;           /* the feed's */
     float2 heads[GROUPS_MOST][HEADS]; /* the largest score of a warpgroup's entries, and the sum */
     float mass[GROUPS_MOST][HEADS], d_w[GROUPS_MOST][HEADS];
     float2 student[GROUPS_MOST][4];
@@ -166,6 +167,7 @@ template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, 
                            p.keys_index_wide};
     ring_place<LIST_STAGES> at;
     ring_place<1> heads;
+    clear_choices(m.choices);
     for (int64_t i = blockIdx.x; i < s.count; i += gridDim.x) {
         const int64_t query = s.first + i;
         const rows_of q = {(const bf16 *)p.q.p + s.b * p.q.s[0] + query * p.q.s[1], p.q.s[2], p.dim,
@@ -178,7 +180,9 @@ template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, 
         feed_heads(m.of_index, heads, (char *)m.q_index, q_index, p.index_heads);
         feed_tiles<TILES>(m, at, index);
         if (s.sums != NULL)
-            give_starts(s, i, entries_of(s, i), [&](int at) { return m.chosen[chosen_at(at)]; });
+            give_choices(
+                s, m.choices, i, entries_of(s, i), [&](int at) { return m.chosen[chosen_at(at)]; },
+                [] { named_sync(2, FEEDERS); });
         heads.advance();
     }
 }

@@ -12,9 +12,9 @@
  *               d_q_index[h] = c w[h] u[h],  d_w[h] = c q_index[h] . u[h],  c: scale_index
  *   keys    of dense calls: 128 entries a block walk the slice's queries,
  *               d_keys_index[s] += c g[s] sum over h of [z > 0] (w[h] q_index[h])
- *           With lists `pairs` makes it, a row of partials a listed entry, where the query's list has it; an
- *           inverted index says where an entry's rows are, and `sum_rows` adds them in the order of the
- *           queries.
+ *           With lists `pairs` makes it, a row of partials a listed entry, where the query's list has it,
+ *           and notes what the query chose of each range of entries, which says where an entry's rows are;
+ *           `sum_rows` adds them in the order of the queries.
  *
  * Between the walks 18 bytes a pair lie in the workspace: two sums over heads, g in bf16, and a bit a head.
  * A thread's bits stand as its accumulators do: bit 4 j + c of 64 is element c of tile j of eight entries.
@@ -30,6 +30,7 @@ namespace sm90_loss
 enum { HEADS = 64, TILE = 128, WIDTH = 128, DIM_MOST = 512, LOSS_HEAD_BYTES = HEADS * WIDTH * 2 };
 enum { KEYS_PAIRS = 2 }; /* of warpgroups of a block of `keys`, each with sums of its own */
 enum { SUM_RANGE = 64, SUM_QUERIES = 1024 }; /* entries of a block of `sum_rows`; its slices' queries */
+enum { CHOICES_AT_ONCE = 256 }; /* ranges of a query in shared memory */
 
 /* A slice of sequence b: `count` queries from `first` on. Arrays are of its queries. */
 struct slice {
@@ -40,7 +41,7 @@ struct slice {
     bf16 *gradient;                /* [tiles][TILE] */
     uint64_t *positive;            /* [tiles][128 threads] */
     char *heads;                   /* w q_index, [LOSS_HEAD_BYTES] as tiles stand in shared memory; dense */
-    int32_t *starts;               /* [count][ranges + 1]: of a list, the first place of a range; of lists */
+    uint4 *choices;                /* [ranges][count]: a query's entries; the first's place; of lists */
     int64_t ranges;                /* of SUM_RANGE entries */
     bf16 *partials;             /* [count][listed][WIDTH] */
     float *sums;                /* [shares][entries][width], or NULL: no gradient of keys_index is wanted */
@@ -62,15 +63,38 @@ __device__ __forceinline__ const int32_t *chosen_of(const slice &s, int64_t i)
     return s.of.listed < 0 ? NULL : s.of.chosen + (s.b * s.of.queries + s.first + i) * s.of.listed;
 }
 
-/* Notes where the ranges of a query's list begin, from 128 threads; entry_at(i) is the list's number i. */
-template <typename Entry>
-__device__ __forceinline__ void give_starts(const slice &s, int64_t i, int count, const Entry &entry_at)
+/* Ranges of a query's list while they are made, in shared memory; no entries between queries. */
+struct choices_shared {
+    uint32_t entries[CHOICES_AT_ONCE][2];
+    int32_t place[CHOICES_AT_ONCE];
+};
+
+__device__ __forceinline__ void clear_choices(choices_shared &m)
 {
-    int32_t *const starts = s.starts + i * (s.ranges + 1);
-    for (int at = threadIdx.x % 128; at <= count; at += 128) {
-        const int first = at > 0 ? entry_at(at - 1) / SUM_RANGE + 1 : 0,
-                  last = at < count ? entry_at(at) / SUM_RANGE : (int)s.ranges;
-        for (int range = first; range <= last; range++) starts[range] = at;
+    for (int own = threadIdx.x % 128; own < CHOICES_AT_ONCE; own += 128)
+        m.entries[own][0] = m.entries[own][1] = 0;
+}
+
+/* Writes a query's choices, from 128 threads, which wait for each other with sync(), as they do between two
+ * queries; entry_at(i) is its list's number i. */
+template <typename Entry, typename Sync>
+__device__ __forceinline__ void give_choices(const slice &s, choices_shared &m, int64_t i, int count,
+                                             const Entry &entry_at, const Sync &sync)
+{
+    const int thread = threadIdx.x % 128;
+    for (int first = 0; first < s.ranges; first += CHOICES_AT_ONCE) {
+        if (first > 0) sync();
+        for (int at = thread; at < count; at += 128) {
+            const int entry = entry_at(at), range = entry / SUM_RANGE - first;
+            if (range < 0 || range >= CHOICES_AT_ONCE) continue;
+            atomicOr(&m.entries[range][entry % SUM_RANGE / 32], 1u << entry % 32);
+            if (at == 0 || entry_at(at - 1) / SUM_RANGE - first != range) m.place[range] = at;
+        }
+        sync();
+        for (int own = thread; own < CHOICES_AT_ONCE && first + own < s.ranges; own += 128)
+            s.choices[(first + own) * s.count + i] =
+                make_uint4(m.entries[own][0], m.entries[own][1], (uint32_t)m.place[own], 0);
+        clear_choices(m); /* its own */
     }
 }
 
