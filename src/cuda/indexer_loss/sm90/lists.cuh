@@ -275,15 +275,15 @@ __device__ __forceinline__ float student_lse(const list_query<GROUPS> &x, float 
     for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
     if (threadIdx.x % 32 == 0) x.m.student[x.group][warp_of_group()] = make_float2(most, sum);
     x.sync_all();
-    float all = -INFINITY, whole = 0.0f;
+    /* A lane a part. */
+    const float2 part = (&x.m.student[0][0])[threadIdx.x % (GROUPS * 4)];
+    float all = part.x;
 #pragma unroll
-    for (int i = 0; i < GROUPS * 4; i++) all = fmaxf(all, x.m.student[i / 4][i % 4].x);
+    for (int by = GROUPS * 2; by > 0; by /= 2) all = fmaxf(all, __shfl_xor_sync(~0u, all, by));
+    float whole = part.x > -INFINITY ? part.y * exp2_fast((part.x - all) * log2_of_e) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < GROUPS * 4; i++) {
-        const float2 part = x.m.student[i / 4][i % 4];
-        if (part.x > -INFINITY) whole += part.y * exp2_fast((part.x - all) * log2_of_e);
-    }
-    return all + logf(whole);
+    for (int by = GROUPS * 2; by > 0; by /= 2) whole += __shfl_xor_sync(~0u, whole, by);
+    return all + __logf(whole);
 }
 
 /* The mass that all heads give to the entries. */
@@ -304,9 +304,9 @@ __device__ __forceinline__ float compare_lists(const list_query<GROUPS> &x, floa
     const bool taught = mass >= 0x1p-126f; /* as compare() */
     float loss = 0.0f, g = 0.0f;
     if (taught && x.thread() < x.left()) {
-        const float of_head = teacher / mass, log_p = student - lse;
-        g = x.facts().factor * (expf(log_p) - of_head);
-        loss = of_head * (logf(fmaxf(of_head, 1e-10f)) - log_p);
+        const float of_head = __fdividef(teacher, mass), log_p = student - lse;
+        g = x.facts().factor * (exp2_fast(log_p * log2_of_e) - of_head);
+        loss = of_head * (__logf(fmaxf(of_head, 1e-10f)) - log_p);
     }
     x.m.g[x.group][x.thread()] = g;
     x.m.gradient[x.group][x.thread()] = from_float<bf16>(g);
@@ -396,29 +396,33 @@ __device__ __forceinline__ void issue_u(const list_query<GROUPS> &x, float (&u)[
     wg_commit();
 }
 
-/* A step of the walk: u of one of the set's two tiles, and the partials of half of the warpgroup's own. */
+/* u of one of the set's two tiles. */
 template <int GROUPS>
-__device__ __forceinline__ void walk_step(const list_query<GROUPS> &x, float (&u)[HALF_TILES][4], int step)
+__device__ __forceinline__ void add_u(const list_query<GROUPS> &x, float (&u)[HALF_TILES][4], int step)
 {
     const int tile = step * x.SETS + x.set();
+    uint32_t a[TILE / 16][4];
+    issue_u(x, u, a, tile);
+    wg_wait<0>(u);
+    if (step == 0 || x.SETS == 1 || x.set() == 0) x.give_back(x.index_at(tile), x.SETS);
+    else named_arrive(3 + x.half(), 256);
+}
+
+/* The partials of half of the warpgroup's own tile. */
+template <int GROUPS> __device__ __forceinline__ void give_partials(const list_query<GROUPS> &x, int rows)
+{
     uint32_t b[4][4];
     float c[HALF_TILES][4];
     partial_words words;
-    {
-        uint32_t a[TILE / 16][4];
-        issue_u(x, u, a, tile);
-        weigh_bits(x, b, step);
-        wg_wait<0>(u);
-    }
-    if (step == 0 || x.SETS == 1) x.give_back(x.index_at(tile), x.SETS);
+    weigh_bits(x, b, rows);
     issue_partials(x, c, b, 0);
     wg_wait<0>(c);
-    round_partials(x, words, c, step);
+    round_partials(x, words, c, rows);
     issue_partials(x, c, b, 1);
-    store_partials(x, words, step, 0);
+    store_partials(x, words, rows, 0);
     wg_wait<0>(c);
-    round_partials(x, words, c, step);
-    store_partials(x, words, step, 1);
+    round_partials(x, words, c, rows);
+    store_partials(x, words, rows, 1);
 }
 
 /* The channels of which a warpgroup has all of u, and gives its heads what they get: tiles of eight. */
@@ -427,8 +431,8 @@ template <int GROUPS> __device__ constexpr int own_tiles()
     return HALF_TILES / list_query<GROUPS>::SETS;
 }
 
-/* Adds the sets' parts of u, a half of the channels in each set, through the stages that the sets have read
- * last. */
+/* Adds the sets' parts of u, a half of the channels in each set, through the last tile's stage: that of the
+ * tile before it is free for the next query's keys while partials are made. */
 template <int GROUPS>
 __device__ __forceinline__ void add_sets(const list_query<GROUPS> &x, const float (&u)[HALF_TILES][4],
                                          float (&own)[own_tiles<GROUPS>()][4])
@@ -440,11 +444,12 @@ __device__ __forceinline__ void add_sets(const list_query<GROUPS> &x, const floa
 #pragma unroll
         for (int e = 0; e < 4; e++) own[j][e] = upper ? u[(j + OWN) % HALF_TILES][e] : u[j][e];
     if (x.SETS == 1) return;
-    const ring_place<LIST_STAGES> mine = x.index_at(GROUPS - 2 + x.set()),
-                                  other = x.index_at(GROUPS - 1 - x.set());
-    float4 *const to = (float4 *)x.m.stages[mine.stage][x.half()] + x.thread();
-    const float4 *const from = (const float4 *)x.m.stages[other.stage][x.half()] + x.thread();
-    x.sync(); /* each warp has read the panel */
+    const ring_place<LIST_STAGES> last = x.index_at(GROUPS - 1);
+    float4 *const parts = (float4 *)x.m.stages[last.stage][x.half()] + x.thread(),
+                  *const to = parts + x.set() * OWN * 128, *const from = parts + (1 - x.set()) * OWN * 128;
+    /* Those who read the panel have done so. */
+    if (upper) x.sync();
+    else named_sync(3 + x.half(), 256);
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
         const float(&low)[4] = u[j], (&high)[4] = u[(j + OWN) % HALF_TILES];
@@ -457,7 +462,7 @@ __device__ __forceinline__ void add_sets(const list_query<GROUPS> &x, const floa
         const float4 part = from[j * 128];
         own[j][0] += part.x, own[j][1] += part.y, own[j][2] += part.z, own[j][3] += part.w;
     }
-    x.give_back(other, x.SETS);
+    x.give_back(last, 1);
 }
 
 /* Stores what the query's heads get: of d_w the warpgroups leave their channels' parts to the first. */
@@ -532,7 +537,9 @@ __device__ __forceinline__ void compute_list(list_query<GROUPS> &x, bool gradien
     if (gradients) {
         float u[HALF_TILES][4] = {};
 #pragma unroll 1
-        for (int step = 0; step < 2; step++) walk_step(x, u, step);
+        for (int i = 0; i < 4; i++) /* one set makes u while the other makes partials */
+            if ((i + x.set()) % 2 == 0) add_u(x, u, i / 2);
+            else give_partials(x, i / 2);
         float own[own_tiles<GROUPS>()][4];
         add_sets(x, u, own);
         give_heads(x, own, d_q_wide);
