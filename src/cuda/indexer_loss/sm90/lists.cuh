@@ -4,8 +4,8 @@
  * lists.cuh - `pairs` of lists of up to 512 entries and up to 128 channels. Blocks are persistent and take a
  * query at a time:
  *
- *   feed      one warpgroup gathers its keys, then its keys_index, each once, and looks up where its partials
- *             go; of the next query it is ahead by as many tiles as stages are free
+ *   feed      one warpgroup gathers its keys, then its keys_index, each once, and notes what it chose of each
+ *             range; of the next query it is ahead by its heads and as many tiles as stages are free
  *   compute   a warpgroup a tile of 128 entries, four or, of lists up to 256, two: each scheduler has four
  *             warps to choose from. Attention's scores stay in registers until the normalisers of heads are
  *             known, 64 a thread; keys_index stays in stages from the indexer's scores until u is made.
@@ -305,7 +305,7 @@ __device__ __forceinline__ float compare_lists(const list_query<GROUPS> &x, floa
     float loss = 0.0f, g = 0.0f;
     if (taught && x.thread() < x.left()) {
         const float of_head = __fdividef(teacher, mass), log_p = student - lse;
-        g = x.facts().factor * (exp2_fast(log_p * log2_of_e) - of_head);
+        g = x.m.factor * (exp2_fast(log_p * log2_of_e) - of_head);
         loss = of_head * (__logf(fmaxf(of_head, 1e-10f)) - log_p);
     }
     x.m.g[x.group][x.thread()] = g;

@@ -24,7 +24,6 @@ struct list_facts {
     float w[HEADS]; /* 0 past the last head */
     bf16 w16[HEADS];
     float elsewhere[HEADS]; /* of the mass that attention's heads give to window and sink, to base 2 */
-    float factor;           /* of P - T, the mean over rows among it */
     int32_t count;
 };
 
@@ -35,6 +34,7 @@ struct lists_shared {
     float sums[LIST_TILES][SUM_KINDS][4][TILE]; /* over a warp's heads */
     float g[LIST_TILES][TILE];
     list_facts facts[2];
+    float factor;                          /* of P - T, the mean over rows among it */
     alignas(16) int32_t chosen[LIST_MOST]; /* the feed's; -1 past the last */
     bf16 gradient[LIST_TILES][TILE];
     choices_shared choices;           /* the feed's */
@@ -101,11 +101,9 @@ __device__ __forceinline__ void feed_tiles(lists_shared &m, ring_place<LIST_STAG
     }
 }
 
-__device__ __forceinline__ void feed_heads(ring<1> &ring, const ring_place<1> &at, char *to,
-                                           const rows_of &from, int heads)
+__device__ __forceinline__ void copy_chosen_heads(char *to, const rows_of &from, int heads)
 {
     const int row = threadIdx.x / 16 % 8, column = threadIdx.x % 16;
-    ring.wait_free(at);
     if (found_fast(from)) {
         const uint32_t tile = smem_address(to) + tile_at<HEADS>(row, column);
 #pragma unroll 1
@@ -116,8 +114,25 @@ __device__ __forceinline__ void feed_heads(ring<1> &ring, const ring_place<1> &a
             copy_four(tile + i * 128, from, column, four);
         }
     } else copy_heads(to, {from.base, from.stride, from.channels, false}, heads, 0);
+}
+
+/* Gives heads whose copies are under way. */
+__device__ __forceinline__ void give_heads_of(ring<1> &ring, const ring_place<1> &at)
+{
     ring.give_copies(at);
     ring.give(at);
+}
+
+/* Attention's heads of a query come while the choices of the one before it are made, and its facts. */
+__device__ __forceinline__ void copy_q(const slice &s, lists_shared &m, const ring_place<1> &at, int64_t i)
+{
+    const loss_params &p = s.of;
+    if (i >= s.count) return;
+    m.of_q.wait_free(at);
+    copy_chosen_heads(
+        (char *)m.q,
+        {(const bf16 *)p.q.p + s.b * p.q.s[0] + (s.first + i) * p.q.s[1], p.q.s[2], p.dim, p.q_wide},
+        p.heads);
 }
 
 /* The query's list, and what its heads' products are weighed by. The facts of the query before the last are
@@ -139,17 +154,13 @@ __device__ __forceinline__ void feed_facts(const slice &s, lists_shared &m, list
                             : 0.0f;
         float elsewhere = -INFINITY;
         if (thread < p.heads)
-            elsewhere = log_add_f32(
-                p.lse_win.p[s.b * p.lse_win.s[0] + thread * p.lse_win.s[1] + query * p.lse_win.s[2]],
-                p.sink != NULL ? p.sink[thread] : -INFINITY);
+            elsewhere = p.lse_win.p[s.b * p.lse_win.s[0] + thread * p.lse_win.s[1] + query * p.lse_win.s[2]];
+        if (thread < p.heads && p.sink != NULL) elsewhere = log_add_f32(elsewhere, p.sink[thread]);
         f.w[thread] = w;
         f.w16[thread] = from_float<bf16>(w);
         f.elsewhere[thread] = elsewhere * log2_of_e;
     }
-    if (thread == 0) {
-        f.count = count;
-        f.factor = p.lambda / (float)max(*p.rows, 1);
-    }
+    if (thread == 0) f.count = count;
     named_sync(2, FEEDERS); /* the list before it has been read */
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
@@ -167,23 +178,27 @@ template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, 
                            p.keys_index_wide};
     ring_place<LIST_STAGES> at;
     ring_place<1> heads;
+    if (threadIdx.x == 0) m.factor = p.lambda / (float)max(*p.rows, 1);
     clear_choices(m.choices);
+    copy_q(s, m, heads, blockIdx.x);
     for (int64_t i = blockIdx.x; i < s.count; i += gridDim.x) {
         const int64_t query = s.first + i;
-        const rows_of q = {(const bf16 *)p.q.p + s.b * p.q.s[0] + query * p.q.s[1], p.q.s[2], p.dim,
-                           p.q_wide},
-                      q_index = {(const bf16 *)p.q_index.p + s.b * p.q_index.s[0] + query * p.q_index.s[1],
+        const rows_of q_index = {(const bf16 *)p.q_index.p + s.b * p.q_index.s[0] + query * p.q_index.s[1],
                                  p.q_index.s[2], p.width, p.q_index_wide};
         feed_facts<TILES>(s, m, m.facts[heads.parity], i);
-        feed_heads(m.of_q, heads, (char *)m.q, q, p.heads);
+        give_heads_of(m.of_q, heads);
         feed_tiles<TILES>(m, at, keys);
-        feed_heads(m.of_index, heads, (char *)m.q_index, q_index, p.index_heads);
+        m.of_index.wait_free(heads);
+        copy_chosen_heads((char *)m.q_index, q_index, p.index_heads);
+        give_heads_of(m.of_index, heads);
         feed_tiles<TILES>(m, at, index);
+        const int count = m.facts[heads.parity].count;
+        heads.advance();
+        copy_q(s, m, heads, i + gridDim.x);
         if (s.sums != NULL)
             give_choices(
-                s, m.choices, i, entries_of(s, i), [&](int at) { return m.chosen[chosen_at(at)]; },
+                s, m.choices, i, count, [&](int at) { return m.chosen[chosen_at(at)]; },
                 [] { named_sync(2, FEEDERS); });
-        heads.advance();
     }
 }
 
