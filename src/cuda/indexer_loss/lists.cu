@@ -59,13 +59,14 @@ __global__ void __launch_bounds__(LOSS_THREADS)
     }
     if (threadIdx.x != 0) return;
     p.count[at] = count;
-    if (count > 0) atomicAdd(p.rows, 1);
+    if (count > 0 && p.rows != NULL) atomicAdd(p.rows, 1);
 }
 
 quern_status loss_choose(const loss_params &p, bool keeps, cudaStream_t stream)
 {
     if (p.listed < 0) return QUERN_OK;
-    const cudaError_t code = cudaMemsetAsync(p.rows, 0, sizeof *p.rows, stream);
+    const cudaError_t code =
+        p.rows != NULL ? cudaMemsetAsync(p.rows, 0, sizeof *p.rows, stream) : cudaSuccess;
     if (code != cudaSuccess) return cuda_report(code, "indexer_loss, clearing a counter");
     if (p.batch * p.queries == 0) return QUERN_OK;
     choose_entries<<<(unsigned)(p.batch * p.queries), LOSS_THREADS, 0, stream>>>(p, keeps);

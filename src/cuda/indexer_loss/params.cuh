@@ -28,7 +28,7 @@ struct loss_params {
     float *loss;
     int32_t *chosen, *count; /* [queries of all][listed]; [queries of all]; of lists alone */
     uint8_t *kept;           /* as chosen: whether a place is the first of its entry */
-    int32_t *rows;           /* queries that have an entry, of lists */
+    int32_t *rows;           /* queries that have an entry, of lists; NULL: count_rows() of `count` */
     double *losses;          /* [queries of all] */
     float *d_keys;           /* [batch][shares][entries][width], or NULL */
     int32_t *status;
@@ -37,6 +37,15 @@ struct loss_params {
 __device__ __forceinline__ int64_t seen_by(const loss_params &p, int64_t query)
 {
     return min((p.position + query + 1) / p.ratio, p.entries);
+}
+
+/* Adds to `rows` how many queries have an entry, of lists; of `threads` threads whole warps call. */
+__device__ __forceinline__ void count_rows(const loss_params &p, int32_t *rows, int thread, int threads)
+{
+    int32_t own = 0;
+    for (int64_t i = thread; i < p.batch * p.queries; i += threads) own += p.count[i] > 0;
+    own = __reduce_add_sync(~0u, own);
+    if (threadIdx.x % 32 == 0) atomicAdd(rows, own);
 }
 
 /* A call's arguments but for the workspace, and what lists need of that. */

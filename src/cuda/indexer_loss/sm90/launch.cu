@@ -10,6 +10,7 @@ namespace
 using namespace sm90_loss;
 
 enum { KEYS_BLOCKS = 132, QUERIES_A_SHARE = 32, SHARED_BYTES = 227 * 1024 };
+enum { COUNTED_MOST = 4096 }; /* queries that each block counts, so that no counter is cleared */
 const int64_t slice_bytes = (int64_t)512 << 20; /* about */
 
 /* A call, and what its slices have in common. */
@@ -49,6 +50,7 @@ loss_call loss_call_of(const stage_exec *exec, const indexer_loss_args *args, vo
     arena a = {NULL, 0};
     if (memory != NULL) a = arena_on(memory);
     loss_carve(&a, &p);
+    if (short_lists(p) && p.batch * p.queries <= COUNTED_MOST) p.rows = NULL;
     if (wanted)
         p.d_keys =
             (float *)arena_take(&a, (size_t)(p.batch * p.shares * p.entries * p.width) * sizeof(float));

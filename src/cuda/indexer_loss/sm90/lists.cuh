@@ -305,7 +305,7 @@ __device__ __forceinline__ float compare_lists(const list_query<GROUPS> &x, floa
     float loss = 0.0f, g = 0.0f;
     if (taught && x.thread() < x.left()) {
         const float of_head = __fdividef(teacher, mass), log_p = student - lse;
-        g = x.m.factor * (exp2_fast(log_p * log2_of_e) - of_head);
+        g = __fdividef(x.s.of.lambda, (float)max(x.m.rows, 1)) * (exp2_fast(log_p * log2_of_e) - of_head);
         loss = of_head * (__logf(fmaxf(of_head, 1e-10f)) - log_p);
     }
     x.m.g[x.group][x.thread()] = g;
@@ -563,6 +563,7 @@ __global__ void __launch_bounds__(FEEDERS + GROUPS * 128, 1)
         m.of_q.init(2 * FEEDERS, WARPS);
         m.of_index.init(2 * FEEDERS, COMPUTING);
         mbar_init_done();
+        m.rows = s.of.rows != NULL ? *s.of.rows : 0;
     }
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -571,6 +572,7 @@ __global__ void __launch_bounds__(FEEDERS + GROUPS * 128, 1)
         feed_lists<GROUPS>(s, m);
     } else {
         registers_up<GROUPS == 2 ? 208 : 112>();
+        if (s.of.rows == NULL) count_rows(s.of, &m.rows, threadIdx.x - FEEDERS, COMPUTING);
         list_query<GROUPS> x = {s, m, group - 1, 0, 0, 0, {}};
         for (x.i = blockIdx.x; x.i < s.count; x.i += gridDim.x) compute_list(x, gradients, d_q_wide);
     }

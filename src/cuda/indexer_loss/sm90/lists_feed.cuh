@@ -12,7 +12,6 @@ namespace sm90_loss
 {
 
 enum {
-    LIST_MOST = 512,
     GROUPS_MOST = 4,
     LIST_TILES = LIST_MOST / TILE,
     LIST_STAGES = 5,
@@ -34,7 +33,7 @@ struct lists_shared {
     float sums[LIST_TILES][SUM_KINDS][4][TILE]; /* over a warp's heads */
     float g[LIST_TILES][TILE];
     list_facts facts[2];
-    float factor;                          /* of P - T, the mean over rows among it */
+    int32_t rows;                          /* queries that have an entry */
     alignas(16) int32_t chosen[LIST_MOST]; /* the feed's; -1 past the last */
     bf16 gradient[LIST_TILES][TILE];
     choices_shared choices;           /* the feed's */
@@ -178,7 +177,6 @@ template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, 
                            p.keys_index_wide};
     ring_place<LIST_STAGES> at;
     ring_place<1> heads;
-    if (threadIdx.x == 0) m.factor = p.lambda / (float)max(*p.rows, 1);
     clear_choices(m.choices);
     copy_q(s, m, heads, blockIdx.x);
     for (int64_t i = blockIdx.x; i < s.count; i += gridDim.x) {

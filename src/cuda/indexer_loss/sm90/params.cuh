@@ -28,6 +28,7 @@ namespace sm90_loss
 {
 
 enum { HEADS = 64, TILE = 128, WIDTH = 128, DIM_MOST = 512, LOSS_HEAD_BYTES = HEADS * WIDTH * 2 };
+enum { LIST_MOST = 512 }; /* entries of a list of `lists` */
 enum { KEYS_PAIRS = 2 }; /* of warpgroups of a block of `keys`, each with sums of its own */
 enum { SUM_RANGE = 64, SUM_QUERIES = 1024 }; /* entries of a block of `sum_rows`; its slices' queries */
 enum { CHOICES_AT_ONCE = 256 }; /* ranges of a query in shared memory */
@@ -50,6 +51,12 @@ struct slice {
     bool gives_loss;            /* last of all: the sums' kernel adds the losses, too */
     bool d_q_wide, d_keys_wide; /* rows of q_index's and keys_index's gradients allow stores of 16 bytes */
 };
+
+/* Whether the call's lists are short enough for a block to keep a query's scores: lists.cuh. */
+static inline bool short_lists(const loss_params &p)
+{
+    return p.listed >= 0 && p.listed <= LIST_MOST && p.dim <= WIDTH;
+}
 
 /* How many entries a query of the slice has, and which. */
 __device__ __forceinline__ int entries_of(const slice &s, int64_t i)

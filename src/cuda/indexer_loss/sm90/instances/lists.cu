@@ -18,6 +18,6 @@ template <int GROUPS> static quern_status launch_lists(const slice &s, cudaStrea
 
 quern_status sm90_loss::pairs_of_lists(const slice &s, cudaStream_t stream)
 {
-    if (s.tiles > LIST_TILES || s.of.dim > WIDTH) return launch<true, 1, 2>(stream, s);
+    if (!short_lists(s.of)) return launch<true, 1, 2>(stream, s);
     return s.tiles > LIST_TILES / 2 ? launch_lists<4>(s, stream) : launch_lists<2>(s, stream);
 }
