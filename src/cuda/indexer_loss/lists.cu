@@ -17,6 +17,7 @@ __global__ void __launch_bounds__(LOSS_THREADS)
     const int64_t at = blockIdx.x, b = at / p.queries, query = at - b * p.queries, seen = seen_by(p, query);
     const int32_t *const list = p.list + b * p.list_s[0] + query * p.list_s[1];
     uint8_t *const kept = p.kept + at * p.listed;
+    let_next_start();
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
     bool ascending = keeps;

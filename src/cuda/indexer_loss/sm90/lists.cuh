@@ -563,7 +563,7 @@ __global__ void __launch_bounds__(FEEDERS + GROUPS * 128, 1)
         m.of_q.init(2 * FEEDERS, WARPS);
         m.of_index.init(2 * FEEDERS, COMPUTING);
         mbar_init_done();
-        m.rows = s.of.rows != NULL ? *s.of.rows : 0;
+        m.rows = 0;
     }
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -572,7 +572,9 @@ __global__ void __launch_bounds__(FEEDERS + GROUPS * 128, 1)
         feed_lists<GROUPS>(s, m);
     } else {
         registers_up<GROUPS == 2 ? 208 : 112>();
+        wait_for_before();
         if (s.of.rows == NULL) count_rows(s.of, &m.rows, threadIdx.x - FEEDERS, COMPUTING);
+        else if (threadIdx.x == FEEDERS) m.rows = *s.of.rows;
         list_query<GROUPS> x = {s, m, group - 1, 0, 0, 0, {}};
         for (x.i = blockIdx.x; x.i < s.count; x.i += gridDim.x) compute_list(x, gradients, d_q_wide);
     }

@@ -179,6 +179,7 @@ template <int TILES> __device__ __forceinline__ void feed_lists(const slice &s, 
     ring_place<1> heads;
     clear_choices(m.choices);
     copy_q(s, m, heads, blockIdx.x);
+    wait_for_before(); /* for lists */
     for (int64_t i = blockIdx.x; i < s.count; i += gridDim.x) {
         const int64_t query = s.first + i;
         const rows_of q_index = {(const bf16 *)p.q_index.p + s.b * p.q_index.s[0] + query * p.q_index.s[1],

@@ -10,7 +10,7 @@ static const int64_t list_blocks = 132; /* of which a multiprocessor runs one */
 template <int GROUPS> static quern_status launch_lists(const slice &s, cudaStream_t stream)
 {
     const bool gradients = s.of.d_q_index.p != NULL || s.of.d_w.p != NULL || s.sums != NULL;
-    return launch_shared({stream, NULL}, indexer_loss_lists<GROUPS>,
+    return launch_behind(stream, indexer_loss_lists<GROUPS>,
                          dim3((unsigned)(s.count < list_blocks ? s.count : list_blocks)),
                          FEEDERS + GROUPS * 128, sizeof(lists_shared), "indexer_loss_lists", s, gradients,
                          s.d_q_wide);
