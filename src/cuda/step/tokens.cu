@@ -3,7 +3,7 @@
 /*
  * tokens.cu - which sequences of a step run, and where their tokens stand: a warp a sequence. Every block
  * adds up the step's offsets itself, so that no launch comes before. Limit: latency, of the step's numbers
- * and of what a slot leads to.
+ * and of what a slot leads to: most of it is in no cache, so all is asked for before any of it is needed.
  */
 #include "common/launch.cuh"
 #include "common/step.cuh"
@@ -37,6 +37,31 @@ __device__ __forceinline__ tokens_run run_of(const tokens_kernel &a, int64_t b)
     return {step_slot(a.step, b), a.step.positions[b * a.step.positions_s], from, to - from};
 }
 
+__device__ __forceinline__ void ask(const void *p)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+/* Asks for sequence b's pages. A warp calls. */
+__device__ __forceinline__ void ask_pages(const tokens_kernel &a, int64_t b)
+{
+    enum { LINE = 128 / sizeof(int32_t) };
+    const int lane = (int)threadIdx.x % 32;
+    if (lane == 0) ask(a.raw_table + b * a.raw_table_s);
+    if (a.table == NULL || a.table_s[1] != 1) return;
+    for (int64_t c = lane * LINE; c < a.columns; c += 32 * LINE) ask(a.table + b * a.table_s[0] + c);
+}
+
+/* Asks for what a slot leads to. */
+__device__ __forceinline__ void ask_slot(const tokens_kernel &a, int64_t slot)
+{
+    if (slot < 0 || slot >= a.slot_count) return;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (a.merged[i] != NULL) ask(a.merged[i] + slot * a.merged_s[i]);
+    if (a.fault != NULL && slot < a.faults) ask(a.fault + slot * a.fault_s);
+}
+
 /* Rows of the sequences before the block's first one, and of all; bad: some offset is wrong. */
 __device__ __forceinline__ step_sums add_rows(const tokens_kernel &a)
 {
@@ -50,6 +75,7 @@ __device__ __forceinline__ step_sums add_rows(const tokens_kernel &a)
               r.from + r.rows > a.step.total;
         total += r.rows;
         if (b < own) before += r.rows;
+        else if (b < own + WARPS) ask_slot(a, r.slot);
     }
     return add_threads<WARPS>(before, total, bad);
 }
@@ -74,22 +100,25 @@ __device__ __forceinline__ bool is_taken(const tokens_kernel &a, int64_t b, int6
 __device__ __forceinline__ bool has_position(const tokens_kernel &a, const tokens_run &r)
 {
     bool good = r.first >= 0 && r.first <= a.most - r.rows;
+    int64_t sums[2] = {r.first, r.first};
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (!good || r.first == 0 || a.merged[i] == NULL) continue;
-        const int64_t sums = a.merged[i][r.slot * a.merged_s[i]];
-        good = sums >= 0 && r.first >= sums && r.first <= sums + a.rollback;
-    }
+    for (int i = 0; i < 2; i++)
+        if (r.first > 0 && a.merged[i] != NULL) sums[i] = a.merged[i][r.slot * a.merged_s[i]];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (r.first > 0) good &= sums[i] >= 0 && r.first >= sums[i] && r.first <= sums[i] + a.rollback;
     return good;
 }
 
 __device__ __forceinline__ bool has_pages(const tokens_kernel &a, int64_t b, const tokens_run &r)
 {
-    bool good = (uint32_t)a.raw_table[b * a.raw_table_s] < (uint64_t)a.raw_pages;
-    const int64_t needed = a.table != NULL ? pages_before(a, r.first + r.rows) : 0;
-    for (int64_t c = threadIdx.x % 32; c < needed; c += 32)
-        good = good && c < a.columns &&
-               (uint32_t)a.table[b * a.table_s[0] + c * a.table_s[1]] < (uint64_t)a.pages;
+    const int64_t needed = a.table != NULL ? pages_before(a, r.first + r.rows) : 0,
+                  columns = needed < a.columns ? needed : a.columns;
+    bool good = needed <= a.columns;
+#pragma unroll 4
+    for (int64_t c = threadIdx.x % 32; c < columns; c += 32)
+        good &= (uint32_t)a.table[b * a.table_s[0] + c * a.table_s[1]] < (uint64_t)a.pages;
+    good &= (uint32_t)a.raw_table[b * a.raw_table_s] < (uint64_t)a.raw_pages;
     return __all_sync(~0u, good);
 }
 
@@ -136,10 +165,11 @@ __device__ __forceinline__ void put(const tokens_kernel &a, int64_t b, const tok
 
 __global__ void __launch_bounds__(THREADS) step_tokens(const __grid_constant__ tokens_kernel a)
 {
+    const int64_t first = (int64_t)blockIdx.x * WARPS, b = first + threadIdx.x / 32;
+    if (b < a.step.batch) ask_pages(a, b);
     const step_sums sum = add_rows(a);
     const bool good = !sum.bad;
-    const int64_t first = (int64_t)blockIdx.x * WARPS, b = first + threadIdx.x / 32,
-                  total = good ? sum.total : 0;
+    const int64_t total = good ? sum.total : 0;
     if (blockIdx.x == 0 && threadIdx.x == 0 && !good) raise_status(a.status, QUERN_STATUS_BAD_OFFSETS);
     for (int64_t t = total + (int64_t)blockIdx.x * THREADS + threadIdx.x; t < a.step.total;
          t += (int64_t)gridDim.x * THREADS)
