@@ -84,7 +84,7 @@ enum {
     LAYER_STEP_BYTES =
         (14 + LAYER_GROUPS_BESIDE) * OP_STEP_BYTES(gemm) + 2 * DSV4_WEIGHT_BYTES +
         9 * OP_STEP_BYTES(permute) + 5 * OP_STEP_BYTES(convert) + 5 * OP_STEP_BYTES(norm_rope) +
-        10 * OP_STEP_BYTES(copy_rows) + 7 * OP_STEP_BYTES(copy_pages) + 3 * OP_STEP_BYTES(store_rows) +
+        4 * OP_STEP_BYTES(copy_rows) + 7 * OP_STEP_BYTES(copy_pages) + 3 * OP_STEP_BYTES(store_rows) +
         OP_STEP_BYTES(pool_append) + OP_STEP_BYTES(indexer) + OP_STEP_BYTES(attend_mqa) +
         OP_STEP_BYTES(step_tokens) + OP_STEP_BYTES(step_places) + OP_STEP_BYTES(step_check) +
         10 * OP_STEP_BYTES(clear_rows) + 3 * sizeof(int64_t) /* by which views of a product move */

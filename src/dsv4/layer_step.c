@@ -148,7 +148,7 @@ static void add_tokens(op_build *b, step_rooms *r)
 static void copy_runs(op_build *b, const quern_tensor *which, const quern_tensor *x, const quern_tensor *out,
                       int32_t behind)
 {
-    *OP_ADD(b, copy_rows) = (copy_rows_args){.runs = *which, .x = *x, .out = *out};
+    *OP_ADD(b, copy_rows) = (copy_rows_args){.runs = *which, .pair = {{*x, *out}}};
     op_behind(b, behind);
 }
 
@@ -168,15 +168,24 @@ static quern_tensor as_rows(const quern_tensor *t)
     return m;
 }
 
-/* The states' rows and numbers to their copies, or back behind the choice. */
-static void move_states(op_build *b, const compressor *c, const step_rooms *r, bool back)
+/* The states' rows and numbers to their copies, or back behind the choice: by one step, so that they take the
+ * time of one launch. */
+static void move_states(op_build *b, const compressor parts[2], const step_rooms *r, bool back)
 {
-    const quern_tensor states = layer_view(b, c->states), numbers = layer_view(b, c->states + 1),
-                       merged = as_rows(&numbers), own = as_rows(&c->merged);
-    const quern_tensor *const which = back ? &r->returned : &r->copied;
-    const int32_t behind = back ? r->chosen : -1;
-    copy_runs(b, which, back ? &c->sums : &states, back ? &states : &c->sums, behind);
-    copy_runs(b, which, back ? &own : &merged, back ? &merged : &own, behind);
+    copy_rows_args *args = OP_ADD(b, copy_rows);
+    int n = 0;
+    args->runs = back ? r->returned : r->copied;
+    for (int i = 0; i < 2 && parts[i].sums.ndim > 0; i++) {
+        const quern_tensor states = layer_view(b, parts[i].states),
+                           numbers = layer_view(b, parts[i].states + 1),
+                           of[][2] = {{states, parts[i].sums},
+                                      {as_rows(&numbers), as_rows(&parts[i].merged)}};
+        for (int k = 0; k < 2; k++, n++) {
+            args->pair[n].x = of[k][back];
+            args->pair[n].out = of[k][!back];
+        }
+    }
+    op_behind(b, back ? r->chosen : -1);
 }
 
 /* Fills a compressor's part of the append. */
@@ -204,9 +213,9 @@ static void append(op_build *b, const step_rooms *r, const layer_parts *parts, c
         if (!may_refuse(b)) continue;
         c[i].sums = op_matrix(b, QUERN_F32, s[LS_B], states.shape[1]);
         c[i].merged = op_room(b, QUERN_I32, 1, &s[LS_B]);
-        move_states(b, &c[i], r, false);
     }
     if (proj[0]->ndim == 0) return;
+    if (may_refuse(b)) move_states(b, c, r, false);
     pool_append_args *args = OP_ADD(b, pool_append);
     args->ratio = s[LS_R];
     args->ring = held_of(b);
@@ -408,8 +417,7 @@ static void keep(op_build *b, const step_rooms *r, const quern_tensor *raw, cons
                  const compressor *parts)
 {
     copy_runs(b, &r->kept, raw, rings, r->chosen);
-    for (int i = 0; i < 2; i++)
-        if (parts[i].sums.ndim > 0) move_states(b, &parts[i], r, true);
+    if (parts[0].sums.ndim > 0) move_states(b, parts, r, true);
 }
 
 void layer_step_build(op_build *b)

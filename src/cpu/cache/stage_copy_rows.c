@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* stage_copy_rows.c - the copy_rows stage. A task is a run. Limit: the copy bandwidth. */
 #include "core/parallel.h"
+#include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
 #include <string.h>
@@ -16,9 +17,11 @@ static void copy_run(void *arg, int64_t index, int32_t thread)
     (void)thread;
     const copy_rows_args *args = arg;
     const int64_t *run = (const int64_t *)args->runs.data + index * args->runs.strides[0];
-    const size_t bytes = (size_t)args->x.shape[1] * quern_dtype_size(args->x.dtype);
-    for (int64_t i = 0; i < run[2]; i++)
-        memcpy(row_of(&args->out, run[1] + i), row_of(&args->x, run[0] + i), bytes);
+    for (int p = 0; p < COPY_ROWS_PAIRS && is_present(&args->pair[p].x); p++) {
+        const quern_tensor *x = &args->pair[p].x, *out = &args->pair[p].out;
+        const size_t bytes = (size_t)x->shape[1] * quern_dtype_size(x->dtype);
+        for (int64_t i = 0; i < run[2]; i++) memcpy(row_of(out, run[1] + i), row_of(x, run[0] + i), bytes);
+    }
 }
 
 quern_status cpu_copy_rows(const stage_exec *exec, const copy_rows_args *args, void *workspace)
