@@ -24,6 +24,8 @@
 #include "cpu/stages.h"
 #include "cpu/levels.h"
 
+#include <string.h>
+
 enum {
     TILE_ROWS = 192,
     TILE_COLUMNS = 256,
@@ -345,6 +347,14 @@ void cpu_gemm_repeated(const stage_exec *exec, const gemm_args *args, void *work
     multiply(exec, &job, packed);
 }
 
+static void clear_others(const gemm_args *args)
+{
+    const quern_tensor *c = &args->c, *live = &args->live;
+    for (int64_t i = 0; is_present(live) && i < c->shape[0]; i++)
+        if (((const int64_t *)live->data)[i * live->strides[0]] < 0)
+            memset((char *)(uintptr_t)element(c, i, 0), 0, (size_t)c->shape[1] * quern_dtype_size(c->dtype));
+}
+
 quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
@@ -356,5 +366,6 @@ quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *works
     } else {
         multiply(exec, &job, &packed);
     }
+    clear_others(args);
     return QUERN_OK;
 }

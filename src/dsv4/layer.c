@@ -70,7 +70,7 @@ static void build_forward(op_build *b)
     layer_project_q(b, &parts);
     const layer_states states = layer_compute(b, &parts, false);
     const quern_tensor o_a_out = layer_project_groups(b, &states.core);
-    layer_project_out(b, &o_a_out);
+    (void)layer_project_out(b, &o_a_out, &(quern_tensor){0});
     op_give(b, DL(q_residual), &parts.residual);
     layer_give_q(b, &states.q, states.batch);
     op_give(b, DL(kv_rows), &states.kv);

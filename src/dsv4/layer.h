@@ -204,9 +204,10 @@ attend_mqa_args layer_core(const op_build *b, const layer_states *states, const 
  * from which the others then have the same bits. `at` as above. */
 void layer_attend(op_build *b, const attend_mqa_args *args, const quern_tensor *at,
                   const quern_tensor *unrotated);
-/* Both output projections of [rows, H D]. Returns the first's result [rows, G o_lora]. */
+/* Both output projections of [rows, H D]. Returns the first's result [rows, G o_lora]. live: as in gemm_args;
+ * false: the backend's product does not know it, and all rows have been written. */
 quern_tensor layer_project_groups(op_build *b, const quern_tensor *core);
-void layer_project_out(op_build *b, const quern_tensor *o_a_out);
+bool layer_project_out(op_build *b, const quern_tensor *o_a_out, const quern_tensor *live);
 
 /* ---- calls ---- */
 

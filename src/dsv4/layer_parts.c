@@ -283,12 +283,16 @@ quern_tensor layer_project_groups(op_build *b, const quern_tensor *core)
     return all;
 }
 
-void layer_project_out(op_build *b, const quern_tensor *o_a_out)
+bool layer_project_out(op_build *b, const quern_tensor *o_a_out, const quern_tensor *live)
 {
     const quern_tensor out = layer_view(b, DL(out)), w = layer_view(b, DL(o_b));
     quern_tensor flat;
     const bool direct = view_flatten(&out, &flat);
     if (!direct) flat = op_matrix(b, out.dtype, o_a_out->shape[0], b->call->symbol[LS_IN]);
-    product(b, o_a_out, &w, &flat);
+    gemm_args args = {.a = *o_a_out, .b = w, .c = flat, .b_transposed = true, .live = *live};
+    const bool clears = op_takes(b, OP_gemm, &args);
+    if (!clears) args.live = (quern_tensor){0};
+    *OP_ADD(b, gemm) = args;
     if (!direct) op_copy(b, &flat, &out);
+    return clears;
 }

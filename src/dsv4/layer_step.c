@@ -11,8 +11,8 @@
  *   step_check                       sequences of which a row is not finite stop
  *   store_rows                       raw rows, entries and keys
  *   indexer, attend_mqa              the choice, the core
- *   gemm                             output projections
  *   copy_rows                        the last raw rows to their rings
+ *   gemm                             output projections, with rows of 0 for tokens of no sequence that runs
  *
  * Each stage takes all sequences. Formats of bytes may refuse a row: then copies of the states are changed,
  * which replace them last. Where stages run beside each other, the choice waits longest: what it needs stands
@@ -372,8 +372,8 @@ static void give_rows(op_build *b, int32_t tensor, const quern_tensor *rows)
     layer_change(b, &in, &out);
 }
 
-/* Results with a row a token, or an entry, but for `out`: a row of it depends on its token alone, so zeros
- * for tokens that belong to no sequence wait until the products have ended. */
+/* Results with a row a token, or an entry, but for `out`, whose product writes its zeros. A row depends on
+ * its token alone, so zeros for tokens of no sequence stand behind all that reads the rows. */
 static void clear_results(op_build *b, const step_rooms *r)
 {
     static const int32_t by_token[] = {DL(q_residual), DL(kv_rows), DL(idx_q),      DL(idx_score),
@@ -454,8 +454,8 @@ void layer_step_build(op_build *b)
     }
     add_check(b, &r, &kv, &parts_of[0], &parts_of[1]);
     store_all(b, &r, &kv, &raw, parts_of);
-    const quern_tensor core = attend(b, &r, &parts, &raw), o_a_out = layer_project_groups(b, &core);
-    layer_project_out(b, &o_a_out);
+    const quern_tensor core = attend(b, &r, &parts, &raw), o_a_out = layer_project_groups(b, &core),
+                       out = layer_view(b, DL(out));
     const quern_tensor by_head = layer_heads(&core, 1, s[LS_H]), groups = layer_heads(&o_a_out, 1, s[LS_G]);
     op_give(b, DL(q_residual), &parts.residual);
     give_rows(b, DL(kv_rows), &kv);
@@ -465,8 +465,7 @@ void layer_step_build(op_build *b)
     op_give(b, DL(o_a_out), &groups);
     clear_results(b, &r);
     keep(b, &r, &raw, &rings, parts_of);
-    const quern_tensor out = layer_view(b, DL(out));
-    clear(b, &r, &out, 0);
+    if (!layer_project_out(b, &o_a_out, &r.raw_slots)) clear(b, &r, &out, 0);
 }
 
 quern_status quern_dsv4_layer_step_workspace(quern_context *ctx, const quern_dsv4_layer_step_params *given,

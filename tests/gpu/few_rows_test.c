@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * few_rows_test.c - Hopper's product of few rows against sums in float64, and against the same rows among
- * many, which cuBLASLt multiplies: the same bits, as a row of c does not depend on how many there are.
+ * many, which cuBLASLt multiplies: the same bits, as a row of c does not depend on how many there are. Rows
+ * that the caller names become 0, and no other changes.
  */
 #include "one_stage.h"
 
@@ -100,6 +101,26 @@ static void check_sums(const gemm_args *a, const uint16_t *x, const uint16_t *w,
     }
 }
 
+/* The same product where every third row is to be 0. */
+static void check_cleared(gemm_args a, const void *c, int64_t rows)
+{
+    const size_t bytes = (size_t)a.c.shape[1] * quern_dtype_size(a.c.dtype);
+    const uint8_t *zeros = calloc(1, bytes);
+    int64_t *live = malloc((size_t)rows * sizeof *live);
+    assert_true(zeros != NULL && live != NULL);
+    for (int64_t i = 0; i < rows; i++) live[i] = i % 3 == 1 ? -1 : i;
+    a.live = quern_tensor_contiguous(NULL, QUERN_I64, 1, &rows);
+    CHECK(cudaMalloc(&a.live.data, (size_t)rows * sizeof *live));
+    CHECK(cudaMemcpy(a.live.data, live, (size_t)rows * sizeof *live, cudaMemcpyHostToDevice));
+    uint8_t *got = product_by("gemm_sm90_few", a, rows);
+    assert_non_null(got);
+    for (int64_t i = 0; i < rows; i++)
+        assert_memory_equal(got + (size_t)i * bytes,
+                            live[i] < 0 ? zeros : (const uint8_t *)c + (size_t)i * bytes, bytes);
+    CHECK(cudaFree(a.live.data));
+    free(got), free(live), free((void *)(uintptr_t)zeros);
+}
+
 static void agree(const product_case *h)
 {
     static const int64_t rows[] = {1, 7, 64, 65, 128};
@@ -115,6 +136,7 @@ static void agree(const product_case *h)
         if (few == NULL) continue; /* no Hopper */
         check_sums(&a, x, w, few, rows[r]);
         assert_memory_equal(few, again, bytes);
+        check_cleared(a, few, rows[r]);
         int64_t differ = 0;
         for (int64_t i = 0; many != NULL && i < rows[r] * h->n; i++)
             differ += memcmp((char *)few + (size_t)i * quern_dtype_size(h->c_dtype),

@@ -83,6 +83,11 @@ static gemm_operand operand_of(const quern_tensor &t, bool along_k)
     return {any_floats_of(t), along_k ? 1 : t.strides[0], along_k ? t.strides[0] : 1};
 }
 
+static bool supports(const stage_exec *, const gemm_args *args, char *)
+{
+    return !present(args->live);
+}
+
 static quern_status run(const stage_exec *exec, const gemm_args *args, void *)
 {
     gemm_kernel a = {};
@@ -108,4 +113,4 @@ static quern_status run(const stage_exec *exec, const gemm_args *args, void *)
     return LAUNCHED("a product");
 }
 
-extern const variant<gemm_args> gemm_any = {"gemm_any", NULL, NULL, run};
+extern const variant<gemm_args> gemm_any = {"gemm_any", supports, NULL, run};

@@ -28,9 +28,9 @@ static bool supports(const stage_exec *, const gemm_args *args, char *)
     const quern_dtype dtype = args->a.dtype;
     const bool halves = dtype == QUERN_BF16 || dtype == QUERN_F16,
                kept = args->c.dtype == QUERN_F32 || (args->c.dtype == dtype && !args->accumulate);
-    return halves && args->b.dtype == dtype && kept && reads(args->a) && reads(args->b) && reads(args->c) &&
-           args->c.shape[0] > 0 && args->c.shape[1] > 0 && args->a.shape[0] > 0 && args->a.shape[1] > 0 &&
-           gemm_available();
+    return halves && args->b.dtype == dtype && kept && !present(args->live) && reads(args->a) &&
+           reads(args->b) && reads(args->c) && args->c.shape[0] > 0 && args->c.shape[1] > 0 &&
+           args->a.shape[0] > 0 && args->a.shape[1] > 0 && gemm_available();
 }
 
 /* A row stride that a matrix of one row need not have. */

@@ -47,6 +47,8 @@ enum {
 struct few_params {
     void *c;
     int64_t c_row;
+    const int64_t *live; /* or NULL: rows of c where it is negative become 0 */
+    int64_t live_s;
     int32_t m, n, depths; /* depths: stages of a tile */
     int32_t row_tiles, pairs;
     int32_t first; /* of the launch's tiles */
@@ -146,11 +148,36 @@ __device__ __forceinline__ void sum_tile(const few_params &q, float (&c)[COLUMNS
     give_back_to_cluster<CLUSTER>(m.stages, before);
 }
 
+/* The first of a thread's two rows of c; the second is the eighth behind it. */
+__device__ __forceinline__ int32_t first_row(const few_place &t)
+{
+    return t.row + (int)threadIdx.x / 32 % WARPS * 16 + (int)threadIdx.x % 32 / 4;
+}
+
+/* Which of a thread's rows become 0: bits 0 and 1. Read before the sums, so that no store waits for it. */
+__device__ __forceinline__ int cleared_rows(const few_params &q, const few_place &t)
+{
+    const int32_t first = first_row(t);
+    int cleared = 0;
+    if (q.live == NULL) return 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (first + i * 8 < q.m && q.live[(first + i * 8) * q.live_s] < 0) cleared |= 1 << i;
+    return cleared;
+}
+
+__device__ __forceinline__ void clear_rows(float (&c)[COLUMNS / 8][4], int cleared)
+{
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++)
+        if (cleared >> (i / 2 & 1) & 1) c[i / 4][i % 4] = 0.0f;
+}
+
 template <typename T>
 __device__ __forceinline__ void store_tile(const few_params &q, const float (&c)[COLUMNS / 8][4],
                                            const few_place &t)
 {
-    const int lane = threadIdx.x % 32, first = t.row + (int)threadIdx.x / 32 % WARPS * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, first = first_row(t);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int32_t row = first + i * 8;
@@ -195,8 +222,11 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_sm90_few(const __grid_constan
             const few_params &q = set.q[p];
             if (turn == group) {
                 float c[COLUMNS / 8][4];
+                const few_place t = place_at(q, i, rank);
+                const int cleared = cleared_rows(q, t);
                 sum_tile<T>(q, c, m, use, group, i + (int32_t)gridDim.x / CLUSTER < set.tiles);
-                store_tile<T>(q, c, place_at(q, i, rank));
+                if (cleared != 0) clear_rows(c, cleared);
+                store_tile<T>(q, c, t);
             }
             use += q.depths;
             turn ^= 1;

@@ -49,6 +49,10 @@ template <int MOST> static quern_status add(few_set<MOST> &set, const gemm_args 
     q.row_tiles = (q.m + ROWS - 1) / ROWS;
     q.pairs = (q.n + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS);
     q.first = set.tiles;
+    if (present(args->live)) {
+        q.live = (const int64_t *)args->live.data;
+        q.live_s = args->live.strides[0];
+    }
     q.half = args->c.dtype != QUERN_F32;
     q.wide = rows_aligned(args->c, 16);
     quern_status status = tma_describe(&set.a[set.count], as_rows(args->a), 1, ROWS);
