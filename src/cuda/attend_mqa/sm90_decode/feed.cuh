@@ -126,15 +126,15 @@ template <typename T> __device__ __forceinline__ void take_rows(uint4 (&x)[LANE_
 /* Whether one of the warp's codes is NaN, or a scale large. All of them have been loaded then. */
 __device__ __forceinline__ bool some_odd(const uint4 (&x)[LANE_CHUNKS], const uint2 &scales)
 {
-    uint32_t nan_bits = scales.x | (scales.y & 0x00ffffff);
+    uint32_t nan_bits[4] = {scales.x, scales.y & 0x00ffffff}; /* four sums, none of which waits for another */
 #pragma unroll
     for (int j = 0; j < CODE_CHUNKS; j++) {
-        nan_bits |= e4m3_nan_bits(x[j].x);
-        nan_bits |= e4m3_nan_bits(x[j].y);
-        nan_bits |= e4m3_nan_bits(x[j].z);
-        nan_bits |= e4m3_nan_bits(x[j].w);
+        nan_bits[0] |= e4m3_nan_bits(x[j].x);
+        nan_bits[1] |= e4m3_nan_bits(x[j].y);
+        nan_bits[2] |= e4m3_nan_bits(x[j].z);
+        nan_bits[3] |= e4m3_nan_bits(x[j].w);
     }
-    return __any_sync(~0u, (nan_bits & 0x80808080) != 0);
+    return __any_sync(~0u, ((nan_bits[0] | nan_bits[1] | nan_bits[2] | nan_bits[3]) & 0x80808080) != 0);
 }
 
 /* Decodes the lane's chunks into row at_row of a tile. */
